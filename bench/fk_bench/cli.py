@@ -71,7 +71,7 @@ COMMANDS = {
         "captured and uniform random routing compared: load, hot experts, time of fused_experts",
     ),
     "eval": (
-        "evaluate.command:eval_command",
+        "evaluate.run.command:eval_command",
         "the score of sets of candidates: speedup, correctness and coverage in whole models and real hosts",
     ),
     "capture": (

@@ -219,7 +219,9 @@ CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
     {"fastkernels.engine.http"}
     | _under("fastkernels.engine.http", "anthropic_api parsing responses_api sglang_api"),
     _under(
-        "fk_bench", "capture e2e e2e.pictures info kernels serving serving.load serving.report kernels.judge"
+        "fk_bench",
+        "capture e2e e2e.pictures evaluate evaluate.hosts info kernels kernels.judge quality serving serving.load"
+        " serving.report",
     )
     | _under("fk_bench.kernels.judge", "batches correctness processes rows statistics"),
     _under("fk_bench", "explain tables"),

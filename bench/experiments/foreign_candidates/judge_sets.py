@@ -23,7 +23,7 @@ from typing import Any
 
 from fk_bench.core.rows import append
 from fk_bench.evaluate.adapters.foreign_files import digest_of
-from fk_bench.evaluate.sets import SetFile, read_set
+from fk_bench.evaluate.adapters.sets import SetFile, read_set
 from fk_bench.kernels.judge import Options, judge_ops
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 

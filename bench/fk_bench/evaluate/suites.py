@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastkernels.core.registry import UnknownName
-from fk_bench.evaluate import hosts
 from fk_bench.evaluate.macro_eval import Item
 
 if sys.version_info >= (3, 11):
@@ -24,6 +23,9 @@ else:
 
 FOLDER = Path(__file__).with_name("suites")
 KINDS = ("text", "images")
+HOSTS = {  # and the kinds of workloads that they run
+    "fastkernels": ("text",), "vllm": ("text",), "sglang": ("text",), "transformers": KINDS, "timm": ("images",),
+}  # fmt: skip
 _T = TypeVar("_T")
 
 
@@ -207,7 +209,7 @@ def _entry(
 ) -> Entry:
     where = f"item {n + 1}"
     values = dict(given)
-    for key, known in (("model", models), ("workload", workloads), ("host", hosts.NAMES)):
+    for key, known in (("model", models), ("workload", workloads), ("host", HOSTS)):
         if values.get(key) not in known:
             raise SuiteError(f"{where}: {UnknownName(key, str(values.get(key)), known)}")
     model, workload = models[values["model"]], workloads[values["workload"]]
@@ -218,9 +220,7 @@ def _entry(
         values.pop("host"),
         values.pop("ranks", 1),
     )
-    if f"{item.host}/{workload.kind}" not in hosts.HOSTS and (item.host in ("timm",)) != (
-        workload.kind == "images"
-    ):
+    if workload.kind not in HOSTS[item.host]:
         raise SuiteError(f"{where}: {item.host} has no workload of {workload.kind}")
     if (item.host == "timm") != bool(model.timm):
         raise SuiteError(

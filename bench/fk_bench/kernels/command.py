@@ -22,7 +22,7 @@ from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
 from fk_bench.core.text import printable
-from fk_bench.evaluate.sets import LIBRARIES, read_set
+from fk_bench.evaluate.adapters.sets import LIBRARIES, read_set
 from fk_bench.info import model_blocks
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks

@@ -217,7 +217,7 @@ def show(made: list[Row]) -> None:
 
 def _candidates(sets: list[str]) -> dict[str, Mapping[str, str]]:
     """{name: {op: file}}. Raises ConfigError."""
-    from fk_bench.evaluate.sets import SetError, read_set
+    from fk_bench.evaluate.adapters.sets import SetError, read_set
 
     found: dict[str, Mapping[str, str]] = {}
     for given in sets:

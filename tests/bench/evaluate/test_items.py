@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from fk_bench.evaluate import suites
-from fk_bench.evaluate.items import ItemRun, Measured
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.side import Launcher, set_files
+from fk_bench.evaluate.run.items import ItemRun, Measured
+from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.info.stubs import source
 
 CHEATS = Path(__file__).parents[2] / "cheats" / "eval"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from fk_bench.core.rows import Machine, Status
-from fk_bench.evaluate import report, results, selftest, suites
-from fk_bench.evaluate.fidelity import fidelity
-from fk_bench.evaluate.items import PHASES, Measured, Round, checked_tokens, conclude
+from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.results import Context
-from fk_bench.evaluate.search import Dropped, Found
-from fk_bench.evaluate.side import SideFailed
+from fk_bench.evaluate.run import report, results, selftest
+from fk_bench.evaluate.run.fidelity import fidelity
+from fk_bench.evaluate.run.items import PHASES, Measured, Round, checked_tokens, conclude
+from fk_bench.evaluate.run.results import Context
+from fk_bench.evaluate.run.search import Dropped, Found
+from fk_bench.evaluate.run.side import SideFailed
 
 SUITE = suites.load("smoke")
 VERSIONS = {"torch": "2.13.0", "python": "3.11.7"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fk_bench.evaluate.reasons import Reason, described, reason_of
-from fk_bench.evaluate.search import Probe, search
+from fk_bench.evaluate.run.search import Probe, search
 
 from fastkernels.core.candidate import CandidateError
 

@@ -18,11 +18,12 @@ def test_epilogue_of_cublaslt_is_gelu_with_tanh(dtype: torch.dtype, atol: float)
 
 
 def test_epilogue_refuses_what_it_does_not_compute() -> None:
-    x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
+    x, weight, bias = (torch.randn(*sizes).half() for sizes in ((2, 4), (3, 4), (3,)))
     assert op._supports_cublaslt(x, weight, bias, "tanh") is None
+    assert "float32" in str(op._supports_cublaslt(*(t.float() for t in (x, weight, bias)), "tanh"))
     assert "erf" in str(op._supports_cublaslt(x, weight, bias, "none"))
     assert "bias" in str(op._supports_cublaslt(x, weight, None, "tanh"))
-    assert "dtypes" in str(op._supports_cublaslt(x.half(), weight, bias, "tanh"))
+    assert "dtypes" in str(op._supports_cublaslt(x.bfloat16(), weight, bias, "tanh"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fk_bench.evaluate.sets import SetError, layout_of, read_set
+from fk_bench.evaluate.adapters.sets import SetError, layout_of, read_set
 
 from fastkernels.core import candidate, registry
 from fastkernels.core.definition import definition

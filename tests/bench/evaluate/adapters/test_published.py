@@ -13,7 +13,7 @@ import pytest
 import torch
 from fk_bench.evaluate.adapters import published
 from fk_bench.evaluate.adapters.native import EXTENSIONS
-from fk_bench.evaluate.sets import SetError, read_set
+from fk_bench.evaluate.adapters.sets import SetError, read_set
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 
 from fastkernels.core import candidate, registry

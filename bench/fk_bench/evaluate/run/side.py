@@ -25,6 +25,7 @@ PACKAGES = (
 CALLS = (  # of engines and ZeroMQ; no side is stopped and resumed
     "setitimer", "timer_create", "alarm", "sched_setaffinity", "sched_setparam", "sched_setscheduler",
 )  # fmt: skip
+SETTINGS = ("VLLM_", "SGLANG_", "SGL_", "HF_HUB_OFFLINE")  # variables that the hosts get
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
 _COMMON = ("torch", "triton", "fastkernels")
 PRELOAD = {
@@ -72,9 +73,14 @@ class Launcher:
         """
         if host not in self._zygotes:
             python = self.pythons.get(host, sys.executable)
-            more = ("fk_bench.evaluate.hosts.ready",) if host in PRELOAD and not self.gpu else ()
-            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.worker", *more)
-            self._zygotes[host] = Zygote(python, preload, entry="fk_bench.evaluate.worker:main")
+            more = ("fk_bench.evaluate.run.hosts.ready",) if host in PRELOAD and not self.gpu else ()
+            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.run.worker", *more)
+            env = {
+                k: v
+                for k, v in os.environ.items()
+                if k.startswith(SETTINGS) and not k.endswith(("KEY", "TOKEN"))
+            }
+            self._zygotes[host] = Zygote(python, preload, env, "fk_bench.evaluate.run.worker:main")
         off: dict[str, Any] = {} if self.caged and not trusted else dict.fromkeys(STEPS, False)
         compiled = (
             [] if off else [str(f) for name in COMPILED for f in sorted(requested_folder(name).glob("*.*"))]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fk_bench.core.stats import paired_ratio
-from fk_bench.evaluate import checkpoints
-from fk_bench.evaluate.fidelity import Fidelity, fidelity
 from fk_bench.evaluate.macro_eval import Outcome
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.search import Dropped, Found, Probe, search
-from fk_bench.evaluate.side import Launcher, Side, SideFailed
+from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate.run.fidelity import Fidelity, fidelity
+from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
+from fk_bench.evaluate.run.side import Launcher, Side, SideFailed
 from fk_bench.evaluate.suites import Entry, Model, Suite
 from fk_bench.quality.calibration import THRESHOLD
 

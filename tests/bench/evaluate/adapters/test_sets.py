@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fk_bench.evaluate.sets import PLAIN, SetError, read_set
+from fk_bench.evaluate.adapters.sets import PLAIN, SetError, read_set
 
 
 def test_plain_set_names_each_file_after_its_op(tmp_path: Path):

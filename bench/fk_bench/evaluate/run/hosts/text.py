@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fk_bench.evaluate.hosts.patched import Patched
+from fk_bench.evaluate.run.hosts.patched import Patched
 
 Ids = list[list[int]]
 Scores = list[list[list[float]]]  # of each request and token: its log probability, and that of the likeliest

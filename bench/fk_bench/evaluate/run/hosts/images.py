@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fk_bench.e2e.pictures import subjects
-from fk_bench.evaluate.hosts.patched import Patched
+from fk_bench.evaluate.run.hosts.patched import Patched
 
 
 class Images(Patched):

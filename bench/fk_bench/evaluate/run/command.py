@@ -18,10 +18,10 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
-from fk_bench.evaluate import results, selftest
-from fk_bench.evaluate.results import Context
-from fk_bench.evaluate.sets import CandidateSet, SetError, read_set
-from fk_bench.evaluate.suites import Entry, Suite, SuiteError, load, of_model
+from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
+from fk_bench.evaluate.run import results, selftest
+from fk_bench.evaluate.run.results import Context
+from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
 from fk_bench.serving.config import ConfigError
 
 SELFTEST = "do-nothing"
@@ -121,13 +121,11 @@ def eval_command(
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
-    from fk_bench.evaluate.hosts import NAMES
-
     found = {}
     for text in given:
         name, equals, path = text.partition("=")
-        if name not in NAMES or not equals:
-            raise ConfigError(f"--python {text!r}: give HOST=PATH, HOST one of {', '.join(NAMES)}")
+        if name not in HOSTS or not equals:
+            raise ConfigError(f"--python {text!r}: give HOST=PATH, HOST one of {', '.join(HOSTS)}")
         found[name] = machine.absolute(path)
     return found
 
@@ -201,7 +199,7 @@ class Evaluation:
         print(text, file=sys.stderr, flush=True)
 
     def run(self, host: str) -> None:
-        from fk_bench.evaluate.side import Launcher
+        from fk_bench.evaluate.run.side import Launcher
 
         memory = int(self.suite.memory_gib * 2**30)
         with Launcher(
@@ -217,8 +215,8 @@ class Evaluation:
                         self._item(launcher, one, entry)
 
     def _item(self, launcher: Any, one: CandidateSet, entry: Entry) -> None:
-        from fk_bench.evaluate.items import ItemRun
-        from fk_bench.evaluate.side import set_files
+        from fk_bench.evaluate.run.items import ItemRun
+        from fk_bench.evaluate.run.side import set_files
 
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
         files, name = one.files, one.name
@@ -243,7 +241,7 @@ class Evaluation:
                 self.add(results.item_rows(self.context, name, found, "best", {"left_out": sorted(slow)}))
 
     def _kernels(self, one: CandidateSet) -> None:
-        from fk_bench.evaluate import composition
+        from fk_bench.evaluate.run import composition
 
         if any(r.kind == results.OP and r.case.get("set") == one.name for r in self.rows):
             return
@@ -264,7 +262,7 @@ class Evaluation:
 
     def finish(self, json_only: bool, self_test: bool) -> bool:
         """Print the tables and the score, write the page, end with JSON. Returns whether everything declared ran."""
-        from fk_bench.evaluate import report
+        from fk_bench.evaluate.run import report
 
         scored, lines = {}, []
         for one in self.sets:

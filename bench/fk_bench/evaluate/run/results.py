@@ -10,9 +10,9 @@ from typing import Any
 
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
-from fk_bench.evaluate.items import PHASES, Measured
 from fk_bench.evaluate.macro_eval import Item, MacroEval, Outcome, Part, macro_eval
 from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.run.items import PHASES, Measured
 from fk_bench.evaluate.suites import Entry, Suite
 
 COMMAND = "eval"

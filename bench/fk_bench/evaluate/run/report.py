@@ -9,8 +9,8 @@ from typing import Any
 from fk_bench.core import pages
 from fk_bench.core.output import table
 from fk_bench.core.rows import Row
-from fk_bench.evaluate import results
-from fk_bench.evaluate.results import Scores
+from fk_bench.evaluate.run import results
+from fk_bench.evaluate.run.results import Scores
 from fk_bench.evaluate.suites import Suite
 
 COLUMNS = ("item", "category", "throughput", "latency", "correct", "kept", "dropped", "status", "over vLLM")

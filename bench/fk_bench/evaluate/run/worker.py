@@ -76,7 +76,7 @@ def main(channel: socket.socket, config: dict[str, Any], fds: dict[str, int]) ->
         try:
             do = message.pop("do")
             if do == "open":
-                from fk_bench.evaluate.hosts import open_host
+                from fk_bench.evaluate.run.hosts import open_host
 
                 served = open_host(message)
                 answer: dict[str, Any] = {}

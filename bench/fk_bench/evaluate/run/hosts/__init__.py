@@ -1,0 +1,18 @@
+"""The hosts of an item inside its process: engines that generate text, and models that are called with images."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+CLASSES = {
+    ("fastkernels", "text"): "text:Engine", ("vllm", "text"): "text:Engine", ("sglang", "text"): "text:SGLang",
+    ("transformers", "text"): "text:Transformers", ("transformers", "images"): "images:Images",
+    ("timm", "images"): "images:Images",
+}  # fmt: skip
+
+
+def open_host(options: dict[str, Any]) -> Any:
+    """The host of an item, with its model loaded. options: see `items.options_of`."""
+    module, _, cls = CLASSES[options["host"], options["kind"]].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), cls)(options)

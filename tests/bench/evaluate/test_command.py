@@ -1,0 +1,91 @@
+"""`fk-bench eval`: bad input is an error before anything runs, and a finished evaluation is only shown again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fk_bench.cli import main
+from fk_bench.core import machine, rows
+from fk_bench.evaluate import suites
+from fk_bench.evaluate.adapters.sets import read_set
+from fk_bench.evaluate.run import command, results
+
+SUITE = suites.load("smoke")
+
+
+@pytest.fixture
+def candidates(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "gelu.py").write_text("def gelu(x, approximate='none'):\n    raise RuntimeError\n")
+    return folder
+
+
+def run(capsys, *words) -> tuple[int, dict]:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *map(str, words)])
+    return int(ended.value.code or 0), json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_estimate_gives_minutes_of_each_item(capsys):
+    status, found = run(capsys, "smoke", "--estimate")
+    assert status == 0
+    assert found["minutes"] == {e.name: e.minutes for e in SUITE.entries}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["smok", "--estimate"], "smoke"),
+        (["smoke"], "--set NAME=DIR"),
+        (["smoke", "--set", "folder"], "NAME=DIR"),
+        (["smoke", "--set", "a=/no/such/folder"], "/no/such/folder"),
+        (["smoke", "--model", "tiny-lama", "--estimate"], "tiny-llama"),
+        (["smoke", "--host", "vlm", "--estimate"], "transformers"),
+        (["smoke", "--python", "vlm=python", "--estimate"], "vllm"),
+        (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+    ],
+)
+def test_bad_input_names_what_is_accepted(capsys, words, told):
+    status, found = run(capsys, *words)
+    assert status == 2 and told in found["error"]
+
+
+def test_file_without_an_op_is_an_error(capsys, candidates):
+    (candidates / "rms_nrm.py").write_text("")
+    status, found = run(capsys, "smoke", "--set", f"a={candidates}")
+    assert status == 2 and "did you mean rms_norm.py?" in found["error"]
+
+
+def context(candidates) -> results.Context:
+    made = command.Evaluation(SUITE, [read_set("a", candidates)], candidates, {}, True, False, False)
+    return made.context
+
+
+def test_run_of_other_files_is_refused_without_force(capsys, candidates, tmp_path):
+    row = context(candidates).row("a", {"kind": results.OP, "how": "independent"}, rows.Subject(op="gelu"))
+    rows.append(tmp_path / "rows.jsonl", [row])
+    (candidates / "gelu.py").write_text("def gelu(x, approximate='none'):\n    return x\n")
+    status, found = run(capsys, "smoke", "--set", f"a={candidates}", "--out", tmp_path)
+    assert status == 2 and "files of the set a" in found["error"] and "--force" in found["error"]
+
+
+def test_finished_evaluation_runs_nothing_again(capsys, candidates, tmp_path, monkeypatch):
+    monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", None)  # would fail if it were called
+    shared = context(candidates)
+    for entry in SUITE.entries:
+        case = {"kind": results.ITEM, "variant": "record", "ranks": 1, "level": 4, "kept": [], "dropped": []}
+        case |= {
+            "category": entry.item.category,
+            "workload": entry.item.workload,
+            "unused": ["gelu"],
+            "live": {},
+        }
+        subject = rows.Subject(model=entry.item.model, host=entry.item.host)
+        rows.append(tmp_path / "rows.jsonl", [shared.row("a", case, subject, status=rows.Status.SKIPPED)])
+    status, found = run(capsys, "smoke", "--set", f"a={candidates}", "--out", tmp_path, "--no-kernels")
+    assert (status, found["ok"]) == (0, True)
+    assert found["results"][0]["score"] == 0.0
+    assert shared.machine == machine.machine()
+    assert (tmp_path / "report.html").is_file()
