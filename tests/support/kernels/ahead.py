@@ -51,7 +51,7 @@ def launches() -> Iterator[list[Launch]]:
 
 
 def launched(call: Callable[[], Any]) -> list[Launch]:
-    """The launches of a call, the first of each kernel. What the call computes from their results may fail."""
+    """The first launch of each kernel of a call, which may fail on results that no kernel wrote."""
     with launches() as found:
         try:
             call()
