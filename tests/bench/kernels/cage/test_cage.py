@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fk_bench.kernels.judge.processes import seccomp
+from fk_bench.kernels.judge.processes import mounts, seccomp
 from fk_bench.kernels.judge.processes.cage import STEPS, own_home
 from fk_bench.kernels.judge.processes.sides import CPU_ADDRESS_SPACE, CPU_MEMORY
 from fk_bench.kernels.judge.processes.zygote import Zygote
@@ -415,3 +415,13 @@ def test_two_children_have_two_users(zygote: Zygote, steps: dict[str, str]) -> N
     (second,), _ = run(zygote, "import os\nsay([os.getuid(), os.getgid(), os.getgroups()])")
     if os.geteuid() == 0:
         assert first[0] != second[0] and 0 not in first[:2] and first[2] == []
+
+
+def test_compiler_in_an_unusual_place_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles its launchers with it, in the processes of models, too."""
+    compiler = tmp_path / "gcc" / "bin" / "gcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert str(tmp_path / "gcc") in mounts.needed((), ())

@@ -29,7 +29,9 @@ class Images(Patched):
         """As in any host, and then compile what the host runs compiled."""
         found = super().patch(files) if files else {"failed": {}}
         if self.options["compiled"] and not found["failed"]:
-            self.subject.compile("max-autotune" if self.options["gpu"] else None, blocks=True)
+            self.subject.compile(None, blocks=True)
+            if self.options["gpu"]:
+                self.subject.capture()
         return found
 
     def prepare(self, batch: int, seed: int, calls: int) -> None:

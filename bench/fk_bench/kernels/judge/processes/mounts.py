@@ -14,6 +14,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from fk_bench.kernels.judge.processes import linux
 
@@ -35,8 +36,16 @@ def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
             found += list(spec.submodule_search_locations or ()) if spec else []
     for variable in LIBRARY_VARIABLES:
         found += os.environ.get(variable, "").split(":")
-    found += [*glob.glob("/opt/nvidia*"), *glob.glob("/opt/cuda*"), *extra]
+    found += [*glob.glob("/opt/nvidia*"), *glob.glob("/opt/cuda*"), *_toolchain(), *extra]
     return [p for p in dict.fromkeys(map(str, found)) if os.path.isabs(p) and p != "/" and os.path.exists(p)]
+
+
+def _toolchain() -> list[str]:
+    """Folders of a compiler in an unusual place; Triton compiles its launchers with it."""
+    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
+    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
+    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
+    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
 
 
 def _package_paths(module: object) -> list[str]:

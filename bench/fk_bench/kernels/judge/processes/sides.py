@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,7 +100,7 @@ class Sides:
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
             own_sources = [d for f in files if (d := sources_folder(f)).is_dir()]
             cage = CageOptions(
-                readable=(*(str(f.resolve()) for f in (*files, *own_sources, *tables)), *_toolchain()),
+                readable=tuple(str(f.resolve()) for f in (*files, *own_sources, *tables)),
                 packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
                 address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=self.core,
@@ -144,14 +143,6 @@ class Sides:
                 os.close(fd)
         for owned in (self._trusted, self._zygotes, self._files, self._gates):
             owned.clear()
-
-
-def _toolchain() -> list[str]:
-    """Folders of a compiler in an unusual place; Triton compiles its launchers with it."""
-    names = [os.environ.get("CC"), "gcc", "cc", "clang"]
-    found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
-    found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
-    return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
 
 
 def _host_memory() -> int:
