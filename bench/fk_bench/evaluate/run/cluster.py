@@ -119,7 +119,7 @@ def connected(address: str) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise ConfigError("--cluster needs Ray: pip install 'fastkernels[cluster]'") from error
-    more = {"include_dashboard": False} if address == LOCAL else {}
+    more: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     try:
         if address not in (LOCAL, "auto"):  # Ray itself waits for minutes
             server, _, port = address.removeprefix("ray://").rpartition(":")
