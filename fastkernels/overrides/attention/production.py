@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
-from fastkernels.overrides.attention import fa3, flashinfer
-from fastkernels.overrides.attention.paged_cache import no_sinks
+from fastkernels.overrides.attention import attention_decode, attention_prefill, fa3, flashinfer
+from fastkernels.overrides.attention.paged_cache import no_alibi, no_sinks
 from fastkernels.overrides.kit.libraries import (
     T,
     from_flashinfer,
@@ -69,7 +69,7 @@ def _fa3_prefill() -> Function:
         q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, block_table: T, max_seqlen_q: int,
         max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0, *rest: Any,
     ) -> T:  # fmt: skip
-        sinks = rest[-1] if rest and isinstance(rest[-1], T) else None
+        sinks = next((t for t in rest if isinstance(t, T)), None)
         return flash_attn_varlen_func(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=[window_left, 0 if window_left >= 0 else -1],
@@ -148,12 +148,18 @@ def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "attention_decode": (
-        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),
-        from_flashinfer(_decode, no_sinks(_no_decode)),
+        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=no_alibi(_no_fa3_decode, attention_decode.ALIBI)),
+        from_flashinfer(_decode, no_alibi(no_sinks(_no_decode), attention_decode.ALIBI)),
     ),
     "attention_prefill": (
-        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),
-        from_flashinfer(lambda: flashinfer.prefill, no_sinks(flashinfer.supports_prefill), graph=False),
+        Baseline(
+            "fa3", "host", _fa3_prefill, _FA3, refuses=no_alibi(_no_fa3_prefill, attention_prefill.ALIBI)
+        ),
+        from_flashinfer(
+            lambda: flashinfer.prefill,
+            no_alibi(no_sinks(flashinfer.supports_prefill), attention_prefill.ALIBI),
+            graph=False,
+        ),
     ),
     "merge_state": (
         from_vllm(_vllm_merge_state, _vllm_no_merge),
