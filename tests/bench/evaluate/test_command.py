@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from fk_bench.cli import main
@@ -44,7 +45,10 @@ def test_estimate_gives_minutes_of_each_item(capsys):
         (["smoke", "--model", "tiny-lama", "--estimate"], "tiny-llama"),
         (["smoke", "--host", "vlm", "--estimate"], "transformers"),
         (["smoke", "--python", "vlm=python", "--estimate"], "vllm"),
+        (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
+        (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
         (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+        (["smoke", "--selftest", "--out", __file__], "give a folder"),
     ],
 )
 def test_bad_input_names_what_is_accepted(capsys, words, told):
