@@ -24,6 +24,7 @@ from fk_bench.quality.text import Extent
 from fk_bench.serving.config import ConfigError, comma_list
 
 COMMAND = "quality"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 OURS = "ours"  # the set that is measured without --set
 
 
@@ -86,6 +87,8 @@ def quality_command(
         pythons, extra = _by_host("--python", python), _by_host("--engine-args", engine_args)
         extent = Extent(sequences, batch, tuple(comma_list("--prompts", prompts, int)), new)
         arguments = {host: _arguments(text) for host, text in extra.items()}
+        if dtype not in DTYPES:
+            raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if timeout <= 0 or not 0 < gpu_share <= 1:
             raise ConfigError(f"--timeout {timeout:g} and --gpu-share {gpu_share:g}: above 0, and at most 1")
         candidates = _candidates(sets or [])

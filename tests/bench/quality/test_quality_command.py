@@ -76,6 +76,8 @@ def test_row_says_whether_the_item_is_valid() -> None:
         (("--hosts", "timm"), "give a model"),
         (("--engine-args", "vllm=3"), "must be an object"),
         (("--python", "vllm"), "HOST=VALUE"),
+        (("--dtype", "bf16"), "--dtype 'bf16' is not one of auto, bfloat16"),
+        (("--ops", "rmsnorm"), "Did you mean 'rms_norm'"),
     ],
 )
 def test_bad_input_is_one_line(
