@@ -62,6 +62,24 @@ def test_file_without_an_op_is_an_error(capsys, candidates):
     assert status == 2 and "did you mean rms_norm.py?" in found["error"]
 
 
+def test_selftest_gives_its_files_to_the_cage(tmp_path, monkeypatch):
+    given = []
+
+    class ItemRun:
+        def __init__(self, *_):
+            pass
+
+        def measure(self, files, readable):
+            given.append((set(files.values()), set(readable)))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", ItemRun)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["eval", "smoke", "--selftest", "--out", str(tmp_path)])
+    ((files, readable),) = given
+    assert files and files <= readable
+
+
 def context(candidates) -> results.Context:
     made = command.Evaluation(SUITE, [read_set("a", candidates)], candidates, {}, True, False, False)
     return made.context

@@ -227,9 +227,9 @@ class Evaluation:
 
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
         files, name = one.files, one.name
-        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if name == SELFTEST and not files:
             files = selftest.write(entry.item.host, one.folder)
+        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if entry.item not in results.items_done(self.rows, name):
             began = time.monotonic()
             found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(files, readable)
