@@ -19,6 +19,7 @@ from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
+from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
@@ -37,6 +38,7 @@ def eval_command(
     host: Annotated[
         str, typer.Option(help="only the suite's items in this host; the others count as not run")
     ] = "",
+    item: Annotated[str, typer.Option(help="only this item of the suite; the others count as not run")] = "",
     self_test: Annotated[
         bool,
         typer.Option(
@@ -56,6 +58,12 @@ def eval_command(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="print minutes per item; nothing runs")
     ] = False,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="run items on the machines of a Ray cluster: auto, its address, or local for this machine's GPUs"
+        ),
+    ] = "",
     no_cage: Annotated[
         bool, typer.Option("--no-cage", help="run the hosts as this user, without a cage")
     ] = False,
@@ -82,7 +90,13 @@ def eval_command(
                 chosen = of_model(chosen, model)
             if host and host not in {e.item.host for e in chosen.entries}:
                 raise UnknownName("host of the suite", host, sorted({e.item.host for e in chosen.entries}))
+            if item and item not in (items := [e.name for e in chosen.entries]):
+                raise UnknownName("item of the suite", item, items)
             pythons = _pythons(python or ())
+            if cluster and best:
+                raise ConfigError(
+                    "--best runs on this machine alone: leave --cluster out, and continue --out"
+                )
             if estimate:
                 _estimate(chosen, max(len(sets or ()), 1), json_only)
                 return
@@ -115,7 +129,11 @@ def eval_command(
             evaluation.resume(force)
         except ConfigError as error:
             fail(str(error))
-        evaluation.run(host)
+        wanted = [e for e in chosen.entries if host in ("", e.item.host) and item in ("", e.name)]
+        try:
+            evaluation.run(wanted, cluster, suite, model)
+        except ConfigError as error:
+            fail(str(error))
         ok = evaluation.finish(json_only, self_test)
     if not ok:
         raise SystemExit(1)
@@ -205,21 +223,66 @@ class Evaluation:
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def run(self, host: str) -> None:
+    def run(self, entries: Sequence[Entry], cluster: str, suite: str, model: str) -> None:
+        """Measure these items, here or on a cluster. Raises ConfigError for a cluster that does not answer."""
         from fk_bench.evaluate.run.side import Launcher
 
+        for one in self.sets:
+            for file in one.declined:
+                self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
+        if cluster:
+            self._on_cluster(entries, cluster, suite, model)
         memory = int(self.suite.memory_gib * 2**30)
         with Launcher(
             self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
         ) as launcher:
             for one in self.sets:
-                for file in one.declined:
-                    self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
                 if self.kernels:
                     self._kernels(one)
-                for entry in self.suite.entries:
-                    if not host or entry.item.host == host:
-                        self._item(launcher, one, entry)
+                for entry in () if cluster else entries:
+                    self._item(launcher, one, entry)
+
+    def _on_cluster(self, entries: Sequence[Entry], address: str, suite: str, model: str) -> None:
+        from fk_bench.evaluate.run import cluster
+        from fk_bench.evaluate.run.items import Measured
+
+        text = Path(suite).read_text(encoding="utf-8") if suite.endswith(".toml") else ""
+        options = [word for name, python in self.pythons.items() for word in ("--python", f"{name}={python}")]
+        options += ["--model", model] * bool(model) + ["--no-cage"] * (not self.caged)
+        jobs, places = [], {}
+        for one in self.sets:
+            own = one.name == SELFTEST and not one.files
+            sent = {} if own or not one.folder.is_dir() else cluster.contents(one.folder)
+            for entry in entries:
+                if entry.item in results.items_done(self.rows, one.name):
+                    continue
+                job = cluster.Job(
+                    entry.name, text or suite, Path(suite).name if text else "", "" if own else one.name, sent,
+                    "" if sent or own else str(one.folder), tuple(options), max(self.suite.threads, 1),
+                    entry.item.ranks if self.suite.device == "cuda" else 0,
+                )  # fmt: skip
+                jobs.append(job)
+                places[id(job)] = one, entry
+
+        def arrived(job: cluster.Job, found: list[Row] | cluster.Lost) -> None:
+            one, entry = places[id(job)]
+            if not isinstance(found, cluster.Lost):
+                mine = [r for r in found if r.kind in (results.ITEM, results.ROUND)]
+                why = next((w for r in mine if (w := self.context.differs(r))), "")
+                if mine and not why:
+                    self.say(f"{one.name}: {entry.name} was measured on the cluster")
+                    self.add(mine)
+                    return
+                found = cluster.Lost(
+                    f"a machine of the cluster differs: {why}" if why else "no rows came back"
+                )
+            self.say(f"{one.name}: {entry.name} failed: {found}")
+            lost = Measured(entry, reason=Reason.RUN_TIME, text=str(found))
+            self.add(results.item_rows(self.context, one.name, lost, "record", {}))
+
+        if jobs:
+            with cluster.connected(address) as ray:
+                cluster.run(ray, jobs, arrived)
 
     def _item(self, launcher: Any, one: CandidateSet, entry: Entry) -> None:
         from fk_bench.evaluate.run.items import ItemRun

@@ -1,0 +1,160 @@
+"""Items on the machines of a Ray cluster. Ray places them, and starts them again if a machine dies.
+
+Each item is this command with `--item` on the machine that Ray chose, where the same commit of FastKernels and the same
+versions of the hosts must be installed. Its rows count when they arrive here, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fk_bench.core.rows import Row
+from fk_bench.kernels.judge.processes import linux
+from fk_bench.serving.config import ConfigError
+
+LOCAL = "local"  # Ray on this machine alone, started for the run
+RETRIES = 3  # after the death of a machine or of Ray's process on it
+MOST_BYTES = 256 << 20  # of a set
+ANSWERS_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One item of one set.
+
+    suite    the name of a shipped suite, or the text of a .toml file called `file`
+    set      its name; '' for the do-nothing set
+    files    {path in the set's folder: content}, or {} for a library
+    library  the name of an installed library in place of a folder
+    options  passed on as they are
+    """
+
+    item: str
+    suite: str
+    file: str
+    set: str
+    files: Mapping[str, bytes]
+    library: str
+    options: tuple[str, ...]
+    cpus: int
+    gpus: int
+
+
+class Lost(Exception):
+    """An item without rows; the message says why."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a set by their path in it. Raises ConfigError if they are too large to be sent."""
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    if (size := sum(map(len, found.values()))) > MOST_BYTES:
+        raise ConfigError(
+            f"{folder} has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are sent to a cluster"
+        )
+    return found
+
+
+def measured(job: Job) -> list[str]:
+    """Run an item here, and return its rows as lines of JSON. Raises Lost."""
+    with tempfile.TemporaryDirectory(prefix="fk-item-") as folder:
+        root = Path(folder)
+        root.chmod(0o755)  # cages read the set as another user
+        suite = job.suite
+        if job.file:
+            (root / job.file).write_text(job.suite, encoding="utf-8")
+            suite = str(root / job.file)
+        for name, content in job.files.items():
+            path = root / "set" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        given = ("--set", f"{job.set}={job.library or root / 'set'}") if job.set else ("--selftest",)
+        out = root / "run"
+        command = [
+            sys.executable,
+            "-m",
+            "fk_bench.cli",
+            "eval",
+            suite,
+            *given,
+            "--item",
+            job.item,
+            "--out",
+            str(out),
+        ]
+        ends = partial(linux.die_with_parent, os.getpid(), signal.SIGTERM)  # with Ray's worker
+        done = subprocess.run(
+            [*command, "--no-kernels", "--json", *job.options],
+            capture_output=True,
+            text=True,
+            preexec_fn=ends,
+        )
+        found = out / "rows.jsonl"
+        if not found.is_file():
+            raise Lost(
+                " ".join((done.stderr or done.stdout).split())[-500:] or f"exit status {done.returncode}"
+            )
+        return found.read_text(encoding="utf-8").splitlines()
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """The module `ray`, connected. Raises ConfigError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--cluster needs Ray: pip install 'fastkernels[cluster]'") from error
+    more: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        if address not in (LOCAL, "auto"):  # Ray itself waits for minutes
+            server, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((server, int(port)), ANSWERS_WITHIN_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--cluster {address}: no Ray cluster answers ({' '.join(str(error).split())[:200]}). "
+            f"`ray start --head` starts one; --cluster {LOCAL} needs none"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def run(ray: Any, jobs: Sequence[Job], arrived: Callable[[Job, list[Row] | Lost], None]) -> None:
+    """Run all jobs, and pass on the rows of each when it ends."""
+    task = ray.remote(measured)
+    waiting = {
+        task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES, name=job.item).remote(
+            job
+        ): job
+        for job in jobs
+    }
+    while waiting:
+        (ready,), _ = ray.wait(list(waiting), num_returns=1)
+        job = waiting.pop(ready)
+        try:
+            lines = ray.get(ready)
+        except ray.exceptions.RayTaskError as error:  # raised by `measured`
+            arrived(job, Lost(str(error.cause)))
+        except ray.exceptions.RayError as error:
+            arrived(
+                job, Lost(f"its machine was lost {RETRIES + 1} times: {' '.join(str(error).split())[:300]}")
+            )
+        else:
+            arrived(job, [Row.model_validate_json(line) for line in lines])
