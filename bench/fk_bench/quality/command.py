@@ -202,7 +202,7 @@ def show(made: list[Row]) -> None:
         shown.append([
             row.subject.host, row.subject.candidate, cell(row, "c", ".3f"), metric, cell(row, metric, ".3g"),
             cell(row, f"{metric}_discrepancy"), cell(row, "noise"), cell(row, "bound", "g"), ", ".join(faults),
-            row.status.value + (f": {row.reason}" if row.reason else ""),
+            row.status.value + (f": {row.reason.splitlines()[-1]}" if row.reason else ""),  # of a traceback
         ])  # fmt: skip
         for name in row.metrics:
             if (base := name.removesuffix("_discrepancy")) != name:

@@ -13,7 +13,7 @@ import pytest
 from fk_bench.cli import main
 from fk_bench.core.rows import Status, read
 from fk_bench.quality.calibration import Calibration, Quality
-from fk_bench.quality.command import row_of
+from fk_bench.quality.command import row_of, show
 from fk_bench.quality.metrics.metric import Value
 from support.tiny import make_tiny_llama
 
@@ -62,6 +62,12 @@ def test_row_says_whether_the_item_is_valid() -> None:
         replace(GOOD, values={"kl": Value("kl", float("nan"), "nats", float("nan"))}), "m", "h", "s", "r", {}
     )
     assert broken.status == Status.WRONG and broken.metrics["c"] == 0 and "kl" not in broken.metrics
+
+
+def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    show([row_of("vllm ended; its log:\nTraceback\nRuntimeError: boom", "m", "vllm", "mine", "r", {})])
+    shown = capsys.readouterr().out
+    assert "failed: RuntimeError: boom" in shown and "Traceback" not in shown
 
 
 @pytest.mark.parametrize(
