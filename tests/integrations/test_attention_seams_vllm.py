@@ -221,7 +221,7 @@ FLASH_ATTENTION = type(
 )  # fmt: skip
 CONFIG = SimpleNamespace(
     cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(max_model_len=40),
-    scheduler_config=SimpleNamespace(max_num_seqs=8), compilation_config=SimpleNamespace(cudagraph_mode=None),
+    scheduler_config=SimpleNamespace(max_num_seqs=8), compilation_config=SimpleNamespace(cudagraph_mode=None, mode=0),
     parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from fastkernels.patch import PatchError, Request, Row, disagreement
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "what-works.md"
 FEATURES = [
-    "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
+    "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding", "fp8 KV cache",
     "sliding window", "attention sinks (GPT-OSS)", "latent attention (DeepSeek)", "expert parallelism", "TP", "PP",
     "several machines (`--nnodes`)", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip

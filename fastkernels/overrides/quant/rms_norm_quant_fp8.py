@@ -131,12 +131,9 @@ def _supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if residual is not None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
         return f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
-    return (
-        fp8_refusal(x.device)
-        or unsupported_rows(x)
-        or unsupported_rows(weight, "weight")
-        or unsupported_rows(residual, "residual")
-    )
+    if (reason := fp8_refusal(x.device)) is not None:
+        return reason
+    return unsupported_rows(x) or unsupported_rows(weight, "weight") or unsupported_rows(residual, "residual")
 
 
 def _triton(
