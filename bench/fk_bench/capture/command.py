@@ -90,7 +90,10 @@ def capture_command(
     except (ValueError, OSError, UnknownName) as error:
         fail(str(error))
     folder = out / (name or f"{Path(model).name}-{scenario}-{host}".lower())
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}; give a folder")
     meta = {
         "model": Path(model).name, "host": host, "scenario": scenario, "dtype": dtype, "eager": True,
         "device": "cuda" if machine.machine().gpus else "cpu", "commit": machine.commit(),

@@ -16,7 +16,7 @@ LANGUAGE_HOSTS = {"fastkernels", "vllm", "sglang", "transformers"}
 # options whose value is one op, or several with commas
 OP_OPTIONS = {
     "stubs": ("--op",), "list": ("--definition",), "patch-compare": ("--ops",), "capture": ("--ops",),
-    "e2e": ("--ops",),
+    "e2e": ("--ops",), "quality": ("--ops",),
 }  # fmt: skip
 # options whose value is an architecture of `list models`, or a folder
 ARCHITECTURE_OPTIONS = {"stubs": ("--model",), "kernels": ("--model",), "tune": ("--model",)}

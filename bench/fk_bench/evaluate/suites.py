@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from fastkernels.core.registry import UnknownName
 from fk_bench.evaluate.macro_eval import Item
@@ -23,6 +23,8 @@ else:
 
 FOLDER = Path(__file__).with_name("suites")
 KINDS = ("text", "images")
+DEVICES = ("any", "cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 HOSTS = {  # and the kinds of workloads that they run
     "fastkernels": ("text",), "vllm": ("text",), "sglang": ("text",), "transformers": KINDS, "timm": ("images",),
 }  # fmt: skip
@@ -83,6 +85,29 @@ class Model:
 
 
 @dataclass(frozen=True)
+class _Top:
+    """The fields of a suite's file outside its models, workloads and items."""
+
+    about: str = ""
+    device: str = "any"
+    categories: Sequence[str] = ()
+    memory_gib: float = 16.0
+    threads: int = 0
+    dtype: str = "auto"
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The options of the judge that a suite may give."""
+
+    sources: Sequence[str] = ()
+    rounds: int = 5
+    seconds: float = 1.0
+    most_cases: int = 0
+
+
+@dataclass(frozen=True)
 class Entry:
     """An item with all that is needed to measure it. minutes: expected, by the suite's own machine."""
 
@@ -138,25 +163,46 @@ def load(name: str) -> Suite:
 
 def read(data: Mapping[str, Any], name: str) -> Suite:
     """A suite from its tables. Raises SuiteError."""
-    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items")})
     workloads = {k: _workload(k, v) for k, v in _table(data, "workloads").items()}
     models = {k: _model(k, v) for k, v in _table(data, "models").items()}
-    entries = tuple(_entry(n, given, models, workloads) for n, given in enumerate(data.get("items", ())))
-    if not entries:
-        raise SuiteError(f"suite {name}: no [[items]]")
+    items = data.get("items")
+    if not isinstance(items, list) or not items:
+        raise SuiteError(f"suite {name}: it needs tables [[items]], got {items!r}")
+    entries = tuple(_entry(n, given, models, workloads) for n, given in enumerate(items))
     found = [e.item for e in entries]
     if twice := next((e.name for e in entries if found.count(e.item) > 1), None):
         raise SuiteError(f"suite {name}: {twice} is declared twice")
-    categories = tuple(data.get("categories", sorted({m.category for m in models.values()})))
+    categories = tuple(top.categories or sorted({m.category for m in models.values()}))
     if unknown := sorted({e.item.category for e in entries} - {*categories}):
         raise SuiteError(
             f"suite {name}: category {unknown[0]!r} is not one of its categories: {', '.join(categories)}"
         )
     return Suite(
-        name, data.get("about", ""), data.get("device", "any"), categories, entries,
-        float(data.get("memory_gib", 16)), int(data.get("threads", 0)), data.get("dtype", "auto"),
-        data.get("kernels", {}), digest,
+        name, top.about, top.device, categories, entries, float(top.memory_gib), top.threads, top.dtype,
+        top.kernels, digest,
     )  # fmt: skip
+
+
+def _top(name: str, given: Mapping[str, Any]) -> _Top:
+    from fk_bench.kernels.judge.correctness.cases import SOURCES
+
+    where = f"suite {name}"
+    made = _made(where, _Top, given)
+    kernels = _made(f"{where}, [kernels]", _Kernels, made.kernels)
+    for what, values, known in (
+        ("device", [made.device], DEVICES), ("dtype", [made.dtype], DTYPES), ("source", kernels.sources, SOURCES),
+    ):  # fmt: skip
+        if wrong := [v for v in values if v not in known]:
+            raise SuiteError(f"{where}: {UnknownName(what, str(wrong[0]), known)}")
+    if made.memory_gib <= 0 or made.threads < 0:
+        raise SuiteError(f"{where}: memory_gib is above 0, and threads at least 0 (all cores)")
+    if kernels.rounds < 3 or kernels.seconds <= 0 or kernels.most_cases < 0:
+        raise SuiteError(
+            f"{where}, [kernels]: rounds is at least 3, seconds above 0, most_cases at least 0 (all)"
+        )
+    return made
 
 
 def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -167,23 +213,46 @@ def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _made(what: str, cls: type[_T], given: Mapping[str, Any]) -> _T:
+    """An object of a table's fields. Raises SuiteError for a field that is unknown, missing or of another type."""
+    if not isinstance(given, Mapping):
+        raise SuiteError(f"{what}: a table of fields is needed, got {given!r}")
+    hints = get_type_hints(cls)
+    for key, value in given.items():
+        if key not in hints:
+            raise SuiteError(f"{what}: {UnknownName('field', key, hints)}")
+        kind = get_origin(hints[key]) or hints[key]
+        fits = isinstance(value, (int, float) if kind is float else kind) and not (
+            (isinstance(value, bool) and kind is not bool) or (isinstance(value, str) and kind is not str)
+        )
+        if not fits:
+            raise SuiteError(f"{what}: {key} = {value!r} is of another type than {kind.__name__}")
     try:
         return cls(**given)
     except TypeError as error:
-        known = ", ".join(getattr(cls, "__dataclass_fields__", ()))
-        raise SuiteError(f"{what}: {error}; fields: {known}") from None
+        raise SuiteError(f"{what}: {error}; fields: {', '.join(hints)}") from None
 
 
 def _workload(name: str, given: Mapping[str, Any]) -> Workload:
-    lengths = tuple((int(a), int(b)) for a, b in given.get("lengths", ()))
-    made = _made(f"workload {name}", Workload, {**given, "lengths": lengths})
+    made = _made(f"workload {name}", Workload, _with_tuples(name, given))
     if made.kind not in KINDS:
         raise SuiteError(f"workload {name}: kind {made.kind!r} is not one of {', '.join(KINDS)}")
-    if (made.kind == "text") != bool(lengths) or min((min(p) for p in lengths), default=1) < 1:
+    if (made.kind == "text") != bool(made.lengths) or min((min(p) for p in made.lengths), default=1) < 1:
         raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], images none")
     if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:
         raise SuiteError(f"workload {name}: throughput, latency and calls are at least 1, rounds at least 3")
     return made
+
+
+def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a workload with its lengths as tuples of two whole numbers. Raises SuiteError."""
+    if not isinstance(given, Mapping) or "lengths" not in given:
+        return given
+    lengths = given["lengths"]
+    if not isinstance(lengths, list) or not all(
+        isinstance(p, (list, tuple)) and len(p) == 2 and all(type(n) is int for n in p) for p in lengths
+    ):
+        raise SuiteError(f"workload {name}: lengths is [[prompt, output], ...] in tokens, got {lengths!r}")
+    return {**given, "lengths": tuple((a, b) for a, b in lengths)}
 
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
@@ -208,10 +277,15 @@ def _entry(
     n: int, given: Mapping[str, Any], models: Mapping[str, Model], workloads: Mapping[str, Workload]
 ) -> Entry:
     where = f"item {n + 1}"
+    if not isinstance(given, Mapping):
+        raise SuiteError(f"{where}: a table of fields is needed, got {given!r}")
     values = dict(given)
     for key, known in (("model", models), ("workload", workloads), ("host", HOSTS)):
         if values.get(key) not in known:
             raise SuiteError(f"{where}: {UnknownName(key, str(values.get(key)), known)}")
+    ranks = values.get("ranks", 1)
+    if type(ranks) is not int or ranks < 1:
+        raise SuiteError(f"{where}: ranks = {ranks!r} is no whole number of at least 1")
     model, workload = models[values["model"]], workloads[values["workload"]]
     item = Item(
         model.category,

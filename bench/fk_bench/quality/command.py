@@ -24,6 +24,7 @@ from fk_bench.quality.text import Extent
 from fk_bench.serving.config import ConfigError, comma_list
 
 COMMAND = "quality"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 OURS = "ours"  # the set that is measured without --set
 
 
@@ -86,6 +87,8 @@ def quality_command(
         pythons, extra = _by_host("--python", python), _by_host("--engine-args", engine_args)
         extent = Extent(sequences, batch, tuple(comma_list("--prompts", prompts, int)), new)
         arguments = {host: _arguments(text) for host, text in extra.items()}
+        if dtype not in DTYPES:
+            raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if timeout <= 0 or not 0 < gpu_share <= 1:
             raise ConfigError(f"--timeout {timeout:g} and --gpu-share {gpu_share:g}: above 0, and at most 1")
         candidates = _candidates(sets or [])
@@ -199,7 +202,7 @@ def show(made: list[Row]) -> None:
         shown.append([
             row.subject.host, row.subject.candidate, cell(row, "c", ".3f"), metric, cell(row, metric, ".3g"),
             cell(row, f"{metric}_discrepancy"), cell(row, "noise"), cell(row, "bound", "g"), ", ".join(faults),
-            row.status.value + (f": {row.reason}" if row.reason else ""),
+            row.status.value + (f": {row.reason.splitlines()[-1]}" if row.reason else ""),  # of a traceback
         ])  # fmt: skip
         for name in row.metrics:
             if (base := name.removesuffix("_discrepancy")) != name:

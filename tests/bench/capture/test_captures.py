@@ -481,3 +481,10 @@ def test_unknown_kind_of_values_is_refused(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cli.main(["capture", "--values", "all"])
     assert "'all' is neither a number nor 'sample'" in capsys.readouterr().err
+
+
+def test_capture_into_a_file_is_refused(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        cli.main(["capture", "--scenario", "chat", "--out", str(tmp_path / "file")])
+    assert "give a folder" in capsys.readouterr().err

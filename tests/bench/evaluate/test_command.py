@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from fk_bench.cli import main
@@ -44,7 +45,10 @@ def test_estimate_gives_minutes_of_each_item(capsys):
         (["smoke", "--model", "tiny-lama", "--estimate"], "tiny-llama"),
         (["smoke", "--host", "vlm", "--estimate"], "transformers"),
         (["smoke", "--python", "vlm=python", "--estimate"], "vllm"),
+        (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
+        (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
         (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+        (["smoke", "--selftest", "--out", __file__], "give a folder"),
     ],
 )
 def test_bad_input_names_what_is_accepted(capsys, words, told):
@@ -56,6 +60,24 @@ def test_file_without_an_op_is_an_error(capsys, candidates):
     (candidates / "rms_nrm.py").write_text("")
     status, found = run(capsys, "smoke", "--set", f"a={candidates}")
     assert status == 2 and "did you mean rms_norm.py?" in found["error"]
+
+
+def test_selftest_gives_its_files_to_the_cage(tmp_path, monkeypatch):
+    given = []
+
+    class ItemRun:
+        def __init__(self, *_):
+            pass
+
+        def measure(self, files, readable):
+            given.append((set(files.values()), set(readable)))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", ItemRun)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(["eval", "smoke", "--selftest", "--out", str(tmp_path)])
+    ((files, readable),) = given
+    assert files and files <= readable
 
 
 def context(candidates) -> results.Context:

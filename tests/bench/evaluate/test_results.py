@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 from fk_bench.core.rows import Machine, Status
 from fk_bench.evaluate import suites
@@ -44,6 +46,13 @@ def test_do_nothing_set_scores_one():
     rows = rows_of(*(measured(e) for e in SUITE.entries))
     assert score(rows).kept.overall.score == pytest.approx(1.0, abs=1e-6)
     assert selftest.outside([r for r in rows if r.kind == results.ITEM]) == []
+
+
+def test_do_nothing_set_of_our_engine_imports(tmp_path):
+    files = selftest.write("fastkernels", tmp_path)
+    assert "rms_norm" in files and "moe_sum" not in files  # whose targets are functions
+    for path in files.values():
+        runpy.run_path(path)
 
 
 @pytest.mark.parametrize(("speed", "apart"), [(1.2, 0.0), (0.8, 0.0), (1.0, 0.02)])

@@ -13,7 +13,7 @@ import pytest
 from fk_bench.cli import main
 from fk_bench.core.rows import Status, read
 from fk_bench.quality.calibration import Calibration, Quality
-from fk_bench.quality.command import row_of
+from fk_bench.quality.command import row_of, show
 from fk_bench.quality.metrics.metric import Value
 from support.tiny import make_tiny_llama
 
@@ -64,6 +64,12 @@ def test_row_says_whether_the_item_is_valid() -> None:
     assert broken.status == Status.WRONG and broken.metrics["c"] == 0 and "kl" not in broken.metrics
 
 
+def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    show([row_of("vllm ended; its log:\nTraceback\nRuntimeError: boom", "m", "vllm", "mine", "r", {})])
+    shown = capsys.readouterr().out
+    assert "failed: RuntimeError: boom" in shown and "Traceback" not in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -76,6 +82,8 @@ def test_row_says_whether_the_item_is_valid() -> None:
         (("--hosts", "timm"), "give a model"),
         (("--engine-args", "vllm=3"), "must be an object"),
         (("--python", "vllm"), "HOST=VALUE"),
+        (("--dtype", "bf16"), "--dtype 'bf16' is not one of auto, bfloat16"),
+        (("--ops", "rmsnorm"), "Did you mean 'rms_norm'"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -13,8 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from fastkernels.core import candidate
+from fastkernels.core import candidate, registry
 from fastkernels.core.candidate import CandidateError
+from fastkernels.models.common.registry import models
 from fk_bench.evaluate.adapters.foreign_files import Adapted, digest_of, write
 
 PLAIN = "plain"  # the layout of files that our tools take as they are
@@ -80,6 +81,12 @@ def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
         )
     layout = layout_of(folder)
     if layout == PLAIN:
+        if blocks := [f for f in sorted(folder.glob("*.py")) if _is_unknown_block(f.stem)]:
+            raise SetError(
+                f"set {name}: {blocks[0]} is a block of one model. `fk-bench kernels --model"
+                f" {blocks[0].name.partition('.')[0]} --candidate {folder}` judges it; a set has ops only: move the"
+                " files with such names to another folder"
+            )
         try:
             found = candidate.from_directory(folder)
         except CandidateError as error:
@@ -99,6 +106,14 @@ def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
         SetFile(op, write(a, layout, out).resolve(), a.source, layout) for op, a in sorted(chosen.items())
     )
     return CandidateSet(name, folder, files, tuple(declined))
+
+
+def _is_unknown_block(stem: str) -> bool:
+    """Whether a file is named MODEL.KIND, and no command has registered that model's blocks."""
+    model, dot, _ = stem.partition(".")
+    return (
+        bool(dot) and model in models() and not registry.known(stem) and not registry.known(f"{model}.model")
+    )
 
 
 def _library(name: str, library: str, out: Path | None) -> CandidateSet:

@@ -118,7 +118,10 @@ def eval_command(
             folder.chmod(0o755)
             found = [CandidateSet(SELFTEST, folder, ())]
         run = out or Path("fk-bench-runs") / time.strftime("eval-%Y%m%d-%H%M%S")
-        run.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--out {run}: {error.strerror}; give a folder")
         evaluation = Evaluation(
             chosen, found, run, pythons, not no_cage, not no_kernels and not self_test, best
         )
@@ -143,6 +146,12 @@ def _pythons(given: Sequence[str]) -> dict[str, str]:
         if name not in HOSTS or not equals:
             raise ConfigError(f"--python {text!r}: give HOST=PATH, HOST one of {', '.join(HOSTS)}")
         found[name] = machine.absolute(path)
+        try:
+            there = machine.interpreter(found[name]).versions
+        except ValueError as error:
+            raise ConfigError(f"--python {text}: {error}") from error
+        if name not in there:
+            raise ConfigError(f"--python {text}: {name} is not installed in this interpreter")
     return found
 
 
@@ -281,9 +290,9 @@ class Evaluation:
 
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
         files, name = one.files, one.name
-        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if name == SELFTEST and not files:
             files = selftest.write(entry.item.host, one.folder)
+        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if entry.item not in results.items_done(self.rows, name):
             began = time.monotonic()
             found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(files, readable)

@@ -41,7 +41,8 @@ def _classes(host: str, op: str) -> list[tuple[str, str, str]]:
     for target in registry.get(op).targets:
         module, _, name = target.path.partition(":")
         if host == OURS and target.host in ("vllm", "torch") and target.module:
-            found.append((target.cls, target.module, target.cls))
+            if isinstance(registry.target_class(target), type):  # not a function
+                found.append((target.cls, target.module, target.cls))
         elif host != OURS and target.host in (host, "torch") and target.seam in SEAMS:
             found.append((target.cls, module, name))
     return found

@@ -22,6 +22,7 @@ def test_plain_set_names_each_file_after_its_op(tmp_path: Path):
     [
         (None, "there is no folder"),
         ([], "has no file OP.py"),
+        (["rms_norm.py", "mixtral.decoder_layer.py"], "fk-bench kernels --model mixtral --candidate"),
         (["rms_nrom.py"], r"rms_nrom.py \(did you mean rms_norm.py\?\)"),
     ],
 )
