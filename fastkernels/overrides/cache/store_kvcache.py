@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -98,7 +97,6 @@ def check(
         )
 
 
-@cache
 def _supports_triton(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -353,8 +353,8 @@ def test_list_of_lists_in_a_config_is_no_crash(tmp_path: Path, capsys: Any) -> N
 
 def test_type_without_a_default_config_is_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        scaffold("musicgen", tmp_path, capsys)
-    assert "musicgen: the config cannot be used" in capsys.readouterr().err
+        scaffold("gemma4_assistant", tmp_path, capsys)
+    assert "gemma4_assistant: the config cannot be used" in capsys.readouterr().err
 
 
 def test_existing_file_is_kept(tmp_path: Path, capsys: Any) -> None:

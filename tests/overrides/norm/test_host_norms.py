@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 import pytest
@@ -32,7 +33,9 @@ def some(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def listed(host: str) -> list[tuple[str, Target]]:
-    found = {t.cls: (n, t) for n in OPS for t in registry.get(n).targets_for(host)}
+    """(op, target) of each class for the installed version of the host."""
+    version = importlib.metadata.version(host)
+    found = {t.cls: (n, t) for n in OPS for t in registry.get(n).targets_for(host, version)}
     return sorted(found.values(), key=lambda pair: pair[1].cls)
 
 
