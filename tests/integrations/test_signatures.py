@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -365,3 +366,18 @@ def test_installed_classes_are_known(host: str) -> None:
         assert versions.unknown(host, version, path, found) is None
         assert versions.unknown_source(host, version, path, entries[path]["fingerprint"]) is None
     assert "which we do not know" in (versions.unknown_source(host, version, path, "0" * 16) or "")
+
+
+def test_wrapper_of_other_code_is_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper that transformers' base class of layers makes is none, one around it is."""
+    module = pytest.importorskip("transformers.models.dinov2.modeling_dinov2")
+    text, stock = inspect.getsource(module), module.Dinov2Layer.forward
+    assert versions.replaced(text, "Dinov2Layer", module.Dinov2Layer) is None
+
+    @functools.wraps(stock)
+    def forward(*args: object, **kwargs: object) -> object:
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(module.Dinov2Layer, "forward", forward)
+    found = versions.replaced(text, "Dinov2Layer", module.Dinov2Layer)
+    assert found is not None and "Dinov2Layer.forward was replaced" in found.text

@@ -172,18 +172,27 @@ def unknown(host: str, version: str, path: str, host_class: Any) -> Reason | Non
 def replaced(module_source: str, name: str, host_class: Any) -> Reason | None:
     """None if the methods of this class are those of its source, else which one other code has replaced.
 
-    Only methods without decorators are compared: a decorator may return any object.
+    Only methods without decorators are compared: a decorator may return any object. A wrapper that a base class puts
+    around a method of each subclass is not a replacement.
     """
     node, namespace = _definition(module_source, name), vars(sys.modules[host_class.__module__])
     for method in node.body if isinstance(node, ast.ClassDef) else []:
         if not isinstance(method, ast.FunctionDef) or method.decorator_list or method.name.startswith("__"):
             continue
-        found = vars(host_class).get(method.name)
+        found = _unwrapped(vars(host_class).get(method.name), host_class)
         code = getattr(found, "__code__", None)
         where = (getattr(code, "co_name", None), getattr(code, "co_firstlineno", None))
         if getattr(found, "__globals__", None) is not namespace or where != (method.name, method.lineno):
             return Reason(Kind.REPLACED, f"{name}.{method.name} was replaced by other code (it is {found!r})")
     return None
+
+
+def _unwrapped(method: Any, host_class: Any) -> Any:
+    """The method without the wrapper of a base class's __init_subclass__: transformers' GradientCheckpointingLayer."""
+    hooks = (vars(base).get("__init_subclass__") for base in host_class.__mro__[1:])
+    made = [c for hook in hooks if isinstance(hook, classmethod) for c in hook.__func__.__code__.co_consts]
+    code = getattr(method, "__code__", None)
+    return getattr(method, "__wrapped__", method) if code is not None and code in made else method
 
 
 def unknown_source(host: str, version: str, path: str, found: str) -> str | None:
