@@ -6,6 +6,7 @@ versions of the hosts must be installed. Its rows count when they arrive here, o
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -124,7 +125,7 @@ def connected(address: str) -> Iterator[Any]:
         if address not in (LOCAL, "auto"):  # Ray itself waits for minutes
             server, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((server, int(port)), ANSWERS_WITHIN_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **more)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"--cluster {address}: no Ray cluster answers ({' '.join(str(error).split())[:200]}). "
