@@ -8,7 +8,6 @@ a GPU: they start together, then they are measured in turn, while the others are
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,7 @@ from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load
 from fk_bench.e2e.host import HostFailed, vocab_size
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
-from fk_bench.serving.config import ConfigError, comma_list
+from fk_bench.serving.config import ConfigError, comma_list, json_object
 
 DENSE = (
     "qwen2.5-7b", "llama-3.2-3b", "phi-4", "olmo-2-1124-7b", "granite-3.3-8b", "gemma-2-9b", "qwen3-4b", "qwen2.5-0.5b",
@@ -161,7 +160,7 @@ def patch_compare_command(
             raise ConfigError(
                 "--tensor-parallel excludes --side-by-side and --with-engine: they share one GPU"
             )
-        extra = _json_object(engine_args)
+        extra = json_object("--engine-args", engine_args)
         interpreter = machine.absolute(python or sys.executable)
         if models:
             _check_installed(host, interpreter)
@@ -394,16 +393,6 @@ def _check_installed(host: str, python: str) -> None:
         raise ConfigError(
             f"{host} is not installed in {python}: give {host}'s own interpreter with --python PATH"
         )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--engine-args is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--engine-args must be an object of arguments, got {text}")
-    return found
 
 
 def _prepared(model: str, load_format: str, folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from fk_bench.quality.calibration import THRESHOLD, Quality
 from fk_bench.quality.families import HOSTS
 from fk_bench.quality.measure import Settings, measure
 from fk_bench.quality.text import Extent
-from fk_bench.serving.config import ConfigError, comma_list
+from fk_bench.serving.config import ConfigError, comma_list, json_object
 
 COMMAND = "quality"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -86,7 +85,7 @@ def quality_command(
             )
         pythons, extra = _by_host("--python", python), _by_host("--engine-args", engine_args)
         extent = Extent(sequences, batch, tuple(comma_list("--prompts", prompts, int)), new)
-        arguments = {host: _arguments(text) for host, text in extra.items()}
+        arguments = {host: json_object("--engine-args", text) for host, text in extra.items()}
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         if timeout <= 0 or not 0 < gpu_share <= 1:
@@ -255,13 +254,3 @@ def _by_host(flag: str, given: list[str] | None) -> dict[str, str]:
         if host not in HOSTS or not equals:
             raise ConfigError(f"{flag} {host}: give HOST=VALUE with a host of {', '.join(HOSTS)}")
     return {host: value for host, _, value in pairs}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--engine-args is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--engine-args must be an object of arguments, got {text}")
-    return found

@@ -456,6 +456,17 @@ def comma_list(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
     return tuple(values)
 
 
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """A JSON object given on the command line. Raises ConfigError with the flag and the value."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} must be an object of arguments, got {text}")
+    return found
+
+
 def per_lane(flag: str, items: Iterable[str]) -> dict[str, str]:
     """['vllm=PATH'] -> {'vllm': 'PATH'}. Raises ConfigError."""
     found = {}
