@@ -33,7 +33,7 @@ SLOW = {
     "fused_experts_fp8": ("powers_of_two", "cut", "blocks_19", "channels_33", "tensors_63", "tokens_of_tensors"),
     "fused_experts_gelu": ("all", "odd_5", "odd_17", "odd_63"),
     "fused_experts_int4": ("all", "elsewhere", "zeros_33"),
-    "fused_experts_nvfp4": ("few", "rows_19", "none", "elsewhere"),
+    "fused_experts_nvfp4": ("few", "rows_19", "none", "elsewhere", "odd_63", "all"),
     "fused_experts_swigluoai": ("all", "elsewhere", "floats_63"), "gated_residual": ("odd_63",),
     "grouped_topk": ("odd_63", "bias"), "lstm": ("wide", "even", "half", "odd_63"), "merge_state": ("odd_63",),
     "moe_align": ("few", "chunks"), "qk_norm_rope": ("odd_63",), "quantize_fp8": ("group_63", "token_1000"),
