@@ -246,7 +246,7 @@ def patched(engine: Any, candidates: str) -> Any:
     import fastkernels as library
     from fastkernels.core.candidate import from_directory
 
-    files = from_directory(candidates)
+    files = from_directory(candidates, blocks=True)
     return library.patch(engine, ops=list(files), candidates=files)
 
 

@@ -20,7 +20,8 @@ from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
-from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of
+from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, text_of
+from fastkernels.models.common.registry import find
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -51,6 +52,12 @@ def register(text: str) -> tuple[str, ...]:
         _known.update({block.name: block for block in found})
         registry.add(*map(spec, found))
     return tuple(block.name for block in found)
+
+
+def register_model(config: Any) -> tuple[str, tuple[str, ...]]:
+    """(the model's text, the names of its blocks), which the registry then knows. Raises Unsupported."""
+    text = text_of(find(config.architectures[0], config).name, config)
+    return text, register(text)
 
 
 def _size(full: int, small: int) -> str:
