@@ -243,12 +243,7 @@ SPEC = OpSpec(
             replace(cache, mutated=True, bytes=f"{cache.bytes} + {_STORED} * itemsize(dtype)")
             for cache in cases.CACHE
         ),
-        Tensor("slot_mapping", "tokens", "int64", bytes="0"),
-        Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
-        cases.SEQ_LENS,
-        cases.BLOCK_TABLE,
-        Scalar("max_seqlen_q"),
-        Scalar("max_seqlen_k"),
+        *cases.STEP,
         *cases.SCALARS,
         Scalar("padded", value="padding > 0"),
     ),
