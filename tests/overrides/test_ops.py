@@ -383,7 +383,6 @@ def test_attention_is_sdpa() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
 def test_every_provider_on_the_gpu(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -399,7 +398,6 @@ def test_every_provider_on_the_gpu(name: str, case: Case, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "case"), FIRST, ids=FIRST_IDS)
 def test_cuda_graph_replay(name: str, case: Case) -> None:
     torch.use_deterministic_algorithms(False)

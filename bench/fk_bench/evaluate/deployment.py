@@ -7,6 +7,7 @@ new batch size.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ import torch
 from fastkernels.core.case import Case
 from fastkernels.core.spec import OpSpec
 from fk_bench.evaluate.adapters.native import EXTENSIONS
+
+log = logging.getLogger("fastkernels")
 
 # Batch sizes of a warm-up, with all that Triton specializes on: 1, multiples of 16, others
 WARM = (1, 2, 8, 16, 17, 32, 48, 100, 256)
@@ -77,6 +80,31 @@ def deployment(call: Callable[..., Any], arguments: Callable[[], Sequence[Any]])
                 function(*arguments())
         counts.append(sum(counted.values()))
     return Deployment(*counts)
+
+
+def of_class(spec: OpSpec, cls: type, device: str) -> str:
+    """Why a candidate's class does not run its kernels in compiled code; '' if it does, or if that cannot be seen."""
+    if spec.build is None or not spec.cases:
+        return ""
+    case = min(spec.cases, key=_elements)
+
+    def made() -> Sequence[Any]:
+        return spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+
+    try:
+        found = deployment(spec.build(cls, made()), made)
+    except Exception as error:  # of the candidate or a compiler: the host's own calls show whether it matters
+        log.info("%s: not checked in compiled code: %s: %s", cls.__name__, type(error).__name__, error)
+        return ""
+    finally:
+        torch.compiler.reset()
+    return found.problem if found.eager else ""
+
+
+def _elements(case: Case) -> float:
+    return math.prod(
+        math.prod(v) if isinstance(v, tuple) else v for v in case.dims.values() if isinstance(v, (int, tuple))
+    )
 
 
 @contextmanager

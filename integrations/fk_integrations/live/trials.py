@@ -321,7 +321,7 @@ def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.
 def _wins_eager(theirs: float, ours: float, theirs_issued: float, ours_issued: float) -> bool:
     """Whether ours is faster in calls one after the other. All in seconds; issued: until the CPU can go on.
 
-    In a model whose calls wait for the CPU, only its time counts: a kernel of ours that ends sooner gains nothing there.
+    If the calls of a model wait for the CPU, only its time counts: a shorter kernel gains nothing there.
     """
     if theirs < EAGER * ours:
         return False

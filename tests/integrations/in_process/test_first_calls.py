@@ -86,7 +86,12 @@ def test_first_call_decides(theirs: float, cls: type, text: str) -> None:
     ("graph", "eager", "issued", "won"),
     [
         ((100, 10), (140, 110), (90, 80), (True, True)),
-        ((100, 10), (110, 140), (90, 130), (True, False)),  # its Python takes the time of calls one after the other
+        (
+            (100, 10),
+            (110, 140),
+            (90, 130),
+            (True, False),
+        ),  # its Python takes the time of calls one after the other
         ((100, 10), (140, 110), (40, 80), (True, False)),  # a model of such calls waits for the CPU
         ((100, 10), (140, 110), (40, 55), (True, True)),  # and for the GPU here
         ((100, 99), (100, 99), (90, 80), (True, False)),
