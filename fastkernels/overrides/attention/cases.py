@@ -75,7 +75,7 @@ CACHE = (
 )
 SEQ_LENS = Tensor("seq_lens", "sequences", "int32", bytes="0")
 BLOCK_TABLE = Tensor("block_table", "sequences max_blocks", "int32", bytes="0")
-# What a step says of its sequences, in the order of AttentionMetadata; the last arguments of layers
+# A step's sequences, in the order of AttentionMetadata: the last arguments of layers
 STEP = (
     Tensor("slot_mapping", "tokens", "int64", bytes="0"),
     Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
