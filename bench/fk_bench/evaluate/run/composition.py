@@ -1,4 +1,4 @@
-"""The kernels tier of an evaluation: the ops of a set alone, and ops on the set's own lower levels, by the judge."""
+"""The kernels tier of an evaluation: the ops of a set alone, and ops and blocks that run them, by the judge."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 from fastkernels.core import registry
 from fk_bench.core.rows import Row, Status
+from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate.suites import Suite
 
 MOST_ABOVE = 2  # ops that call those of a set of primitives only
+MOST_BLOCKS = 2  # of a model
+LAYERS = (2, 3)  # levels of the blocks: parts of a layer, and a layer
 
 
 def judged(
@@ -18,10 +22,12 @@ def judged(
     device: str,
     caged: bool,
     add: Callable[[Row, str], None],
+    model: str = "",
 ) -> None:
     """Judge the set; `add` gets the summary row of each op, with 'independent' or 'composed'.
 
     settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
+    model     a name or folder; its blocks that run ops of the set are judged with the set inside them
     """
     passed = {}
     for op, path in files.items():
@@ -31,6 +37,28 @@ def judged(
         add(row, "independent")
     for row in _judge(_above(passed), passed, settings, device, caged):
         add(row, "composed")
+    if model and passed:
+        text, blocks = _blocks(model, passed)
+        for row in _judge(blocks, passed, settings, device, caged, text):
+            add(row, "composed")
+
+
+def model_of(suite: Suite) -> str:
+    """The first model of a suite that our engine serves, for `judged`; '' if there is none."""
+    for entry in suite.entries:
+        if entry.item.host == "fastkernels":
+            return entry.model.public or str(checkpoints.folder(entry.model, entry.workload.kind))
+    return ""
+
+
+def _blocks(model: str, files: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The text of a model, and the names of its blocks that run most ops of the set, the lower levels first."""
+    from fk_bench.info import model_blocks
+
+    text, names = model_blocks.register(model)
+    counts = {name: len(registry.reached(name, parts=True) & files.keys()) for name in names}
+    found = [n for n in names if counts[n] and registry.get(n).level in LAYERS]
+    return text, sorted(found, key=lambda n: (-counts[n], registry.get(n).level, n))[:MOST_BLOCKS]
 
 
 def _above(files: Mapping[str, str]) -> list[str]:
@@ -41,7 +69,7 @@ def _above(files: Mapping[str, str]) -> list[str]:
 
 
 def _judge(
-    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool
+    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool, model: str = ""
 ) -> Iterator[Row]:  # fmt: skip
     """The summary row of each op."""
     from fk_bench.kernels.judge import Options, judge_ops
@@ -50,7 +78,7 @@ def _judge(
     most, sources = int(settings.get("most_cases", 0)), tuple(settings.get("sources", ("random", "held-out")))
     given: dict[str, Any] = {
         "device": device, "cage": caged, "cases": sources, "rounds": int(settings.get("rounds", 5)), "hard": 0,
-        "seconds": float(settings.get("seconds", 1.0)), "timeout": 120.0,
+        "seconds": float(settings.get("seconds", 1.0)), "timeout": 120.0, "model": model,
     }  # fmt: skip
     for op in ops:
         named = tuple(case_names([registry.get(op)], Options(**given)))[:most] if most else ()
