@@ -173,11 +173,43 @@ def compiles_while_serving(
     return Serving(tuple(new), found)
 
 
+def problems(spec: OpSpec, function: Callable[..., Any], device: str) -> dict[str, str]:
+    """Reasons that keep an op's function from running in a compiled host ('deployed') and stalls a server ('serving').
+
+    '' means no problem; 'unknown: ' comes before the reason for which it cannot be tested.
+    """
+    case = min((c for c in spec.cases if "model" in c.tags), key=spec.bytes_moved, default=None)
+    call = call_of(spec, function, device)
+
+    def deployed() -> str:
+        if case is None:
+            return "unknown: the op has no case of a model"
+        return deployment(
+            function, lambda: spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+        ).problem
+
+    def serving() -> str:
+        return (
+            "unknown: the op has no axis of tokens" if call is None else compiles_while_serving(call).problem
+        )
+
+    found = {}
+    for name, measure in (("deployed", deployed), ("serving", serving)):
+        try:
+            found[name] = measure()
+        except Exception as error:
+            found[name] = f"unknown: {type(error).__name__}: {error}"[:200]
+    return found
+
+
 def call_of(spec: OpSpec, function: Callable[..., Any], device: str) -> Callable[[int], Any] | None:
-    """A call of the op with a number of tokens, on a case of production; None for an op without tokens."""
+    """A call of the op with a number of tokens, on the case of production whose tokens are smallest; None for an op
+    without tokens.
+    """
     if not spec.arguments or "tokens" not in spec.declaration.axes or not spec.cases:
         return None
-    usual: Case = spec.cases[0]
+    of_models = [c for c in spec.cases if "model" in c.tags] or list(spec.cases)
+    usual: Case = min(of_models, key=lambda c: spec.bytes_moved(c) / _count(c.dims.get("tokens")))
 
     def call(tokens: int) -> Any:
         size = tokens if not isinstance(usual.dims.get("tokens"), tuple) else (tokens,)
@@ -186,6 +218,12 @@ def call_of(spec: OpSpec, function: Callable[..., Any], device: str) -> Callable
         return function(*spec.inputs(case, device, generator))
 
     return call
+
+
+def _count(tokens: Any) -> int:
+    """Tokens of a case; their axis may have several dimensions."""
+    sizes = tokens if isinstance(tokens, (tuple, list)) else (tokens or 1,)
+    return max(math.prod(map(int, sizes)), 1)
 
 
 def _counting(original: Callable[..., Any], counted: Counter[str], kind: str) -> Callable[..., Any]:
