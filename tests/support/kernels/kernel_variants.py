@@ -149,13 +149,6 @@ def others(m: Model, tokens: int) -> None:
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, None, False)
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, 1024, False)
     triton("rms_norm_gated", parts[0], empty(HEAD), parts[1], 1e-6)
-    for shape in ((tokens, 1), (1, tokens)):  # decode and prefill
-        qkv, steps = [empty(*shape, 32, HEAD) for _ in range(3)], empty(*shape, 32)
-        state = empty(shape[0], 32, HEAD, HEAD, dtype=F32)
-        triton("gated_delta_rule", *qkv, empty(*shape, 32, dtype=F32), steps, state)
-        u, b = empty(*shape, m["inner"]), empty(*shape, 16)
-        scan = empty(m["inner"], 16, dtype=F32), b, b, empty(shape[0], m["inner"], 16, dtype=F32)
-        triton("selective_scan", u, u, *scan, empty(m["inner"]), u, empty(m["inner"]), True)
     h, c = (empty(tokens, 640, dtype=F32) for _ in range(2))
     triton("lstm", empty(tokens, 1, 2560), empty(2560, 640), h, c)
     triton("softplus", x)
