@@ -61,7 +61,7 @@ def reference(
     return (F.silu(out) if activation == "silu" else out).to(x.dtype), written(state, slots, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "STEPS"])
 def _causal_conv1d_kernel(
     x_ptr, w_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, B, STEPS, C, x_t, w_c, s_s, s_c, s_w,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,15 +99,17 @@ def _causal_conv1d_kernel(
         y = y / (1.0 + tl.exp(-y))
     tl.store(out_ptr + row[:, None] * C + cols[None, :], y.to(out_ptr.dtype.element_ty),
              mask=(row < end)[:, None] & channel[None, :])  # fmt: skip
-    if (W > 1) & (n == 0):
+    if n == 0:
         # One program of a sequence reads and writes its state; all its threads have read before any writes.
         tl.debug_barrier()
         for j in tl.static_range(W - 1):
-            at = end + (j - W + 1)
-            x = tl.load(x_ptr + at * x_t + cols, mask=channel & (at >= start), other=0.0).to(tl.float32)
-            back = (at - start + (W - 1)) * s_w
-            old = tl.load(state_at + back, mask=channel & (at < start) & known, other=0.0).to(tl.float32)
-            tl.store(state_at + j * s_w, (x + old).to(state_ptr.dtype.element_ty), mask=channel & (slot > 0))
+            past = end + (j - W + 1)
+            last = tl.load(x_ptr + past * x_t + cols, mask=channel & (past >= start), other=0.0).to(
+                tl.float32
+            )
+            shifted = state_at + (past - start + (W - 1)) * s_w
+            last += tl.load(shifted, mask=channel & (past < start) & known, other=0.0).to(tl.float32)
+            tl.store(state_at + j * s_w, last.to(state_ptr.dtype.element_ty), mask=channel & (slot > 0))
 
 
 def _supports_triton(
@@ -127,7 +129,7 @@ def _triton(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if batch * channels == 0:
         return out
-    size = 4 if tokens <= 4 * batch else 32
+    size = 4 if tokens <= 4 * batch else 16
     block = min(128, next_power_of_2(channels))
     launch_kernel(
         _causal_conv1d_kernel, (tokens // size + batch, cdiv(channels, block)),

@@ -46,6 +46,12 @@ def sequence_of(cu_ptr, chunk, B, STEPS, SIZE: tl.constexpr):
 
 
 @triton.jit
+def limited(g):
+    # exp(-40) is nothing, and sums of a chunk stay small enough that their differences are exact to 1e-4.
+    return tl.maximum(g.to(tl.float32), -40.0)
+
+
+@triton.jit
 def _inverse(L, PRECISION: tl.constexpr):
     # (I + L)^-1 of a strictly lower triangular L [64, 64]: forward substitution in the diagonal blocks of 16, then
     # (I + M)^-1 = I - M + M^2 - M^3 for what is left, whose blocks are strictly lower triangular.
@@ -67,7 +73,7 @@ def _inverse(L, PRECISION: tl.constexpr):
     return whole + tl.dot(series, whole, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "STEPS"])
 def _sums_kernel(
     g_ptr, sums_ptr, cu_ptr, B, STEPS, H, K, g_t, g_h, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr
 ):
@@ -86,18 +92,18 @@ def _sums_kernel(
         cols = at + tl.arange(0, BLOCK_K)
         inside = (row < end)[:, None] & (cols < K)[None, :]
         g = tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0)
-        G = tl.cumsum(g.to(tl.float32), axis=0)
+        G = tl.cumsum(limited(g), axis=0)
         tl.store(sums_ptr + (row[:, None] * H + h) * K + cols[None, :], G, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "STEPS"])
 def _within_kernel(
     v_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, rate_ptr, bias_ptr, cu_ptr, sums_ptr,
     scores_ptr, pairs_ptr, w_ptr, u_ptr, qs_ptr, ks_ptr, bs_ptr, qf_ptr, kf_ptr, last_ptr,
     B, STEPS, H, GROUP, K, V, scale, low, high,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, a_t, a_h, b_t, b_h,
     RULE: tl.constexpr, GATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     dtype = v_ptr.dtype.element_ty
@@ -122,11 +128,11 @@ def _within_kernel(
         if HAS_BIAS:
             dt += tl.load(bias_ptr + h).to(tl.float32)
         dt = tl.where(real, tl.minimum(tl.maximum(softplus(dt), low), high), 0.0)
-        g = dt * tl.load(rate_ptr + h).to(tl.float32)
+        g = limited(dt * tl.load(rate_ptr + h).to(tl.float32))
     elif GATE == 0:
-        g = tl.load(g_ptr + row * g_t + h * g_h, mask=real, other=0.0).to(tl.float32)
+        g = limited(tl.load(g_ptr + row * g_t + h * g_h, mask=real, other=0.0))
     elif GATE == 2:
-        g = tl.where(real, tl.load(g_ptr + h * g_t).to(tl.float32), 0.0)
+        g = tl.where(real, limited(tl.load(g_ptr + h * g_t)), 0.0)
     scores = tl.zeros([64, 64], tl.float32)  # q . k
     if RULE == 1 or RULE == 2:
         system = tl.zeros([64, 64], tl.float32)  # k . k, or a . b
@@ -166,19 +172,19 @@ def _within_kernel(
                 b = tl.load(b_ptr + row[:, None] * b_t + h * b_h + cols[None, :], mask=inside, other=0.0).to(
                     tl.float32
                 )
-                g = tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0).to(
-                    tl.float32
+                g = limited(
+                    tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0)
                 )
                 pairs += tl.where(diagonal, tl.sum(q * b, axis=1)[:, None], 0.0)
-            for level in tl.static_range(6):
-                HALF: tl.constexpr = 32 >> level
-                border = first.to(tl.int64) + r // (2 * HALF) * (2 * HALF) + HALF - 1
+            for level in range(6):  # not unrolled: that takes ptxas a minute
+                block = r >> (6 - level)
+                border = first.to(tl.int64) + (block << (6 - level)) + (32 >> level) - 1
                 met = tl.load(
                     sums_ptr + (border[:, None] * H + h) * K + cols[None, :],
                     mask=(border < end)[:, None] & (cols < K)[None, :], other=0.0,
                 )  # fmt: skip
-                upper = (r // HALF % 2 == 1)[:, None]
-                together = r[:, None] // (2 * HALF) == r[None, :] // (2 * HALF)
+                upper = ((r >> (5 - level)) % 2 == 1)[:, None]
+                together = block[:, None] == block[None, :]
                 e = tl.exp(-tl.abs(G - met))
                 q_up = tl.where(upper, q * e, 0.0).to(dtype)
                 k_low = tl.trans(tl.where(upper, 0.0, k * e).to(dtype))
@@ -221,14 +227,14 @@ def _within_kernel(
             scores *= dt[None, :]
             k_factor *= dt
         q_factor *= tl.exp(G)
-        k_factor *= tl.exp(tl.sum(g) - G)
+        k_factor *= tl.exp(tl.cumsum(g, axis=0, reverse=True) - g)
         tl.store(last_ptr + chunk.to(tl.int64) * H + h, tl.exp(tl.sum(g)))
     tl.store(qf_ptr + head, q_factor, mask=real)
     tl.store(kf_ptr + head, k_factor, mask=real)
     square_at = head[:, None] * 64 + r[None, :]
     tl.store(scores_ptr + square_at, tl.where(lower, scores, 0.0).to(dtype), mask=real[:, None])
     if RULE == 1:
-        solved = _inverse(tl.where(strict, system, 0.0), SOLVE).to(dtype)
+        solved = _inverse(tl.where(strict, system, 0.0), PRECISION).to(dtype)
         for at in range(0, K, BLOCK_K):
             cols = at + tl.arange(0, BLOCK_K)
             inside = real[:, None] & (cols < K)[None, :]
@@ -247,9 +253,9 @@ def _within_kernel(
             u = tl.dot(solved, (v.to(tl.float32) * beta[:, None]).to(dtype), input_precision=PRECISION)
             tl.store(u_ptr + head[:, None] * V + cols[None, :], u.to(dtype), mask=inside)
     if RULE == 2:
-        inverse = _inverse(tl.where(strict, -system, 0.0), SOLVE)
+        inverse = _inverse(tl.where(strict, -system, 0.0), PRECISION)
         solved = inverse.to(dtype)
-        kept = tl.dot(inverse, tl.where(strict, seen, 0.0), input_precision=SOLVE).to(dtype)
+        kept = tl.dot(inverse, tl.where(strict, seen, 0.0), input_precision=PRECISION).to(dtype)
         tl.store(pairs_ptr + square_at, tl.where(lower, pairs * scale, 0.0).to(dtype), mask=real[:, None])
         for at in range(0, K, BLOCK_K):
             cols = at + tl.arange(0, BLOCK_K)
@@ -257,9 +263,7 @@ def _within_kernel(
             a = tl.load(a_ptr + row[:, None] * a_t + h * a_h + cols[None, :], mask=inside, other=0.0).to(
                 tl.float32
             )
-            g = tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0).to(
-                tl.float32
-            )
+            g = limited(tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0))
             G = tl.load(sums_ptr + (row[:, None] * H + h) * K + cols[None, :], mask=inside, other=0.0)
             w = tl.dot(solved, (a * tl.exp(G - g)).to(dtype), input_precision=PRECISION)
             tl.store(w_ptr + head[:, None] * K + cols[None, :], w.to(dtype), mask=inside)
@@ -369,12 +373,8 @@ def run(p: Problem, out: torch.Tensor) -> None:
     last = scratch(chunks, heads, keys if by_channel else 1, dtype=f32)
     block_k, block_v = (min(64, max(16, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
-    shared: dict[str, Any] = {
-        "RULE": p.rule,
-        "GATE": p.gate,
-        "PRECISION": "ieee" if exact else "tf32",
-        "num_warps": 4,
-    }
+    shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "ieee" if exact else "tf32"}
+    many = by_channel and corrects  # tiles of a program: more warps, or their registers spill
     if sums is not None:
         launch_kernel(
             _sums_kernel, (chunks, heads), p.g, sums, p.cu_seqlens, batch, steps, heads, keys, *strides(p.g, 2),
@@ -387,8 +387,8 @@ def run(p: Problem, out: torch.Tensor) -> None:
         batch, steps, heads, group, keys, values, p.scale, p.low, p.high,
         *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),
         *strides(p.b, 2),
-        NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, BLOCK_K=block_k, BLOCK_V=block_v,
-        SOLVE="ieee" if exact else "tf32x3", **shared,
+        NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k,
+        BLOCK_V=block_v, num_stages=1, num_warps=8 if many else 4, **shared,
     )  # fmt: skip
     if q is None or k is None:
         q, k = p.q, p.k
@@ -397,13 +397,13 @@ def run(p: Problem, out: torch.Tensor) -> None:
     if batch * heads * cdiv(values, block_v) < multiprocessors(device):
         block_v = min(block_v, 32)
     block_k = max(16, next_power_of_2(keys))
-    shared["num_warps"] = 8 if block_k * block_v > 8192 else 4
     launch_kernel(
         _between_kernel, (batch * heads, cdiv(values, block_v)),
         p.v, q, k, b, p.skip, scores, pairs, w, u, q_factor, k_factor, last,
         p.state, p.cu_seqlens, p.slots, p.fresh, out, heads, group, keys, values,
         *strides(q, 2), *strides(k, 2), *strides(p.v, 2), *p.state.stride(),
-        HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, **shared,
+        HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
+        num_warps=8 if block_k * block_v >= 8192 else 4, **shared,
     )  # fmt: skip
 
 
