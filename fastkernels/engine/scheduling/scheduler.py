@@ -141,6 +141,11 @@ class Scheduler:
                 )
 
     @property
+    def num_cache_tokens(self) -> int | None:
+        """Tokens that the blocks of the first group hold; None without groups."""
+        return self.groups[0].num_usable * self.groups[0].block_size if self.groups else None
+
+    @property
     def cache_usage(self) -> float:
         """Share of the blocks in use, 0 to 1, of the group with the fewest left; without groups, of the sequences."""
         return max((group.usage for group in self.groups), default=len(self.running) / self.max_num_seqs)
