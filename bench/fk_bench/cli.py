@@ -74,6 +74,14 @@ COMMANDS = {
         "evaluate.run.command:eval_command",
         "the score of sets of candidates: speedup, correctness and coverage in whole models and real hosts",
     ),
+    "agent-loop": (
+        "agents.command:agent_loop_command",
+        "an agent's command writes kernels: tasks, checks, budgets, and a score on cases that it did not see",
+    ),
+    "mcp": (
+        "agents.mcp_server:mcp_command",
+        "an MCP server with the tasks, the judge and the history of attempts",
+    ),
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",

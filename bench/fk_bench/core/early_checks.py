@@ -16,10 +16,13 @@ LANGUAGE_HOSTS = {"fastkernels", "vllm", "sglang", "transformers"}
 # options whose value is one op, or several with commas
 OP_OPTIONS = {
     "stubs": ("--op",), "list": ("--definition",), "patch-compare": ("--ops",), "capture": ("--ops",),
-    "e2e": ("--ops",), "quality": ("--ops",),
+    "e2e": ("--ops",), "quality": ("--ops",), "agent-loop": ("--ops",), "mcp": ("--ops",),
 }  # fmt: skip
 # options whose value is an architecture of `list models`, or a folder
-ARCHITECTURE_OPTIONS = {"stubs": ("--model",), "kernels": ("--model",), "tune": ("--model",)}
+ARCHITECTURE_OPTIONS = {
+    "stubs": ("--model",), "kernels": ("--model",), "tune": ("--model",), "agent-loop": ("--model",),
+    "mcp": ("--model",),
+}  # fmt: skip
 
 
 def problem(command: str, words: Sequence[str]) -> str | None:
