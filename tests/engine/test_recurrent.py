@@ -46,9 +46,21 @@ def tokens(outputs: Any) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in outputs]
 
 
-@torch.inference_mode()
 def test_every_split_has_transformers_logits(folder: Path, oracle: Any) -> None:
     """Two steps of many lengths, and one token at a time, next to another sequence in the same step."""
+    total = len(IDS)
+    check_logits(folder, oracle, [[n, total] for n in (1, 2, 3, 4, 8, 15, 22)] + [list(range(1, total + 1))])
+
+
+def test_time_step_limits_bound_every_step(oracle: Any, tmp_path: Path) -> None:
+    """As in one pass of transformers, whose decoding from its own cache ignores the limits."""
+    folder = make_tiny(tmp_path, "mamba2", "float32", time_step_limit=[0.5, 0.9])
+    check_logits(folder, oracle, [[len(IDS)], list(range(1, len(IDS) + 1))])
+
+
+@torch.inference_mode()
+def check_logits(folder: Path, oracle: Any, splits: list[list[int]]) -> None:
+    """splits: the ends of the steps of two sequences."""
     model: Any = build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
     for layer in model.modules():
         kept = getattr(layer, "keeps", None)
@@ -56,13 +68,12 @@ def test_every_split_has_transformers_logits(folder: Path, oracle: Any) -> None:
             layer.kv_cache = layer.new_cache(20, 4, torch.float32, "cpu")
         elif isinstance(kept, StateSpec):
             layer.states = {name: t + 7.0 for name, t in kept.new(5, torch.float32, "cpu").items()}
-    other, total = IDS.flip(0), len(IDS)
+    other = IDS.flip(0)
     want = [oracle.logits(folder, ids.tolist()) for ids in (IDS, other)]
     table = torch.stack([torch.arange(1, 8), torch.arange(8, 15)]).to(torch.int32)
-    ends = [[n, total] for n in (1, 2, 3, 4, 8, 15, 22)] + [list(range(1, total + 1))]
-    for first in ends:
+    for ends in splits:
         start, found = 0, [[], []]
-        for end in first:
+        for end in ends:
             ids = torch.cat([s[start:end] for s in (IDS, other)])
             at = torch.arange(start, end)
             places = torch.cat([table[row, at // 4].long() * 4 + at % 4 for row in (0, 1)])

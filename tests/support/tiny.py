@@ -386,7 +386,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
     **{k: (k, {}) for k in RECURRENT},
     "mamba2_one_group": (
-        "mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False, "time_step_limit": [0.5, 0.9]},
+        "mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False},
     ),
     "qwen3_next_bias": ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "kimi_linear_query": ("kimi_linear", {"q_lora_rank": 40, "n_group": 2, "topk_group": 1}),
