@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import sequence_of
 from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import unsupported
 
 T = torch.Tensor
 ACTIVATIONS = ("silu", "none")
@@ -55,6 +61,85 @@ def reference(
     return (F.silu(out) if activation == "silu" else out).to(x.dtype), written(state, slots, last)
 
 
+@triton.jit(do_not_specialize=["B", "STEPS"])
+def _causal_conv1d_kernel(
+    x_ptr, w_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, B, STEPS, C, x_t, w_c, s_s, s_c, s_w,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    chunk = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = cols < C
+    i = sequence_of(cu_ptr, chunk, B, STEPS, SIZE)
+    start = tl.load(cu_ptr + i).to(tl.int64)
+    end = tl.load(cu_ptr + i + 1).to(tl.int64)
+    n = chunk - start // SIZE - i
+    first = start + n * SIZE
+    if (first >= end) & (n > 0):
+        return
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    state_at = state_ptr + slot * s_s + cols * s_c
+    row = first + tl.arange(0, SIZE)
+    y = tl.zeros([SIZE, BLOCK], tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)[None, :]
+    for j in tl.static_range(W):
+        w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
+        at = row + (j - W + 1)
+        new = ((at >= start) & (row < end))[:, None] & channel[None, :]
+        x = tl.load(x_ptr + at[:, None] * x_t + cols[None, :], mask=new, other=0.0).to(tl.float32)
+        if W > 1:
+            old = ((at < start) & (row < end) & known)[:, None] & channel[None, :]
+            back = (at - start + (W - 1))[:, None] * s_w
+            x += tl.load(state_at[None, :] + back, mask=old, other=0.0).to(tl.float32)
+        y += x * w[None, :]
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(out_ptr + row[:, None] * C + cols[None, :], y.to(out_ptr.dtype.element_ty),
+             mask=(row < end)[:, None] & channel[None, :])  # fmt: skip
+    if n == 0:
+        # One program of a sequence reads and writes its state; all its threads have read before any writes.
+        tl.debug_barrier()
+        for j in tl.static_range(W - 1):
+            past = end + (j - W + 1)
+            last = tl.load(x_ptr + past * x_t + cols, mask=channel & (past >= start), other=0.0).to(
+                tl.float32
+            )
+            shifted = state_at + (past - start + (W - 1)) * s_w
+            last += tl.load(shifted, mask=channel & (past < start) & known, other=0.0).to(tl.float32)
+            tl.store(state_at + j * s_w, last.to(state_ptr.dtype.element_ty), mask=channel & (slot > 0))
+
+
+def _supports_triton(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> str | None:
+    if weight.shape[-1] > 16:
+        return f"{weight.shape[-1]} weights of a channel are over 16"
+    return unsupported(x, weight, bias, others=(state,))
+
+
+def _triton(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> T:
+    _check(x, weight, bias, state, activation)
+    check_slots("causal_conv1d", x, state, cu_seqlens, slots, fresh)
+    (tokens, channels), width, batch = x.shape, weight.shape[1], slots.shape[0]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if batch * channels == 0:
+        return out
+    size = 4 if tokens <= 4 * batch else 16
+    block = min(128, next_power_of_2(channels))
+    launch_kernel(
+        _causal_conv1d_kernel, (tokens // size + batch, cdiv(channels, block)),
+        x, weight, bias, state, cu_seqlens, slots, fresh, out, batch, batch.bit_length(), channels,
+        x.stride(0), weight.stride(0), *state.stride(),
+        W=width, HAS_BIAS=bias is not None, SILU=activation == "silu", SIZE=size, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def _reference(
     x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
 ) -> T:
@@ -67,7 +152,10 @@ causal_conv1d = define(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
     " Tensor fresh, str activation='silu') -> Tensor",
     fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 SPEC = OpSpec(

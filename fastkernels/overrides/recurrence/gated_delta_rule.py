@@ -5,12 +5,16 @@ S = exp(g) S;  S += k (beta (v - S^T k))^T;  o = scale S^T q
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import DELTA, Problem, unsupported
 
 T = torch.Tensor
 
@@ -77,6 +81,25 @@ def reference(
     return delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
 
 
+def supports(q: T, k: T, v: T, g: T, beta: T, state: T, *_: Any) -> str | None:
+    """Why the Triton kernels do not take these arguments, of this op and of kda; None if they do."""
+    rows = (q, k, v, g) if g.dim() == 3 else (q, k, v)
+    return unsupported(*rows, others=(g, beta, state), keys=q.shape[-1])
+
+
+def _supports_triton(*args: Any) -> str | None:
+    return supports(*args)
+
+
+def _triton(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    check("gated_delta_rule", q, k, v, g, beta, state, False)
+    check_slots("gated_delta_rule", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, DELTA, scale, normalize, beta))
+
+
 def _reference(
     q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
     normalize: bool = False,
@@ -90,7 +113,10 @@ gated_delta_rule = define(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens,"
     " Tensor slots, Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 ARGUMENTS = {

@@ -5,12 +5,16 @@ S = diag(exp(g)) S + k v^T;  o = scale S^T q
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import LINEAR, Problem, unsupported
 
 T = torch.Tensor
 
@@ -62,6 +66,17 @@ def reference(
     return out.to(v.dtype), written(state, slots, last)
 
 
+def _supports_triton(q: T, k: T, v: T, g: T, state: T, *_: Any) -> str | None:
+    rows = (q, k, v, g) if g.dim() == 3 else (q, k, v)
+    return unsupported(*rows, others=(g, state), keys=q.shape[-1])
+
+
+def _triton(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> T:
+    check(q, k, v, g, state)
+    check_slots("gated_linear_attention", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, LINEAR, scale))
+
+
 def _reference(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> T:
     out, new = reference(q, k, v, g, state, cu_seqlens, slots, fresh, scale)
     state.copy_(new)
@@ -72,7 +87,10 @@ gated_linear_attention = define(
     "gated_linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
     " Tensor fresh, float scale=1.0) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 
@@ -133,7 +151,7 @@ SPEC = OpSpec(
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16, "token"), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **_heads(2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 24, 32), "new": 1}),
-        cases.odd("chunks_of_heads", {"seq_lens": (70, 66), **_heads(2, 16, 32, "head"), "new": 1}),
+        cases.odd("chunks_of_heads", {"seq_lens": (70, 66), **_heads(2, 16, 32, "head"), "new": 1, "scale": 0.25}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **_heads(2, 16, 40), "new": 2, "padding": 1}, "float32"),
     ),
     activations=("q", "v"),

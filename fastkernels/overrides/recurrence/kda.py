@@ -5,13 +5,17 @@ S = diag(exp(g)) S;  S += k (beta (v - S^T k))^T;  o = scale S^T q
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence import gated_delta_rule as rule
+from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.packed import check_slots
+from fastkernels.overrides.recurrence.problem import DELTA, Problem
 
 T = torch.Tensor
 
@@ -30,6 +34,19 @@ def reference(
     return rule.delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
 
 
+def _supports_triton(*args: Any) -> str | None:
+    return rule.supports(*args)
+
+
+def _triton(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    rule.check("kda", q, k, v, g, beta, state, True)
+    check_slots("kda", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, DELTA, scale, normalize, beta))
+
+
 def _reference(
     q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
     normalize: bool = False,
@@ -43,7 +60,10 @@ kda = define(
     "kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
     " Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 HEADS = rule.heads(2, 2, 16, 40)

@@ -5,12 +5,16 @@ S = diag(exp(w)) S + b (S^T a)^T + k v^T, with the old S on the right;  o = scal
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import PAIR, Problem, unsupported
 
 T = torch.Tensor
 
@@ -52,6 +56,18 @@ def reference(
     return out.to(v.dtype), written(state, slots, last)
 
 
+def _supports_triton(r: T, w: T, k: T, v: T, a: T, b: T, state: T, *_: Any) -> str | None:
+    return unsupported(r, w, k, v, a, b, others=(state,), keys=r.shape[-1])
+
+
+def _triton(
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
+) -> T:
+    check(r, w, k, v, a, b, state)
+    check_slots("rwkv7", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(r, k, v, w, state, cu_seqlens, slots, fresh, PAIR, scale, a=a, b=b))
+
+
 def _reference(
     r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
 ) -> T:
@@ -64,7 +80,10 @@ rwkv7 = define(
     "rwkv7(Tensor r, Tensor w, Tensor k, Tensor v, Tensor a, Tensor b, Tensor(a!) state, Tensor cu_seqlens,"
     " Tensor slots, Tensor fresh, float scale=1.0) -> Tensor",
     fake=lambda r, w, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 

@@ -5,13 +5,17 @@ S = exp(dt a) S + dt x b^T;  y = S c + d x      dt = clamp(softplus(dt + dt_bias
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import STEP, Problem, unsupported
 
 T = torch.Tensor
 
@@ -57,6 +61,26 @@ def reference(
     return out.to(x.dtype), written(state, slots, last)
 
 
+def _supports_triton(
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, *_: Any
+) -> str | None:
+    return unsupported(x, b, c, a, d, dt_bias, others=(dt, state), keys=b.shape[-1])
+
+
+def _triton(
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
+    dt_min: float = 0.0, dt_max: float | None = None,
+) -> T:  # fmt: skip
+    _check(x, dt, a, b, c, d, dt_bias, state)
+    check_slots("ssd", x, state, cu_seqlens, slots, fresh)
+    return solve(
+        Problem(
+            c, b, x, dt, state.transpose(2, 3), cu_seqlens, slots, fresh, STEP,
+            rate=a, bias=dt_bias, skip=d, low=dt_min, high=float("inf") if dt_max is None else dt_max,
+        )
+    )  # fmt: skip
+
+
 def _reference(
     x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
     dt_min: float = 0.0, dt_max: float | None = None,
@@ -70,7 +94,10 @@ ssd = define(
     "ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, Tensor(a!) state,"
     " Tensor cu_seqlens, Tensor slots, Tensor fresh, float dt_min=0.0, float? dt_max=None) -> Tensor",
     fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    providers=(Provider("reference", _reference, devices=("cuda", "cpu")),),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
 )
 
 
