@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fastkernels.core.dispatch import Op
 
 
+MODULES = "fastkernels_candidate_"  # the beginning of the names of modules of candidates
+
+
 class CandidateError(ValueError):
     """The candidate file cannot be used; the message says why and what it must offer."""
 
@@ -209,7 +212,7 @@ def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 def _import(op: str, file: Path) -> ModuleType:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    name = f"fastkernels_candidate_{op.replace('.', '_')}_{digest}"
+    name = f"{MODULES}{op.replace('.', '_')}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

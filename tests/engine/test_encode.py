@@ -97,7 +97,6 @@ def test_two_ranks_equal_one(bert: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02), ("float16", 3e-3)])
 def test_minilm_on_the_gpu_equals_the_cpu(minilm: LLM, dtype: str, tolerance: float) -> None:
     llm = LLM(str(minilm_path()), device="cuda", dtype=dtype)
@@ -108,7 +107,6 @@ def test_minilm_on_the_gpu_equals_the_cpu(minilm: LLM, dtype: str, tolerance: fl
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02)])
 def test_tiny_bert_on_the_gpu_equals_the_cpu(bert: Path, dtype: str, tolerance: float) -> None:
     prompts = [[5, 6, 7], [9], list(range(4, 60))]

@@ -254,7 +254,6 @@ def test_dummy_weights_need_no_weight_file(tiny, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_graphs_equal_eager_steps(tiny):
     settings = {
         "device": "cuda",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,34 @@ def test_a_class_swap_keeps_state_and_is_undone(name: str) -> None:
     assert torch.equal(module(x), x + 1) and torch.equal(module._forward_method(x), x + 1)
     journal.undo()
     assert type(module) is torch.nn.Linear and torch.equal(module._forward_method(x), module(x))
+
+
+class Dispatched(torch.nn.Module):
+    """As vLLM's CustomOp: forward runs the method that was chosen when the object was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_method = self.forward_native
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward_method(x)
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_subclass_of_a_dispatching_class_runs(own: bool) -> None:
+    def forward_native(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.more(x)
+
+    body = {"forward_native": forward_native, "more": lambda self, x: x + 1} if own else {}
+    cls = type("Theirs", (Dispatched,), {**body, "__module__": "fastkernels_candidate_op_0"})
+    module, journal, x = Dispatched(), Journal(), torch.randn(3)
+    assert seam_interface.find("leaf").swap(Swap(Adapter(), module, Dispatched, cls, journal)) is None
+    assert torch.equal(module(x), x + own)
+    journal.undo()
+    assert torch.equal(module(x), x)
 
 
 def test_every_seam_is_a_subclass_of_seam() -> None:

@@ -124,7 +124,6 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999), ("float16", 0.9999)])
 def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
     """Images of one size (a batch) and of several (concatenated sequences)."""

@@ -92,7 +92,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}},
         None,
     ),
-    "ray": ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, None),
+    "ray": ("llama", {"distributed_executor_backend": "ray"}, None),
     "pp": ("llama", {"pipeline_parallel_size": 2}, {"pp_size": 2}),
     "mla": ("deepseek_v3", {}, None),
     "ep": (
@@ -354,7 +354,7 @@ def cells(args: argparse.Namespace, feature: str) -> int:
     wrong, skip = 0, None
     if FEATURES[feature][1 + (args.host == "sglang")] is None:
         skip = f"no feature of {args.host}"
-    elif feature in ("tp", "tp_norms", "ray", "pp", "ep") and torch.cuda.device_count() < 2:
+    elif feature in ("tp", "tp_norms", "pp", "ep") and torch.cuda.device_count() < 2:
         skip = "it needs two GPUs"
     elif feature == "ray" and importlib.util.find_spec("ray") is None:
         skip = "it needs the package ray"

@@ -7,6 +7,8 @@ new batch size.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,8 @@ import torch
 from fastkernels.core.case import Case
 from fastkernels.core.spec import OpSpec
 from fk_bench.evaluate.adapters.native import EXTENSIONS
+
+log = logging.getLogger("fastkernels")
 
 # Batch sizes of a warm-up, with all that Triton specializes on: 1, multiples of 16, others
 WARM = (1, 2, 8, 16, 17, 32, 48, 100, 256)
@@ -76,6 +80,31 @@ def deployment(call: Callable[..., Any], arguments: Callable[[], Sequence[Any]])
                 function(*arguments())
         counts.append(sum(counted.values()))
     return Deployment(*counts)
+
+
+def of_class(spec: OpSpec, cls: type, device: str) -> str:
+    """Why a candidate's class does not run its kernels in compiled code; '' if it does, or if that cannot be seen."""
+    if spec.build is None or not spec.cases:
+        return ""
+    case = min(spec.cases, key=_elements)
+
+    def made() -> Sequence[Any]:
+        return spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+
+    try:
+        found = deployment(spec.build(cls, made()), made)
+    except Exception as error:  # of the candidate or a compiler: the host's own calls show whether it matters
+        log.info("%s: not checked in compiled code: %s: %s", cls.__name__, type(error).__name__, error)
+        return ""
+    finally:
+        torch.compiler.reset()
+    return found.problem if found.eager else ""
+
+
+def _elements(case: Case) -> float:
+    return math.prod(
+        math.prod(v) if isinstance(v, tuple) else v for v in case.dims.values() if isinstance(v, (int, tuple))
+    )
 
 
 @contextmanager
@@ -147,11 +176,43 @@ def compiles_while_serving(
     return Serving(tuple(new), found)
 
 
+def problems(spec: OpSpec, function: Callable[..., Any], device: str) -> dict[str, str]:
+    """Reasons that keep an op's function from running in a compiled host ('deployed') and stalls a server ('serving').
+
+    '' means no problem; 'unknown: ' comes before the reason for which it cannot be tested.
+    """
+    case = min((c for c in spec.cases if "model" in c.tags), key=spec.bytes_moved, default=None)
+    call = call_of(spec, function, device)
+
+    def deployed() -> str:
+        if case is None:
+            return "unknown: the op has no case of a model"
+        return deployment(
+            function, lambda: spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+        ).problem
+
+    def serving() -> str:
+        return (
+            "unknown: the op has no axis of tokens" if call is None else compiles_while_serving(call).problem
+        )
+
+    found = {}
+    for name, measure in (("deployed", deployed), ("serving", serving)):
+        try:
+            found[name] = measure()
+        except Exception as error:
+            found[name] = f"unknown: {type(error).__name__}: {error}"[:200]
+    return found
+
+
 def call_of(spec: OpSpec, function: Callable[..., Any], device: str) -> Callable[[int], Any] | None:
-    """A call of the op with a number of tokens, on a case of production; None for an op without tokens."""
+    """A call of the op with a number of tokens, on the case of production whose tokens are smallest; None for an op
+    without tokens.
+    """
     if not spec.arguments or "tokens" not in spec.declaration.axes or not spec.cases:
         return None
-    usual: Case = spec.cases[0]
+    of_models = [c for c in spec.cases if "model" in c.tags] or list(spec.cases)
+    usual: Case = min(of_models, key=lambda c: spec.bytes_moved(c) / _count(c.dims.get("tokens")))
 
     def call(tokens: int) -> Any:
         size = tokens if not isinstance(usual.dims.get("tokens"), tuple) else (tokens,)
@@ -160,6 +221,12 @@ def call_of(spec: OpSpec, function: Callable[..., Any], device: str) -> Callable
         return function(*spec.inputs(case, device, generator))
 
     return call
+
+
+def _count(tokens: Any) -> int:
+    """Tokens of a case; their axis may have several dimensions."""
+    sizes = tokens if isinstance(tokens, (tuple, list)) else (tokens or 1,)
+    return max(math.prod(map(int, sizes)), 1)
 
 
 def _counting(original: Callable[..., Any], counted: Counter[str], kind: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 HOSTS = {  # and the kinds of workloads that they run
     "fastkernels": ("text",), "vllm": ("text",), "sglang": ("text",), "transformers": KINDS, "timm": ("images",),
+    "diffusers": ("images",),
 }  # fmt: skip
 _T = TypeVar("_T")
 
@@ -61,8 +63,11 @@ class Workload:
 class Model:
     """A model by its configuration; weights are random and the same in all hosts.
 
-    config    fields of a configuration of transformers, with model_type; or public: the name of known sizes
+    config    fields of a configuration of transformers, with model_type; or public: the name of known sizes, or of an
+              architecture of our engine, which has transformers' default sizes
     timm      a name of timm instead; arguments: of its constructor
+    named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
+    layers    at most so many are kept; 0: all
     probe     fields that make it small, for the search for culprits
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
@@ -71,6 +76,9 @@ class Model:
     config: Mapping[str, Any] = field(default_factory=dict)
     public: str = ""
     timm: str = ""
+    named: str = ""
+    steps: int = 1
+    layers: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     probe: Mapping[str, Any] = field(default_factory=dict)
     weights: str = "saved"
@@ -81,6 +89,8 @@ class Model:
         """The model that probes run."""
         if self.timm:
             return replace(self, arguments={**self.arguments, **self.probe})
+        if self.named:
+            return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         return replace(self, config={**self.config, **self.probe})
 
 
@@ -105,6 +115,25 @@ class _Kernels:
     rounds: int = 5
     seconds: float = 1.0
     most_cases: int = 0
+
+
+@dataclass(frozen=True)
+class _Served:
+    """Items of all architectures that our engine serves, one for each host that has them.
+
+    layers   of a model, at most; its first public size, or else transformers' default configuration
+    minutes  {host: of an item}; the hosts of the items
+    lacks    {host: architectures that it does not have}
+    fields   {architecture: fields of its configuration that differ}
+    """
+
+    category: str
+    workload: str
+    minutes: Mapping[str, Any]
+    layers: int = 0
+    timeout: float = 300.0
+    lacks: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,6 +192,8 @@ def load(name: str) -> Suite:
 
 def read(data: Mapping[str, Any], name: str) -> Suite:
     """A suite from its tables. Raises SuiteError."""
+    if "served" in data:
+        data = _with_served(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
     top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items")})
     workloads = {k: _workload(k, v) for k, v in _table(data, "workloads").items()}
@@ -183,6 +214,37 @@ def read(data: Mapping[str, Any], name: str) -> Suite:
         name, top.about, top.device, categories, entries, float(top.memory_gib), top.threads, top.dtype,
         top.kernels, digest,
     )  # fmt: skip
+
+
+def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a suite with those that [served] stands for. Raises SuiteError."""
+    from fastkernels.models.common.registry import models
+
+    given = _made("[served]", _Served, data["served"])
+    found = {name: m for name, m in models().items() if m.arch.runner == "Generate"}
+    named = {*given.fields, *(name for names in given.lacks.values() for name in names)}
+    for what, values, known in (
+        ("architecture", named, found), ("host", {*given.minutes, *given.lacks}, HOSTS),
+    ):  # fmt: skip
+        if wrong := sorted(set(values) - {*known}):
+            raise SuiteError(f"[served]: {UnknownName(what, wrong[0], known)}")
+    made, items = {}, []
+    for name, model in found.items():
+        public = next((hub.rpartition("/")[2].lower() for hub in model.arch.public), name)
+        made[name] = {
+            "category": given.category, "public": public, "config": dict(given.fields.get(name, {})),
+            "weights": "dummy", "layers": given.layers,
+        }  # fmt: skip
+        items += [
+            {
+                "model": name, "workload": given.workload, "host": host, "minutes": minutes, "timeout": given.timeout,
+            }
+            for host, minutes in given.minutes.items() if name not in given.lacks.get(host, ())
+        ]  # fmt: skip
+    rest = {k: v for k, v in data.items() if k != "served"}
+    return {
+        **rest, "models": {**made, **data.get("models", {})}, "items": [*items, *data.get("items", [])],
+    }  # fmt: skip
 
 
 def _top(name: str, given: Mapping[str, Any]) -> _Top:
@@ -257,8 +319,12 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
     made = _made(f"model {name}", Model, given)
-    if bool(made.config) + bool(made.public) + bool(made.timm) != 1 and not (made.public and made.config):
-        raise SuiteError(f"model {name}: give one of config, public or timm")
+    if bool(made.config or made.public) + bool(made.timm) + bool(made.named) != 1:
+        raise SuiteError(f"model {name}: give one of config, public, timm or named")
+    if made.steps < 1 or made.layers < 0 or made.image_size < 0:
+        raise SuiteError(
+            f"model {name}: steps is at least 1, layers and image_size at least 0 (the model's own)"
+        )
     if made.config and not made.public:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -266,10 +332,20 @@ def _model(name: str, given: Mapping[str, Any]) -> Model:
         if kind not in CONFIG_MAPPING_NAMES:
             raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), CONFIG_MAPPING_NAMES)}")
     if made.public:
+        from fastkernels.models.common.registry import models
         from fk_bench.core.model_names import PUBLIC, public_name
 
-        if public_name(made.public) is None:
-            raise SuiteError(f"model {name}: {UnknownName('public model', made.public, PUBLIC)}")
+        if public_name(made.public) is None and made.public not in models():
+            raise SuiteError(
+                f"model {name}: {UnknownName('public model', made.public, [*PUBLIC, *models()])}"
+            )
+    if made.named:
+        from fk_bench.e2e.pictures.named import NAMED
+
+        if (
+            known := [n for n, (host, _) in NAMED.items() if host == "diffusers"]
+        ) and made.named not in known:
+            raise SuiteError(f"model {name}: {UnknownName('pipeline', made.named, known)}")
     return made
 
 
@@ -296,14 +372,20 @@ def _entry(
     )
     if workload.kind not in HOSTS[item.host]:
         raise SuiteError(f"{where}: {item.host} has no workload of {workload.kind}")
-    if (item.host == "timm") != bool(model.timm):
+    if (item.host == "timm", item.host == "diffusers") != (bool(model.timm), bool(model.named)):
         raise SuiteError(
-            f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm"
+            f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm, pipelines for"
+            " diffusers"
         )
-    return _made(where, Entry, {
+    made = _made(where, Entry, {
         "item": item, "model": model, "workload": workload, "minutes": 1.0, "compiled": False, "timeout": 300.0,
         "engine_args": {}, **values,
     })  # fmt: skip
+    if not (0 < made.minutes < math.inf and 0 < made.timeout < math.inf):
+        raise SuiteError(
+            f"{where}: minutes = {made.minutes:g} and timeout = {made.timeout:g} (seconds) are above 0 and finite"
+        )
+    return made
 
 
 def of_model(suite: Suite, model: str) -> Suite:

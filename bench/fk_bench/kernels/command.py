@@ -29,6 +29,7 @@ from fk_bench.kernels import task as tasks
 
 MOST_NAMES = 100  # of cases, in a message
 AGAINST = ("production", "host", "reference")
+QUICK: dict[str, Any] = {"most": 4, "rounds": 3, "seconds": 0.3, "hard": 1}  # Options of --quick
 
 
 def kernels_command(
@@ -64,7 +65,9 @@ def kernels_command(
         Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu (default: cuda if available)")] = "",
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of each case, at least three")] = 10,
+    rounds: Annotated[
+        int | None, typer.Option(help="interleaved rounds of each case, at least three (default: 10)")
+    ] = None,
     starts: Annotated[
         int,
         typer.Option(help="repeat everything in new processes, and include the difference in the intervals"),
@@ -78,6 +81,23 @@ def kernels_command(
     op_budget: Annotated[
         float, typer.Option(help="seconds that a candidate's process may take for one op")
     ] = 3600.0,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="a first impression: four cases of each source at most, three rounds, one extreme kind",
+        ),
+    ] = False,
+    deployment: Annotated[
+        bool,
+        typer.Option(
+            "--deployment",
+            help="also report whether the kernel runs in compiled code, and if new batch sizes compile",
+        ),
+    ] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="also print where the time of the judge went, by phase")
+    ] = False,
     no_time: Annotated[bool, typer.Option("--no-time", help="check only")] = False,
     no_scan: Annotated[bool, typer.Option("--no-scan", help="skip the static scan")] = False,
     no_cage: Annotated[
@@ -118,6 +138,7 @@ def kernels_command(
         fail(f"--cases: unknown source {', '.join(unknown)} (known: {', '.join(SOURCES)})")
     if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
         fail(f"--against {against!r} is neither one of {', '.join(AGAINST)} nor the file of a candidate")
+    rounds = (QUICK["rounds"] if quick else 10) if rounds is None else rounds
     if rounds < 3:
         fail(f"--rounds {rounds}: an interval needs at least three")
     if starts < 1:
@@ -150,8 +171,10 @@ def kernels_command(
         timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures, task=stated.cases if stated is not None else (),
-        values=values,
+        values=values, deployment=deployment,
     )  # fmt: skip
+    if quick:
+        options = dataclasses.replace(options, **{k: v for k, v in QUICK.items() if k != "rounds"})
     try:
         blocks: tuple[str, ...] = ()
         if inferred := model or model_blocks.model_of([*(ops or ()), *_stems(candidate)]):
@@ -172,7 +195,7 @@ def kernels_command(
         return (
             _cheats(options, run, json, tuple(cheat or ()))
             if cheats
-            else _judge(names, candidates, options, run, json, damaged, task)
+            else _judge(names, candidates, options, run, json, damaged, task, timings)
         )
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
@@ -186,6 +209,7 @@ def _judge(
     quiet: bool,
     damaged: list[str],
     task: Path | None = None,
+    timings: bool = False,
 ) -> int:
     from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
@@ -205,6 +229,8 @@ def _judge(
     page = report.write(run, found, damaged)
     if not quiet:
         report.show(found)
+    if timings and not quiet:
+        report.show_phases(found)
     total = found[-1]
     ran = [r for r in found if r.kind == "case" and r.status is not Status.SKIPPED]
     failed = int(total.metrics["failed"])

@@ -235,6 +235,17 @@ def show(found: Sequence[Row]) -> None:
             print(s.why_none)
 
 
+def show_phases(found: Sequence[Row]) -> None:
+    """Print the seconds of the judge by phase: `wait: COMMAND` are those of the two processes."""
+    phases: Counter[str] = Counter()
+    for row in found:
+        phases.update(row.case.get("seconds", {}))
+    if not (total := sum(phases.values())):
+        return
+    lines = [[name, f"{s:.2f}", f"{100 * s / total:.0f}"] for name, s in phases.most_common() if s >= 0.005]
+    table("time of the judge", ("phase", "seconds", "%"), [*lines, ["all", f"{total:.2f}", "100"]])
+
+
 LIVE_COLUMNS = ("candidate", "calls", "inside")
 SCORE_COLUMNS = ("op", "speedup (95%)", "timed", "checked", "failed", "not run")
 

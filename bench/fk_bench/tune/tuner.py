@@ -173,6 +173,7 @@ class Tuner:
 
     def __exit__(self, *problem: object) -> None:
         self.judge.__exit__(*problem)
+        self.judge.sides.close()
 
     def warm(
         self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]

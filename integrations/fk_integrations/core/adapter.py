@@ -97,8 +97,16 @@ class Adapter:
 
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
-        if "_forward_method" in vars(module):
-            journal.set_attribute(module, "_forward_method", module.forward)
+        pinned = vars(module).get("_forward_method")
+        if pinned is None:
+            return
+        live, name = type(module), "forward"
+        host = live.__mro__[1]
+        if live.forward is host.forward:  # a candidate that inherits the host's dispatcher
+            name = getattr(pinned, "__name__", "")
+            if getattr(live, name, None) is getattr(host, name, None):  # and its methods
+                return
+        journal.set_attribute(module, "_forward_method", getattr(module, name))
 
     def of(self, op: str) -> HostOp:
         """The special handling of an op, by its name or that of the functional op that it is measured by."""

@@ -14,6 +14,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from fastkernels.core import candidate
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
@@ -34,7 +35,7 @@ def live_class(
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
     `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
-    replaces.
+    replaces. Of a candidate that derives from the host's class, all methods that it defines are live.
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
     trial: `trials.choosing` wraps each method and picks by the time of first calls.
@@ -148,6 +149,10 @@ def _method_names(host_class: type, ours: type) -> set[str]:
     forward = {"forward"} if hasattr(ours, "forward") else set()
     if hasattr(ours, "live_methods"):
         return {*ours.live_methods, *forward}
+    if issubclass(ours, host_class) and ours.__module__.startswith(candidate.MODULES):
+        added = ours.__mro__[: ours.__mro__.index(host_class)]
+        own = {n for cls in added for n, v in vars(cls).items() if isinstance(v, FunctionType)}
+        return {n for n in own if not n.startswith("__")} | forward
     return forward or set(getattr(host_class, "live_methods", ("forward",)))
 
 

@@ -25,7 +25,7 @@ from fk_integrations.core import all_ranks, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
-from fk_integrations.patching import proof
+from fk_integrations.patching import compilations, proof
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.in_process import UNDO_FIRST
 from fk_integrations.patching.relatives import relatives
@@ -444,7 +444,12 @@ def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
     return call_recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
 
 
+def _compilations(scheduler: Any, request: Request) -> dict[str, Any]:
+    return {"compilations": compilations.count()}
+
+
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "trial_end": _trial_end, "report": _report, "reset": _reset,
     "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
+    "compilations": _compilations,
 }  # fmt: skip

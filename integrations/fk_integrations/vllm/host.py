@@ -33,6 +33,7 @@ from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.live.engine_counts import EngineCounts
+from fk_integrations.patching import compilations
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.construction import BeforeConstruction
 from fk_integrations.patching.in_process import UNDO_FIRST
@@ -382,9 +383,14 @@ def _record_stop(worker: Any, request: Request) -> dict[str, Any]:
     return call_recording.stop(dict(request.options), _rank(worker), worker.get_model())
 
 
+def _compilations(worker: Any, request: Request) -> dict[str, Any]:
+    return {"compilations": compilations.count()}
+
+
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
     "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
+    "compilations": _compilations,
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def test_items_of_a_dead_machine_run_on_another(tmp_path: Path, nodes) -> None:
 def test_cluster_that_does_not_answer_is_an_error() -> None:
     with (
         pytest.raises(
-            ConfigError, match=r"--cluster 127\.0\.0\.1:1: no Ray cluster answers.*--cluster local"
+            ConfigError, match=r"--cluster 127\.0\.0\.1:1: no Ray cluster answers.*leave --cluster out"
         ),
         cluster.connected("127.0.0.1:1"),
     ):

@@ -48,6 +48,7 @@ def test_estimate_gives_minutes_of_each_item(capsys):
         (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
         (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
         (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+        (["smoke", "--set", "do-nothing=folder"], "choose another name"),
         (["smoke", "--selftest", "--out", __file__], "give a folder"),
     ],
 )
@@ -78,6 +79,19 @@ def test_selftest_gives_its_files_to_the_cage(tmp_path, monkeypatch):
         main(["eval", "smoke", "--selftest", "--out", str(tmp_path)])
     ((files, readable),) = given
     assert files and files <= readable
+
+
+def test_interrupted_run_says_how_to_continue(candidates, tmp_path, monkeypatch, capsys):
+    class ItemRun:
+        def __init__(self, *_):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", ItemRun)
+    words = ["eval", "smoke", "--set", f"a={candidates}", "--no-kernels", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 130
+    assert f"continue with --out {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def context(candidates) -> results.Context:

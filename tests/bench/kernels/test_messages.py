@@ -33,6 +33,7 @@ VALID: dict[str, dict[str, Any]] = {
     "load": {"import_s": 0.1, "baselines": ["cublas"], "compilers": []},
     "use": {"unchecked": [0]}, "prepare": {},
     "case": {}, "free": {}, "copy": {}, "compiled": {}, "queue": {}, "calls": {},
+    "deployment": {"deployed": "", "serving": "unknown: no axis of tokens"},
     "call": {"aliases": [], "live": {"rms_norm": 1}, "refused": {"triton": "no GPU"}},
     "estimate": {"seconds": 1e-5},
     "capture": {"outputs": [[PLACE, {**PLACE, "arena": None, "handle": "0f" * 64, "offset": 8}]]},

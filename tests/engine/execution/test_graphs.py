@@ -35,9 +35,8 @@ from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "step_kernel_cases.py"
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
-WHERE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Sampling parameters of each slot; rows 0 to 2 and 7 sample from the logits as they are.
 REQUESTED: list[tuple[SamplingParams, list[int]]] = [
     (SamplingParams(temperature=0), []),
@@ -235,7 +234,6 @@ def test_step_kernels_interpreted() -> None:
 
 
 @pytest.mark.gpu
-@GPU
 def test_step_kernels_on_the_gpu() -> None:
     assert problems("cuda") == []
 
@@ -245,7 +243,6 @@ def decode_steps(driver: Driver, n: int) -> list[StepInput]:
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("eager", [True, False])
 def test_steady_decode_does_not_synchronize(tiny, eager) -> None:
     """Launching steps makes no synchronizing call, and a trace shows none."""
@@ -371,7 +368,6 @@ def test_latent_attention_has_graphs_of_mixed_batches(
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("backend", [None, "triton", "fa3", "flashinfer"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_graphs_and_backends_on_the_gpu(tmp_path_factory, backend, dtype) -> None:

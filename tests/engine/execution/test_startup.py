@@ -190,7 +190,6 @@ def test_warm_up_ends_at_a_step_that_does_not_fit(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_no_kernel_is_compiled_after_warm_up(tiny: Path) -> None:
     """Steps of other sizes than the warm-up's load and compile no Triton kernel."""
     config = EngineConfig(

@@ -280,7 +280,6 @@ def test_slot_out_of_range_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_sampling_does_not_synchronize():
     """Sampling and set_rows with all parameters do not synchronize and give the CPU's tokens."""
     results = []

@@ -83,20 +83,33 @@ def test_first_call_decides(theirs: float, cls: type, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("graph", "eager", "won"),
+    ("graph", "eager", "issued", "won"),
     [
-        ((100, 10), (140, 110), (True, True)),
-        ((100, 10), (110, 140), (True, False)),  # its Python takes the time of calls one after the other
-        ((100, 99), (100, 99), (True, False)),
-        ((10, 11), (110, 90), (False, False)),
+        ((100, 10), (140, 110), (90, 80), (True, True)),
+        (
+            (100, 10),
+            (110, 140),
+            (90, 130),
+            (True, False),
+        ),  # its Python takes the time of calls one after the other
+        ((100, 10), (140, 110), (40, 80), (True, False)),  # a model of such calls waits for the CPU
+        ((100, 10), (140, 110), (40, 55), (True, True)),  # and for the GPU here
+        ((100, 99), (100, 99), (90, 80), (True, False)),
+        ((10, 11), (110, 90), (90, 80), (False, False)),
     ],
 )
 def test_each_mode_is_decided_by_its_own_time(
-    graph: tuple[int, int], eager: tuple[int, int], won: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    graph: tuple[int, int],
+    eager: tuple[int, int],
+    issued: tuple[int, int],
+    won: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """graph, eager: times of the host's and of ours."""
+    """Times of the host's and of ours. issued: those of the CPU in eager calls."""
     monkeypatch.setattr(trials, "interleaved", lambda *_: [[float(t)] * 21 for t in graph])
-    monkeypatch.setattr(trials, "_eager", lambda *_: [[float(t)] * 21 for t in eager])
+    monkeypatch.setattr(
+        trials, "_eager", lambda *_: tuple([[float(t)] * 21 for t in of] for of in (eager, issued))
+    )
     found = trials._measured(lambda: 1, lambda: 1, torch.device("cpu"))
     assert (found.captured, found.eager) == won
 

@@ -18,7 +18,7 @@ def folder(model: Model, kind: str) -> Path:
     """The folder of a model's configuration and, unless each host draws them, weights. Made once, in the cache."""
     from fastkernels.core.env import Environment
 
-    config = _config(model)
+    config = config_of(model)
     saved = model.weights == "saved" and kind == "text"
     key = hashlib.sha256(json.dumps([FORMAT, saved, config], sort_keys=True).encode()).hexdigest()[:16]
     path = Path(Environment.read().cache) / "models" / f"suite-{key}"
@@ -38,18 +38,29 @@ def folder(model: Model, kind: str) -> Path:
     return path
 
 
-def _config(model: Model) -> dict[str, Any]:
+def config_of(model: Model) -> dict[str, Any]:
     if not model.public:
         return dict(model.config)
     from fk_bench.e2e.model_configs import load_config
 
     _, config = load_config(model.public)
-    found = {**config.to_dict(), **model.config}
-    if found.get("layer_types"):
-        found["layer_types"] = found["layer_types"][
-            : found["num_hidden_layers"]
-        ]  # of a model with fewer layers
+    known = config.to_dict()
+    found = {**known, **model.config}
+    layers, before = found.get("num_hidden_layers"), known.get("num_hidden_layers")
+    if model.layers and layers:
+        layers = found["num_hidden_layers"] = min(layers, model.layers)
+    if layers and layers < before:
+        found = {k: _of_first(v, layers, before) for k, v in found.items()}
     return found
+
+
+def _of_first(value: Any, layers: int, before: int) -> Any:
+    """The entries of the first layers, of a list with one for each layer or a table by the layer's number."""
+    if isinstance(value, list) and len(value) == before:
+        return value[:layers]
+    if isinstance(value, dict) and all(str(k).isdecimal() for k in value):
+        return {k: v for k, v in value.items() if int(k) < layers}
+    return value
 
 
 def _save(config: dict[str, Any], path: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from fk_bench.core.rows import Row
 from fk_bench.kernels.judge.processes import linux
 from fk_bench.serving.config import ConfigError
 
-LOCAL = "local"  # Ray on this machine alone, started for the run
 RETRIES = 3  # after the death of a machine or of Ray's process on it
 MOST_BYTES = 256 << 20  # of a set
 ANSWERS_WITHIN_S = 5.0
@@ -70,8 +69,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def measured(job: Job) -> list[str]:
-    """Run an item here, and return its rows as lines of JSON. Raises Lost."""
+def measured(job: Job, env: Mapping[str, str] | None = None, cores: Collection[int] = ()) -> list[str]:
+    """Run an item here, and return its rows as lines of JSON. Raises Lost.
+
+    env    variables that differ; cores: the only ones that it uses, or () for all
+    """
     with tempfile.TemporaryDirectory(prefix="fk-item-") as folder:
         root = Path(folder)
         root.chmod(0o755)  # cages read the set as another user
@@ -97,12 +99,13 @@ def measured(job: Job) -> list[str]:
             "--out",
             str(out),
         ]
-        ends = partial(linux.die_with_parent, os.getpid(), signal.SIGTERM)  # with Ray's worker
+        ends = partial(_begin, os.getpid(), cores)
         done = subprocess.run(
             [*command, "--no-kernels", "--json", *job.options],
             capture_output=True,
             text=True,
             preexec_fn=ends,
+            env={**os.environ, **(env or {})},
         )
         found = out / "rows.jsonl"
         if not found.is_file():
@@ -110,6 +113,13 @@ def measured(job: Job) -> list[str]:
                 " ".join((done.stderr or done.stdout).split())[-500:] or f"exit status {done.returncode}"
             )
         return found.read_text(encoding="utf-8").splitlines()
+
+
+def _begin(parent: int, cores: Collection[int]) -> None:
+    """In the new process: it ends with its parent, which may be a worker of Ray."""
+    linux.die_with_parent(parent, signal.SIGTERM)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager
@@ -120,16 +130,15 @@ def connected(address: str) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise ConfigError("--cluster needs Ray: pip install 'fastkernels[cluster]'") from error
-    more: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     try:
-        if address not in (LOCAL, "auto"):  # Ray itself waits for minutes
+        if address != "auto":  # Ray itself waits for minutes
             server, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((server, int(port)), ANSWERS_WITHIN_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **more)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"--cluster {address}: no Ray cluster answers ({' '.join(str(error).split())[:200]}). "
-            f"`ray start --head` starts one; --cluster {LOCAL} needs none"
+            "`ray start --head` starts one; all GPUs of this machine need none: leave --cluster out"
         ) from error
     try:
         yield ray

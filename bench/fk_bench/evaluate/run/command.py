@@ -61,7 +61,7 @@ def eval_command(
     cluster: Annotated[
         str,
         typer.Option(
-            help="run items on the machines of a Ray cluster: auto, its address, or local for this machine's GPUs"
+            help="run items on the machines of a Ray cluster: auto, or its address (default: all GPUs of this machine)"
         ),
     ] = "",
     no_cage: Annotated[
@@ -134,6 +134,9 @@ def eval_command(
             evaluation.run(wanted, cluster, suite, model)
         except ConfigError as error:
             fail(str(error))
+        except KeyboardInterrupt:
+            print(f"interrupted: finished items are kept; continue with --out {run}", file=sys.stderr)
+            raise SystemExit(130) from None
         ok = evaluation.finish(json_only, self_test)
     if not ok:
         raise SystemExit(1)
@@ -159,6 +162,8 @@ def _read_set(text: str) -> CandidateSet:
     name, equals, folder = text.partition("=")
     if not equals or not name or not folder:
         raise ConfigError(f"--set {text!r}: give NAME=DIR")
+    if name == SELFTEST:
+        raise ConfigError(f"--set {text!r}: {SELFTEST} is the set of --selftest; choose another name")
     path = Path(folder).expanduser()
     return read_set(name, path.resolve() if path.is_dir() else path)
 
@@ -225,13 +230,16 @@ class Evaluation:
 
     def run(self, entries: Sequence[Entry], cluster: str, suite: str, model: str) -> None:
         """Measure these items, here or on a cluster. Raises ConfigError for a cluster that does not answer."""
+        from fk_bench.evaluate.run.gpus import visible
         from fk_bench.evaluate.run.side import Launcher
 
         for one in self.sets:
             for file in one.declined:
                 self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
-        if cluster:
-            self._on_cluster(entries, cluster, suite, model)
+        gpus = visible(machine.machine().gpus) if self.suite.device == "cuda" and not self.best else []
+        apart = bool(cluster) or (len(gpus) > 1 and len(self.sets) * len(entries) > 1)
+        if apart:
+            self._apart(entries, cluster, gpus, suite, model)
         memory = int(self.suite.memory_gib * 2**30)
         with Launcher(
             self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
@@ -239,11 +247,15 @@ class Evaluation:
             for one in self.sets:
                 if self.kernels:
                     self._kernels(one)
-                for entry in () if cluster else entries:
+                for entry in () if apart else entries:
                     self._item(launcher, one, entry)
 
-    def _on_cluster(self, entries: Sequence[Entry], address: str, suite: str, model: str) -> None:
+    def _apart(
+        self, entries: Sequence[Entry], address: str, gpus: Sequence[str], suite: str, model: str
+    ) -> None:  # fmt: skip
+        """Measure items in processes of their own: on a cluster, or on all GPUs of this machine."""
         from fk_bench.evaluate.run import cluster
+        from fk_bench.evaluate.run.gpus import run as run_on_gpus
         from fk_bench.evaluate.run.items import Measured
 
         text = Path(suite).read_text(encoding="utf-8") if suite.endswith(".toml") else ""
@@ -270,17 +282,18 @@ class Evaluation:
                 mine = [r for r in found if r.kind in (results.ITEM, results.ROUND)]
                 why = next((w for r in mine if (w := self.context.differs(r))), "")
                 if mine and not why:
-                    self.say(f"{one.name}: {entry.name} was measured on the cluster")
+                    where = "on the cluster" if address else "on a GPU of its own"
+                    self.say(f"{one.name}: {entry.name} was measured {where}")
                     self.add(mine)
                     return
-                found = cluster.Lost(
-                    f"a machine of the cluster differs: {why}" if why else "no rows came back"
-                )
+                found = cluster.Lost(f"it was measured elsewhere: {why}" if why else "no rows came back")
             self.say(f"{one.name}: {entry.name} failed: {found}")
             lost = Measured(entry, reason=Reason.RUN_TIME, text=str(found))
             self.add(results.item_rows(self.context, one.name, lost, "record", {}))
 
-        if jobs:
+        if jobs and not address:
+            run_on_gpus(jobs, gpus, arrived)
+        elif jobs:
             with cluster.connected(address) as ray:
                 cluster.run(ray, jobs, arrived)
 

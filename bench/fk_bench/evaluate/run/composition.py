@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
 from fk_bench.core.rows import Row, Status
+
+if TYPE_CHECKING:
+    from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.processes.sides import Sides
 
 MOST_ABOVE = 2  # ops that call those of a set of primitives only
 
@@ -23,14 +28,18 @@ def judged(
 
     settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
     """
+    from fk_bench.kernels.judge.rows.judging import sides_of
+
+    options = _options(settings, device, caged)
     passed = {}
-    for op, path in files.items():
-        (row,) = _judge([op], {op: path}, settings, device, caged)
-        if row.status is Status.OK:
-            passed[op] = path
-        add(row, "independent")
-    for row in _judge(_above(passed), passed, settings, device, caged):
-        add(row, "composed")
+    with sides_of(options) as sides:
+        for op, path in files.items():
+            (row,) = _judge([op], {op: path}, options, settings, sides)
+            if row.status is Status.OK:
+                passed[op] = path
+            add(row, "independent")
+        for row in _judge(_above(passed), passed, options, settings, sides):
+            add(row, "composed")
 
 
 def _above(files: Mapping[str, str]) -> list[str]:
@@ -40,21 +49,27 @@ def _above(files: Mapping[str, str]) -> list[str]:
     return own or sorted((op for op, n in counts.items() if n), key=lambda op: (-counts[op], op))[:MOST_ABOVE]
 
 
+def _options(settings: Mapping[str, Any], device: str, caged: bool) -> Options:
+    from fk_bench.kernels.judge import Options
+
+    return Options(
+        device=device, cage=caged, cases=tuple(settings.get("sources", ("random", "held-out"))),
+        rounds=int(settings.get("rounds", 5)), hard=0, seconds=float(settings.get("seconds", 1.0)), timeout=120.0,
+    )  # fmt: skip
+
+
 def _judge(
-    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool
-) -> Iterator[Row]:  # fmt: skip
+    ops: list[str], files: Mapping[str, str], options: Options, settings: Mapping[str, Any], sides: Sides
+) -> Iterator[Row]:
     """The summary row of each op."""
-    from fk_bench.kernels.judge import Options, judge_ops
+    from fk_bench.kernels.judge import judge_ops
     from fk_bench.kernels.judge.correctness.cases import case_names
 
-    most, sources = int(settings.get("most_cases", 0)), tuple(settings.get("sources", ("random", "held-out")))
-    given: dict[str, Any] = {
-        "device": device, "cage": caged, "cases": sources, "rounds": int(settings.get("rounds", 5)), "hard": 0,
-        "seconds": float(settings.get("seconds", 1.0)), "timeout": 120.0,
-    }  # fmt: skip
+    most = int(settings.get("most_cases", 0))
     for op in ops:
-        named = tuple(case_names([registry.get(op)], Options(**given)))[:most] if most else ()
-        found = judge_ops([op], {n: Path(p) for n, p in files.items()}, Options(**given, names=named))
+        named = tuple(case_names([registry.get(op)], options))[:most] if most else ()
+        candidates = {n: Path(p) for n, p in files.items()}
+        found = judge_ops([op], candidates, replace(options, names=named), sides=sides)
         summary = next((r for r in found if r.kind == "op"), found[-1])
         wrong = (r.reason for r in found if r.kind == "case" and r.status not in (Status.OK, Status.SKIPPED))
         summary.subject.op = op

@@ -144,7 +144,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     work = entry.workload
     longest = max(work.longest, max(map(sum, PROBE_LENGTHS))) + 16
     count = max(work.throughput, work.latency, *SERVED)
-    where = model.timm or str(checkpoints.folder(model, work.kind))
+    where = model.timm or model.named or str(checkpoints.folder(model, work.kind))
     dummy = model.weights == "dummy" or work.kind == "images"
     return {
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
@@ -152,8 +152,15 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
         "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
         "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
-        "arguments": dict(model.arguments), "image_size": model.image_size,
+        "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
     }  # fmt: skip
+
+
+def traced(entry: Entry, gpu: bool) -> bool:
+    """Whether a compiler traces the modules of the item's host."""
+    return entry.compiled or (
+        entry.item.host == "vllm" and not entry.engine_args.get("enforce_eager", not gpu)
+    )
 
 
 def vocab_of(entry: Entry) -> int:
@@ -199,7 +206,7 @@ class ItemRun:
     ) -> Side:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
-        seen = [*readable, *([] if model.timm else [options["model"]])]
+        seen = [*readable, *([] if model.timm or model.named else [options["model"]])]
         side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:
             side.call("open", **options)
@@ -281,8 +288,8 @@ class Prober:
     def _baseline(self) -> None:
         """The baseline's own discrepancy and compilations in the same probe."""
         done = self._work(self.judge)
+        self.compiled = self._served(self.judge)  # before it scores: the set's process does not
         self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge)) for d in done]
-        self.compiled = self._served(self.judge)
 
     def found(self, retry: bool) -> Found:
         if retry:
@@ -314,6 +321,8 @@ class Prober:
                         (),
                         frozenset(unused),
                     )
+                if traced(run.entry, run.launcher.gpu) and (failed := _failures(side.call("deployed"), ops)):
+                    return Probe(failed, unused=frozenset(unused))
                 side.call("watch")
                 done = self._work(side)
                 apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
@@ -344,10 +353,10 @@ class Prober:
 
     def _served(self, side: Side) -> int:
         """Compilations in batches of sizes that were not seen before."""
-        before = side.compilations
+        before = side.compilations()
         for count in SERVED:
             self.run.work.run(side, count, f"served {count}", PROBE_LENGTHS, calls=1)
-        return side.compilations - before
+        return side.compilations() - before
 
 
 def _failures(found: Mapping[str, Any], ops: Sequence[str]) -> dict[str, tuple[Reason, str]]:

@@ -21,15 +21,22 @@ from fk_bench.kernels.judge.processes.zygote import Zygote, ZygoteError
 MOST_BYTES = 256 << 20  # of an answer
 PACKAGES = (
     "fastkernels", "fk_bench", "fk_integrations", "vllm", "sglang", "sgl_kernel", "flashinfer", "timm", "transformers",
+    "diffusers",
 )  # fmt: skip
 CALLS = (  # of engines and ZeroMQ; no side is stopped and resumed
     "setitimer", "timer_create", "alarm", "sched_setaffinity", "sched_setparam", "sched_setscheduler",
 )  # fmt: skip
-SETTINGS = ("VLLM_", "SGLANG_", "SGL_", "HF_HUB_OFFLINE")  # variables that the hosts get
+SETTINGS = ("VLLM_", "SGLANG_", "SGL_", "HF_HUB_OFFLINE", "NVSHMEM_")  # variables that the hosts get
+LOOPBACK = {  # addresses of processes in a cage, which has no other network
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+MOST_PROCESSES = 4096  # and threads, of one process tree: compilers of a host start some for each core
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
+MOST_COMPILED = 32 << 20  # bytes of them in a cage
 _COMMON = ("torch", "triton", "fastkernels")
 PRELOAD = {
     "fastkernels": (*_COMMON, "transformers"), "transformers": (*_COMMON, "transformers"), "timm": (*_COMMON, "timm"),
+    "diffusers": (*_COMMON, "diffusers"),
 }  # fmt: skip
 
 
@@ -80,14 +87,14 @@ class Launcher:
                 for k, v in os.environ.items()
                 if k.startswith(SETTINGS) and not k.endswith(("KEY", "TOKEN"))
             }
-            self._zygotes[host] = Zygote(python, preload, env, "fk_bench.evaluate.run.worker:main")
+            self._zygotes[host] = Zygote(
+                python, preload, {**LOOPBACK, **env}, "fk_bench.evaluate.run.worker:main"
+            )
         off: dict[str, Any] = {} if self.caged and not trusted else dict.fromkeys(STEPS, False)
-        compiled = (
-            [] if off else [str(f) for name in COMPILED for f in sorted(requested_folder(name).glob("*.*"))]
-        )
+        compiled = [] if off else newest([f for name in COMPILED for f in requested_folder(name).glob("*.*")])
         cage = CageOptions(
             **off, readable=(*map(os.path.realpath, readable), *compiled), packages=PACKAGES, memory=self.memory,
-            home=own_home() if trusted else None, processes=1024, threads=self.threads, shm_bytes=4 << 30,
+            home=own_home() if trusted else None, processes=MOST_PROCESSES, threads=self.threads, shm_bytes=4 << 30,
             tmp_bytes=8 << 30, loopback=True, calls=CALLS,
         )  # fmt: skip
         try:
@@ -104,7 +111,6 @@ class Side:
 
     def __init__(self, child: Any, timeout: float):
         self.child, self.timeout = child, timeout
-        self.compilations = 0
         child.channel.setblocking(False)
 
     def __enter__(self) -> Side:
@@ -117,6 +123,13 @@ class Side:
         """The answer to one message. Raises SideFailed."""
         self.tell(do, **given)
         return self.receive()
+
+    def compilations(self) -> int:
+        """Compilations of the host until now. Compilers are counted from the first call on."""
+        found = self.call("compilations").get("compilations")
+        if type(found) is not int:
+            raise SideFailed(Reason.RUN_TIME, f"a number of compilations that is none: {found!r:.80}")
+        return found
 
     def timed(self, do: str, **given: Any) -> tuple[float, dict[str, Any]]:
         """Seconds from the message to the answer by this process's clock, and the answer."""
@@ -151,8 +164,6 @@ class Side:
                 )
             except (KeyError, TypeError, ValueError):
                 raise self._ended("an error without reason, text and files") from None
-        if isinstance(count := found.get("compilations"), int):
-            self.compilations = count
         return found
 
     def _read(self, count: int, until: float) -> bytes:
@@ -182,6 +193,17 @@ class Side:
         said = self.child.output_tail(4000).strip().splitlines()
         tail = f"; its last output: {said[-1][:200]}" if said else ""
         return SideFailed(reason, f"{what} ({exit_}){tail}", files_in("\n".join(said)))
+
+
+def newest(files: Iterable[Path]) -> list[str]:
+    """The newest of these files that fit together into the cage's root, which holds 64 MiB."""
+    kept, left = [], MOST_COMPILED
+    for file in sorted(files, key=lambda f: (-f.stat().st_mtime, f.name)):
+        left -= file.stat().st_size
+        if left < 0:
+            break
+        kept.append(str(file))
+    return kept
 
 
 def set_files(folders: Iterable[str | Path]) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import torch
-
+from fk_bench.e2e import vllm_process
 from fk_bench.quality.forced import force_in
 
 FOLDER = __name__.rpartition(".")[0]
@@ -29,16 +27,7 @@ class Engine:
     """vLLM with its second model runner where it takes that one; the first gets a logits processor."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        # Looking for a GPU must not initialize CUDA here, or the forked engine process could not use it.
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        gpu = torch.cuda.is_available()
-        if not gpu:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            if torch.cpu._is_amx_tile_supported():
-                torch.cpu._init_amx()  # vLLM's attention never requests AMX, and crashes on a short first prompt
+        gpu = vllm_process.prepare()
         self.model, self.options = model, options
         self._start({} if gpu else {"enforce_eager": True, **PROCESSORS})
         if not (forced := all(self.target.collective_rpc("force_tokens"))) and gpu:

@@ -35,7 +35,6 @@ def test_words_are_shared_and_tickets_grow() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_queued_work_waits_until_the_gate_opens() -> None:
     fd = memory_file()
     judge, side = Gate(fd), Gate(fd)
@@ -65,7 +64,6 @@ def test_produced_values_are_floats_of_one_slot() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_producer_restores_what_the_judge_has_turned() -> None:
     fd = memory_file()
     gate, x = Gate(fd), torch.randn(1500, device="cuda")

@@ -114,7 +114,6 @@ def test_structures_are_those_of_the_driver() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_memory_is_shared_on_gpu() -> None:
     own = ipc.Memory(5_000_000)
     other = ipc.Memory(5_000_000, os.dup(own.fd))

@@ -8,7 +8,7 @@ from typing import Any
 CLASSES = {
     ("fastkernels", "text"): "text:Engine", ("vllm", "text"): "text:Engine", ("sglang", "text"): "text:SGLang",
     ("transformers", "text"): "text:Transformers", ("transformers", "images"): "images:Images",
-    ("timm", "images"): "images:Images",
+    ("timm", "images"): "images:Images", ("diffusers", "images"): "images:Images",
 }  # fmt: skip
 
 

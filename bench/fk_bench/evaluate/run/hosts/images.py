@@ -12,14 +12,14 @@ from fk_bench.evaluate.run.hosts.patched import Patched
 
 
 class Images(Patched):
-    """A model of timm, or of transformers whose main input are images."""
+    """A model of timm, one of transformers whose main input are images, or a pipeline of diffusers."""
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
         device = "cuda" if options["gpu"] else "cpu"
         self.subject = subjects.open_subject(
             options["host"], options["model"], getattr(torch, options["dtype"]), device, options["load_format"],
-            options.get("image_size", 0), 1, options.get("arguments", {}),
+            options["image_size"], options["steps"], options["arguments"],
         )  # fmt: skip
         self.target = self.subject.target
         self._inputs: list[dict[str, Any]] = []

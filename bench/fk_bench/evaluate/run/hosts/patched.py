@@ -6,10 +6,12 @@ import contextlib
 from typing import Any
 
 import torch
+from fk_integrations.patching import compilations
 
 import fastkernels
 from fastkernels.core import candidate, registry
-from fastkernels.patch import PatchError, Report
+from fastkernels.patch import PatchError, Report, Request, find_host
+from fk_bench.evaluate import deployment
 from fk_bench.evaluate.reasons import Reason, described
 
 
@@ -22,6 +24,7 @@ class Patched:
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self._classes: dict[str, tuple[type, ...]] = {}
+        self._functions: set[str] = set()  # ops whose candidate has a function
         self._counts: dict[str, int] | None = None  # calls of modules by op, if they are watched
 
     def check(self, files: dict[str, str]) -> dict[str, Any]:
@@ -31,6 +34,7 @@ class Patched:
             try:
                 found = candidate.load(op, path)
                 self._classes[op] = tuple(found.classes.values())
+                self._functions |= {op} if found.function is not None else set()
                 if found.function is not None and (spec := registry.get(op)).op is not None:
                     candidate.fit(found.function, spec.op)
             except (Exception, SystemExit) as error:
@@ -67,6 +71,29 @@ class Patched:
                 reason = Reason.UNSUPPORTED
             return {"reason": reason.value, "text": str(error)[:500], "files": []}
         return None
+
+    def deployed(self) -> dict[str, Any]:
+        """The classes whose own kernels do not run once a compiler has traced them: {"failed": {op: error}}.
+
+        A function of a candidate is one operator for every compiler, so that its kernel runs. A class without a kernel
+        that can be counted, and one that cannot be built from a case, pass: other checks judge them.
+        """
+        device = "cuda" if self.options["gpu"] else "cpu"
+        failed = {}
+        for op, classes in self._classes.items():
+            for cls in classes if op not in self._functions else ():
+                if problem := deployment.of_class(registry.get(op), cls, device):
+                    text = f"{cls.__name__}: {problem}"
+                    failed[op] = {"reason": Reason.NOT_DEPLOYED.value, "text": text, "files": []}
+        return {"failed": failed}
+
+    def compilations(self) -> dict[str, Any]:
+        """{"compilations": number} of this process, and of those that hold the model."""
+        found = compilations.count()
+        if self.remote:
+            replies = find_host(self.target).call(self.target, Request("compilations"))
+            found += sum(r["compilations"] for r in replies)
+        return {"compilations": found}
 
     def watch(self) -> None:
         """Count calls of modules that are a candidate's class, from now on; slow, so never in a timed process."""

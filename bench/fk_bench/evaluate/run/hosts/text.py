@@ -22,8 +22,10 @@ class Engine(Patched):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        from fk_bench.e2e import offline
+        from fk_bench.e2e import offline, vllm_process
 
+        if options["host"] == "vllm":
+            vllm_process.prepare()
         build = {"fastkernels": offline.fastkernels, "vllm": offline.vllm}[options["host"]]
         _, _, self.target = build(options)
         self.remote = options["host"] == "vllm"

@@ -92,10 +92,11 @@ def trials(
     names: tuple[str, ...] = (),
     captures: Path | None = None,
     task: tuple[Case, ...] = (),
+    most: int = 0,
 ) -> list[Trial]:
     """The cases of an op from these sources, with these names if any are given. captures: None for the shipped ones.
 
-    task: only these cases, with values that the op draws.
+    task: only these cases, with values that the op draws. most: of each source, 0 for all.
     """
     if task:
         return [Trial("task", c, maker(spec, c)) for c in task if not names or c.name in names]
@@ -104,16 +105,26 @@ def trials(
     nonfinite = frozenset(k.name for k in extremes.kinds(spec) if k.nonfinite)
     if "captured" in sources:
         found += _captured(spec, captures, hard, nonfinite)
+        found = _first(found, most, device, spec)
     own = [Trial("random", c, maker(spec, c), hard=hard, nonfinite=nonfinite) for c in spec.cases]
     if "random" in sources:
-        found += own
+        found += _first(own, most, device, spec)
     here = [t for t in own if device == "cuda" or t.gpu_only(spec) is None]
     if "held-out" in sources:
-        found += _held_out(spec, [t.case for t in here])
+        found += _held_out(spec, [t.case for t in here])[: most or None]
     if "extreme" in sources:
-        found += _extremes(spec, here, bool(names))
+        extreme = _extremes(spec, here, bool(names))
+        found += secrets.SystemRandom().sample(extreme, min(most or len(extreme), len(extreme)))
     chosen = [t for t in found if not names or t.case.name in names]
     return chosen if device == "cuda" else _with_large(spec, chosen)
+
+
+def _first(found: list[Trial], most: int, device: str, spec: OpSpec) -> list[Trial]:
+    """The first `most` that run here, those of models first; all for 0."""
+    if not most:
+        return found
+    here = [t for t in found if device == "cuda" or t.gpu_only(spec) is None]
+    return sorted(here or found, key=lambda t: "model" not in t.case.tags)[:most]
 
 
 def _with_large(spec: OpSpec, found: list[Trial]) -> list[Trial]:

@@ -29,6 +29,9 @@ class Implementation:
         self.production: list[str] = []  # baselines of hosts and libraries that can be tried
         self.missing: dict[str, tuple[str, ...]] = {}  # {such a baseline that is not installed: its packages}
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
+        self.offered: Callable[..., Any] | None = (
+            None  # the candidate's function of the op, as its file has it
+        )
         self.device = "cpu"
         self._blocks: Any = None  # fastkernels.models.common.block_tasks, if blocks of a model are judged
         self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
@@ -59,6 +62,7 @@ class Implementation:
         if choice is not None:
             self._only(op, *choice)
         own = found.get(op)
+        self.offered = own.function if own is not None else None
         if self._blocks is not None:
             self._blocks.place_only({n: c.classes for n, c in found.items() if n != op})
         if cls is not None:

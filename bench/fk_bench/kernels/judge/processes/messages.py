@@ -90,10 +90,18 @@ class Traced(Message):
     kernels: list[Text] = Field(default=[], max_length=12)
 
 
+class Deployed(Message):
+    """Problems in compiled code, and of new batch sizes; '' if there are none. `unknown: ` and why if not tested."""
+
+    deployed: Text
+    serving: Text
+
+
 SCHEMAS: dict[str, type[Message]] = {
     "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
     "estimate": Estimated,
     "capture": Captured, "run": Ran, "calls": Done, "queue": Done, "trace": Traced, "compiled": Done,
+    "deployment": Deployed,
 }  # fmt: skip
 M = TypeVar("M", bound=Message)
 

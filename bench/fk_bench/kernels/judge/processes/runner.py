@@ -413,6 +413,17 @@ class RunnerState(Implementation):
         self._sync()
         return {}
 
+    def do_deployment(self) -> dict[str, Any]:
+        """Whether the candidate's own kernel runs in compiled code, and what new batch sizes compile."""
+        from fk_bench.evaluate.deployment import problems
+
+        self.free()
+        if self.offered is None:
+            raise Failure("signature_mismatch", f"{self.spec.name}: the file offers no function")
+        found = problems(self.spec, self.offered, self.device)
+        self._sync()
+        return found
+
     def context_lost(self) -> bool:
         """Whether the GPU's context is unusable: after a fault in a kernel every later CUDA call fails."""
         if self.device == "cuda":

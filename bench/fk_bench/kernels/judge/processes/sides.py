@@ -133,6 +133,12 @@ class Sides:
         if (side := self._trusted.pop(who, None)) is not None:
             side.close()
 
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for side in self._trusted.values():
             side.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,17 +38,19 @@ def judge_ops(
     candidates: Mapping[str, Path] | None = None,
     options: Options | None = None,
     on_row: Callable[[Row], None] | None = None,
+    sides: Sides | None = None,
 ) -> list[Row]:
     """Rows of all cases of these ops, one of each op and one of the run; `on_row` gets each as it is made.
 
     candidates  {op: file}; an op without one runs ours, with the other candidates where it calls them
+    sides       processes that stay open, for several runs with equal options of processes; only for one start
     Raises UnknownName for an unknown op.
     """
     registry.check_names([*ops, *(candidates or ())])
     options = options or Options()
     run_id, runs = uuid4().hex[:12], []
     for start in range(options.starts):
-        with Judge(dict(candidates or {}), options, on_row, run_id) as judge:
+        with Judge(dict(candidates or {}), options, on_row, run_id, sides) as judge:
             judge.round = start if options.starts > 1 else None
             for op in ops:
                 judge.op(op)
@@ -57,13 +60,21 @@ def judge_ops(
     return judge.finish()
 
 
+def sides_of(options: Options) -> Sides:
+    """The processes for runs with these options: fork servers, and our own code's runners, which keep their imports.
+
+    A candidate's runner belongs to one op of one run. A context manager.
+    """
+    return Sides(options.device, options.python, options.cage, options.timeout, options.memory)
+
+
 def python_sources(file: Path) -> list[Path]:
     """The Python files among a candidate's own sources, which are scanned like the candidate."""
     return [f for f in sources(file) if f.suffix == ".py"]
 
 
 class Judge:
-    """The rows of one run; a context manager, because it owns processes: those of `sides`, if they are given."""
+    """The rows of one run; a context manager, because it owns processes, unless `sides` are given."""
 
     def __init__(
         self,
@@ -79,19 +90,21 @@ class Judge:
         self._on_row = on_row or (lambda row: None)
         self._run_id = run_id or uuid4().hex[:12]
         self._warnings: list[str] = []  # of the static scan, for the current op's candidates
-        self.sides = sides or Sides(
-            options.device, options.python, options.cage, options.timeout, options.memory
-        )
+        self._own_sides = sides is None
+        self.sides = sides or sides_of(options)
 
     def __enter__(self) -> Judge:
         self._threads = torch.get_num_threads()
         if self.sides.core is not None:  # more threads of the oracle would wait for a core that a side uses
             torch.set_num_threads(1)
+        if self._own_sides:
+            self.sides.begin()  # it imports for seconds, and the cases are listed meanwhile
         return self
 
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self._threads)
-        self.sides.close()
+        if self._own_sides:
+            self.sides.close()
 
     # -- an op
 
@@ -99,10 +112,12 @@ class Judge:
         """Judge all cases of an op. All failures become rows."""
         spec = registry.get(name)
         o = self.options
-        if o.values:
-            found = [trial_of(spec, o.values, o.captures)]
-        else:
-            found = trials(spec, o.cases, o.device, o.names, o.captures, o.task)
+        PHASES.take()
+        with PHASES.of("list cases"):
+            if o.values:
+                found = [trial_of(spec, o.values, o.captures)]
+            else:
+                found = trials(spec, o.cases, o.device, o.names, o.captures, o.task, o.most)
         mine = {
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }
@@ -115,8 +130,13 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        self._judge_cases(Pair(self.sides, self.options, spec, mine, gpu=self._gpu()), found)
-        self._add(self._summary(name))
+        pair = Pair(self.sides, self.options, spec, mine, gpu=self._gpu())
+        around = self._judge_cases(pair, found)
+        summary = self._summary(name)
+        summary.case["seconds"] = _shown(around)
+        if pair.deployment is not None:
+            summary.case["deployment"] = pair.deployment
+        self._add(summary)
 
     def case(self, name: str, trial: Trial) -> Row:
         """Judge one case of an op without a candidate's file; returns its row."""
@@ -149,23 +169,27 @@ class Judge:
         finally:
             pair.close()
 
-    def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
+    def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> Counter[str]:
+        """Add the rows of these cases; returns the seconds between them and afterwards, by phase."""
+        around: Counter[str] = Counter()
         try:
             for trial in found:
                 begin = time.perf_counter()
-                PHASES.take()
+                around.update(PHASES.take())
                 row = self._case(pair, trial)
                 if row.status is not Status.SKIPPED:
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
-                    row.case["seconds"] = {
-                        phase: round(s, 4) for phase, s in PHASES.take().items() if s >= 5e-4
-                    }
+                    row.case["seconds"] = _shown(PHASES.take())
                 if pair.choice is not None:
                     row.subject.provider, row.case["params"] = pair.choice
                 self._add(row)
+            if self.options.deployment and pair.spec.name in pair.candidates:
+                pair.probe()
         finally:
             pair.close()
+        around.update(PHASES.take())
+        return around
 
     def _case(self, pair: Pair, trial: Trial) -> Row:
         seen, case = pair.run(trial)
@@ -245,6 +269,8 @@ class Judge:
             "against": self.options.against,
             "device": self.options.device,
         }
+        if self.options.most:
+            total.case["most"] = self.options.most
         self._add(total)
         return self.rows
 
@@ -268,3 +294,8 @@ class Judge:
                 row.ci95["speedup_geomean"] = total.ci95
             row.provisional = total.provisional
         return row
+
+
+def _shown(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase for a row, without phases that take no time."""
+    return {phase: round(s, 4) for phase, s in seconds.items() if s >= 5e-4}

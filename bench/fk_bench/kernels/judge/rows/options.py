@@ -25,7 +25,9 @@ class Options:
     rounds    interleaved rounds, each with N and 2N calls of each side
     starts    repetitions of everything in new processes; the intervals then include differences between them
     seconds   upper bound for the timed rounds of a case; there are at least three
+    most      at most so many cases of each source of an op, those of models first; 0: all
     hard      kinds of extreme values that are also tried on a timed case
+    deployment  also report whether a candidate's kernel runs in compiled code, and what new batch sizes compile
     timeout   seconds for one command of a side (its first call compiles)
     case_budget, op_budget   seconds that a candidate's process may take for all commands of a case, and of an op
     scan      reject candidates by the static scan
@@ -48,7 +50,9 @@ class Options:
     timed: bool = True
     identity: bool = False
     seconds: float = 1.0
+    most: int = 0
     hard: int = 3
+    deployment: bool = False
     timeout: float = 300.0
     case_budget: float = 300.0
     op_budget: float = 3600.0

@@ -24,6 +24,7 @@ DEATHS = 3  # after so many deaths a candidate's process is not restarted for th
 # CPU rounds are few and short, because every call needs fresh inputs
 ROUNDS = {"cpu": (4, 8), "cuda": (5, 100)}  # least and most
 BATCH_S = {"cpu": 5e-2, "cuda": 6e-3}  # target seconds of N calls, on a CPU of both sides
+PROBE_S = 60.0  # seconds of the candidate's process for `probe`
 MAX_CALLS = {"cpu": 20, "cuda": 768}  # N
 
 
@@ -56,6 +57,7 @@ class Pair:
         self.unmade: dict[str, str] = {}  # {baseline: why its library does not load}
         self.uncompiled: set[str] = set()  # compilers that did not compile the reference
         self.budget = Budget(options.op_budget, "op")
+        self.deployment: dict[str, str] | None = None  # what the candidate's process reports; see probe
 
     def close(self, failed: bool = False) -> None:
         """Release both processes: a candidate's ends; ours serves the next op unless something failed."""
@@ -141,6 +143,23 @@ class Pair:
             _release()
         self.busy_s = candidate.busy_s + baseline.busy_s - before
         return seen, case
+
+    def probe(self) -> None:
+        """Ask the candidate's process whether its kernel runs in compiled code, and what new batch sizes compile.
+
+        A report of the candidate's own process: no verdict or time depends on it.
+        """
+        if "candidate" not in self.sides or self.failure is not None or self.calling.mode != "op":
+            return
+        try:
+            side = self.sides["candidate"]
+            side.budgets = (Budget(min(PROBE_S, max(self.budget.left, 1.0)), "probe"),)
+            found = side.ask("deployment")
+            self.deployment = {"deployed": found.deployed, "serving": found.serving}
+        except RunnerError as error:
+            why = f"unknown: {error}"[:160]
+            self.deployment = {"deployed": why, "serving": why}
+            self._lost(error)
 
     def _floor(self, trial: Trial) -> float:
         case = trial.case
