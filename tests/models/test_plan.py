@@ -27,6 +27,8 @@ PUBLISHED = {  # thousand million parameters, as their model cards state
     "deepseek-r1": 671.0, "deepseek-v2-lite": 15.7, "moonlight-16b-a3b": 16.0, "dots.llm1": 142.8,
     "gemma-2-9b": 9.24, "glm-4.5-air": 106.9, "granite-3.3-8b": 8.17, "glm-5": 744.0, "llama-3.1-8b": 8.03,
     "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7, "olmo-2-1124-7b": 7.30, "phi-4": 14.7, "qwen2.5-0.5b": 0.494,
+    "mamba2-2.7b": 2.70, "mamba-2.8b": 2.77, "mamba-codestral-7b-v0.1": 7.29, "jamba-v0.1": 51.6,
+    "qwen3-next-80b-a3b": 80.0,
     "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen3-4b": 4.02, "qwen3-14b": 14.8,
 }  # fmt: skip
 
@@ -40,6 +42,15 @@ def test_cache_of_latents_has_one_vector_a_token() -> None:
     assert made.kv_bytes(1000) == 1000 * made.kv_bytes_per_token
     # 37 thousand million parameters are active, as published; the embedding counts as one row
     assert made.read_bytes / 2e9 == pytest.approx(37, rel=0.02)
+
+
+def test_states_count_for_each_sequence() -> None:
+    """Mamba-2 2.7B: 64 layers with 80 heads of 64 x 128 numbers in float32, and three inputs of 5,376 channels."""
+    from fk_bench.e2e.model_configs import load_config
+
+    made = plan(load_config("mamba2-2.7b")[1])
+    assert made.state_bytes == 64 * (4 * 80 * 64 * 128 + 2 * 3 * 5376)
+    assert made.kv_bytes(1000) == made.kv_bytes_per_token == 0
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

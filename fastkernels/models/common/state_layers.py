@@ -151,6 +151,7 @@ class MambaLayer(StateLayer):
         self.dt_proj = VllmColumnParallelLinear(
             a.rank, a.inner, bias=True, skip_bias_add=True, prefix=f"{prefix}.dt_proj"
         )
+        self.dt_proj.bias = vector([part], what=f"{a.inner} channels", fill=0.0)  # in float32, for the scan
         self.A = rates(part, a.size, what=f"{a.inner} channels with states of {a.size} numbers")
         self.D = vector([part], what=f"{a.inner} channels")
         self.out_proj = VllmRowParallelLinear(a.inner, hidden, bias=a.bias, prefix=f"{prefix}.out_proj")
@@ -170,7 +171,7 @@ class MambaLayer(StateLayer):
             norms = (getattr(self, name) for name in self.norms)
             parts = [norm(part.contiguous()) for norm, part in zip(norms, parts, strict=True)]
         dt, bias = self.dt_proj(parts[0])
-        y = mamba_scan(x, dt, self.A, parts[1], parts[2], self.D, z, bias.float(), recurrent, *batch)
+        y = mamba_scan(x, dt, self.A, parts[1], parts[2], self.D, z, bias, recurrent, *batch)
         return self.out_proj(y)[0]
 
 

@@ -41,4 +41,12 @@ ARCH = Architecture(
     renamed={"model.final_layernorm.": "model.norm."},
     parts={"A_log": "A", "feed_forward.router": "feed_forward.gate"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-)
+    public={
+        "ai21labs/Jamba-v0.1": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 65536, "num_experts": 16, "num_experts_per_tok": 2,
+            "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256, "rms_norm_eps": 1e-6,
+        },
+    },
+)  # fmt: skip

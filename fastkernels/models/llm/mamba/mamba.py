@@ -40,4 +40,10 @@ ARCH = Architecture(
     },
     parts={"A_log": "A"},
     sizes={"intermediate_size": "", "num_attention_heads": ""},
+    public={
+        "state-spaces/mamba-2.8b": {
+            "hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280, "state_size": 16,
+            "tie_word_embeddings": True,
+        },
+    },
 )  # fmt: skip

@@ -43,4 +43,14 @@ ARCH = Architecture(
     },
     parts={"A_log": "A"},
     sizes={"intermediate_size": "", "num_attention_heads": ""},
+    public={
+        "state-spaces/mamba2-2.7b": {
+            "hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50288, "num_heads": 80, "head_dim": 64,
+            "n_groups": 1, "state_size": 128, "tie_word_embeddings": True,
+        },
+        "mistralai/Mamba-Codestral-7B-v0.1": {
+            "hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32768, "num_heads": 128, "head_dim": 64,
+            "n_groups": 8, "state_size": 128,
+        },
+    },
 )  # fmt: skip

@@ -52,4 +52,15 @@ ARCH = Architecture(
         "mlp.shared_expert.gate_proj": "mlp.shared_experts.gate_proj",
         "mlp.shared_expert.up_proj": "mlp.shared_experts.up_proj",
     },
+    public={
+        "Qwen/Qwen3-Next-80B-A3B": {
+            "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "max_position_embeddings": 262144,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    },
 )  # fmt: skip
