@@ -90,6 +90,10 @@ COMMANDS = {
         "board.command:submit_check_command",
         "whether a board takes a submission: files, licence, rows",
     ),
+    "track": (
+        "track.command:track_command",
+        "log runs into MLflow; candidates with their scores and parents: show, best, diff",
+    ),
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",
