@@ -22,6 +22,7 @@ from fk_bench.e2e.host import HOSTS, HostFailed, HostProcess
 from fk_bench.serving.config import comma_list
 
 COMMAND = "capture"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 SAMPLE, ROWS_BYTES = "sample", 32 << 10  # bytes of the rows of one float tensor
 HOST_PROCESS = Path(__file__).with_name("host_process.py")
 
@@ -75,6 +76,8 @@ def capture_command(
         wanted = check_names(comma_list("--ops", ops, str)) if ops else ()
         if host not in HOSTS:
             raise UnknownName("host", host, HOSTS)
+        if dtype not in DTYPES:
+            raise UnknownName("dtype", dtype, DTYPES)
         sampled = values == SAMPLE
         if not sampled and not values.isdecimal():
             raise ValueError(f"--values {values!r} is neither a number nor {SAMPLE!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import time
 from collections.abc import Mapping
@@ -99,6 +100,8 @@ def quality_command(
             )
         if not model and not set(names) <= {"fastkernels", "vllm", "sglang", "transformers"}:
             raise ConfigError("give a model: a name of timm, or a pipeline's folder for diffusers")
+        if "timm" in names:
+            _check_timm(model)
         settings = {
             host: Settings(
                 machine.absolute(pythons.get(host, sys.executable)), device, "" if dtype == "auto" else dtype, extent,
@@ -215,6 +218,21 @@ def show(made: list[Row]) -> None:
     table(str(made[0].subject.model), columns, shown)
     if others:
         table("All metrics", ["host", "set", "metric", "value", "discrepancy"], others)
+
+
+def _check_timm(model: str) -> None:
+    """Raise ConfigError for a name that the timm of this environment, if there is one, does not know."""
+    from fk_bench.e2e.pictures.named import NAMED
+
+    try:
+        import timm
+    except ImportError:
+        return
+    elsewhere = ":" in model or Path(model).expanduser().exists()  # a model of the hub, a folder
+    if not elsewhere and model not in NAMED and not timm.is_model(model):
+        close = difflib.get_close_matches(model, timm.list_models(), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"unknown model of timm {model!r}.{hint} timm.list_models() has all names")
 
 
 def _candidates(sets: list[str]) -> dict[str, Mapping[str, str]]:

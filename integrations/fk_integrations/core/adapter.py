@@ -100,8 +100,9 @@ class Adapter:
         pinned = vars(module).get("_forward_method")
         if pinned is None:
             return
-        live, name = type(module), "forward"
-        host = live.__mro__[1]
+        live: Any = type(module)
+        host: Any = live.__mro__[1]
+        name = "forward"
         if live.forward is host.forward:  # a candidate that inherits the host's dispatcher
             name = getattr(pinned, "__name__", "")
             if getattr(live, name, None) is getattr(host, name, None):  # and its methods

@@ -402,6 +402,7 @@ def test_capture_command(tmp_path: Path, capsys: Any) -> None:
         (["--python", os.path.relpath(sys.executable), "--scenario", "chats"], "unknown scenario 'chats'"),
         (["--scenario", "chats"], "unknown scenario 'chats'. Did you mean 'chat'?"),
         (["--host", "vlm"], "unknown host 'vlm'. Did you mean 'vllm'?"),
+        (["--dtype", "bf17"], "unknown dtype 'bf17'. Known: auto, bfloat16"),
         (["--host", "vllm"], "vllm is not installed in"),
         (["--ops", "rms_nrom"], "unknown op 'rms_nrom'. Did you mean 'rms_norm'?"),
         (["--engine-args", "{"], "--engine-args is not JSON"),

@@ -45,6 +45,28 @@ def test_class_that_leaves_while_traced_is_not_deployed(extension, leaves, probl
     assert problem in found.problem and bool(found.problem) == bool(problem)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_class_of_a_candidate_is_built_and_traced(extension, leaves):
+    class Theirs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            d = x.shape[-1] // 2
+            if leaves and torch.compiler.is_compiling():
+                return F.silu(x[..., :d]) * x[..., d:]
+            return extension.silu(x[..., :d]) * x[..., d:]
+
+    found = deployment.of_class(registry.get("silu_and_mul"), Theirs, "cpu")
+    assert ("under torch.compile" in found) is leaves and bool(found) is leaves
+
+
+def test_class_without_a_kernel_to_count_passes():
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            d = x.shape[-1] // 2
+            return F.silu(x[..., :d]) * x[..., d:]
+
+    assert deployment.of_class(registry.get("silu_and_mul"), Plain, "cpu") == ""
+
+
 def test_call_without_a_kernel_of_its_own_is_not_deployed():
     found = deployment.deployment(lambda x: F.silu(x), lambda: [torch.randn(63)])
     assert found == deployment.Deployment(0, 0) and "no kernel of the candidate" in found.problem

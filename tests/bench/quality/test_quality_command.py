@@ -80,6 +80,7 @@ def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[
         (("--set", "a=/nowhere"), "there is no folder /nowhere"),
         (("--sequences", "0"), "at least 1"),
         (("--hosts", "timm"), "give a model"),
+        (("vit_tiny_patch16_242", "--hosts", "timm"), "Did you mean 'vit_tiny_patch16_2"),
         (("--engine-args", "vllm=3"), "must be an object"),
         (("--python", "vllm"), "HOST=VALUE"),
         (("--dtype", "bf16"), "--dtype 'bf16' is not one of auto, bfloat16"),

@@ -340,7 +340,8 @@ class Evaluation:
                 metrics=row.metrics, ci95=row.ci95, provisional=row.provisional,
             ))  # fmt: skip
 
-        composition.judged(one.files, self.suite.kernels, device, self.caged, add)
+        model = composition.model_of(self.suite)
+        composition.judged(one.files, self.suite.kernels, device, self.caged, add, model)
         self.add(made)  # all or none, so that a continued run judges again what was interrupted
 
     def finish(self, json_only: bool, self_test: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The kernels tier of an evaluation: the ops of a set alone, and ops on the set's own lower levels, by the judge."""
+"""The kernels tier of an evaluation: the ops of a set alone, and ops and blocks that run them, by the judge."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
 from fk_bench.core.rows import Row, Status
+from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate.suites import Suite
 
 if TYPE_CHECKING:
     from fk_bench.kernels.judge import Options
     from fk_bench.kernels.judge.processes.sides import Sides
 
 MOST_ABOVE = 2  # ops that call those of a set of primitives only
+MOST_BLOCKS = 2  # of a model
+LAYERS = (2, 3)  # levels of the blocks: parts of a layer, and a layer
 
 
 def judged(
@@ -23,10 +27,12 @@ def judged(
     device: str,
     caged: bool,
     add: Callable[[Row, str], None],
+    model: str = "",
 ) -> None:
     """Judge the set; `add` gets the summary row of each op, with 'independent' or 'composed'.
 
     settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
+    model     a name or folder; its blocks that run ops of the set are judged with the set inside them
     """
     from fk_bench.kernels.judge.rows.judging import sides_of
 
@@ -40,6 +46,28 @@ def judged(
             add(row, "independent")
         for row in _judge(_above(passed), passed, options, settings, sides):
             add(row, "composed")
+        if model and passed:
+            text, blocks = _blocks(model, passed)
+            for row in _judge(blocks, passed, replace(options, model=text), settings, sides):
+                add(row, "composed")
+
+
+def model_of(suite: Suite) -> str:
+    """The first model of a suite that our engine serves, for `judged`; '' if there is none."""
+    for entry in suite.entries:
+        if entry.item.host == "fastkernels":
+            return entry.model.public or str(checkpoints.folder(entry.model, entry.workload.kind))
+    return ""
+
+
+def _blocks(model: str, files: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The text of a model, and the names of its blocks that run most ops of the set, the lower levels first."""
+    from fk_bench.info import model_blocks
+
+    text, names = model_blocks.register(model)
+    counts = {name: len(registry.reached(name, parts=True) & files.keys()) for name in names}
+    found = [n for n in names if counts[n] and registry.get(n).level in LAYERS]
+    return text, sorted(found, key=lambda n: (-counts[n], registry.get(n).level, n))[:MOST_BLOCKS]
 
 
 def _above(files: Mapping[str, str]) -> list[str]:

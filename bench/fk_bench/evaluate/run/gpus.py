@@ -27,12 +27,12 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], arrived: Callable[[Job, list[R
             for job in [j for j in waiting if j.gpus > len(gpus)]:
                 waiting.remove(job)
                 arrived(job, Lost(f"it needs {job.gpus} GPUs, and this machine has {len(gpus)}"))
-            while (job := next((j for j in waiting if j.gpus <= len(free)), None)) is not None:
-                waiting.remove(job)
-                mine, free = free[: job.gpus], free[job.gpus :]
+            while (fitting := next((j for j in waiting if j.gpus <= len(free)), None)) is not None:
+                waiting.remove(fitting)
+                mine, free = free[: fitting.gpus], free[fitting.gpus :]
                 own = {core for gpu in mine for core in cores[gpus.index(gpu)]}
-                future = pool.submit(measured, job, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, own)
-                running[future] = job, mine
+                future = pool.submit(measured, fitting, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, own)
+                running[future] = fitting, mine
             for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                 job, mine = running.pop(future)
                 free = [g for g in gpus if g in free or g in mine]

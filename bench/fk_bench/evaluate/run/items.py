@@ -337,8 +337,9 @@ class Prober:
                     why = Reason.NOT_DEPLOYED, "in place, and no call of the model ran it"
                     return Probe(dict.fromkeys(idle, why), unused=frozenset(unused))
                 compiled = self._served(side)
-                if compiled > self.compiled:
-                    text = f"{compiled} compilations in batches of {SERVED} after warm-up, the host {self.compiled}"
+                if new := [n for n, mine in compiled.items() if mine and not self.compiled[n]]:
+                    count = sum(compiled[n] for n in new)
+                    text = f"{count} compilations in batches of {new} after warm-up, the host none"
                     return Probe(reason=Reason.COMPILES_WHILE_SERVING, text=text, unused=frozenset(unused))
                 return Probe(unused=frozenset(unused))
         except SideFailed as error:
@@ -351,12 +352,15 @@ class Prober:
             for count in (len(PROBE_LENGTHS), 1)
         ]
 
-    def _served(self, side: Side) -> int:
-        """Compilations in batches of sizes that were not seen before."""
+    def _served(self, side: Side) -> dict[int, int]:
+        """{size: compilations} in batches of sizes that were not seen before; none if the host compiles each size."""
+        found = dict[int, int]()
         before = side.compilations()
-        for count in SERVED:
+        for count in () if self.run.entry.compiled else SERVED:
             self.run.work.run(side, count, f"served {count}", PROBE_LENGTHS, calls=1)
-        return side.compilations() - before
+            after = side.compilations()
+            found[count], before = after - before, after
+        return found
 
 
 def _failures(found: Mapping[str, Any], ops: Sequence[str]) -> dict[str, tuple[Reason, str]]:
