@@ -104,8 +104,8 @@ def _best(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
 
 def _diff(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
     sides = [_one(store, digest) for digest in rest]
-    texts = [store.source(c).splitlines() for c in sides]
-    changed = list(difflib.unified_diff(*texts, *(c.digest for c in sides), lineterm=""))
+    before, after = (store.source(c).splitlines() for c in sides)
+    changed = list(difflib.unified_diff(before, after, sides[0].digest, sides[1].digest, lineterm=""))
     names = sorted({*sides[0].metrics} | {*sides[1].metrics})
     if not quiet:
         lines = [[n, *(f"{c.metrics[n]:.4g}" if n in c.metrics else "" for c in sides)] for n in names]
