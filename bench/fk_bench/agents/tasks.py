@@ -155,7 +155,6 @@ def write(
 
 def statement(op: str, budget: Budget, device: str, cases: Sequence[Any], below: bool) -> str:
     """The task as text, for a person or a language model."""
-    spec = registry.get(op)
     about = "" if "." in op else (registry.op_module(op).__doc__ or "").strip().partition("\n\n")[0]
     about = f"\n{about}\n" if about else ""
     limits = [
@@ -169,7 +168,8 @@ def statement(op: str, budget: Budget, device: str, cases: Sequence[Any], below:
         for c in cases
     ]  # fmt: skip
     return TEXT.format(
-        op=op, about=about, below="| `below/*.py` | winners of lower levels, which run inside this op |\n" if below else "",
+        op=op, about=about,
+        below="| `below/*.py` | winners of lower levels, which run inside this op |\n" if below else "",
         budget=", ".join(limits) or "none", device=device, rules=RULES, cases="\n".join(lines),
     )  # fmt: skip
 
