@@ -1,7 +1,7 @@
-"""Known agents, one a file: NETWORK, ENV (variables that it gets if set), OPTIONS (None: required) and `command`.
+"""Known agents, one a file: a shell command for a task folder, what its cage leaves open, and how it reports tokens."""
 
-Most are themselves the program that runs in a task's folder: `python -m fk_bench.agents.adapters.NAME`.
-"""
+# An adapter has NETWORK, ENV (variables that it gets if they are set), OPTIONS {name: default or None for a required
+# one} and `command(options)`. Most are themselves the program: `python -m fk_bench.agents.adapters.NAME` in the folder.
 
 from __future__ import annotations
 
