@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from fastkernels.core.candidate import resolve
+from fastkernels.core.candidate import named_in, resolve
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.registry import UnknownName, check_names
@@ -423,6 +423,12 @@ def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, str
     return Request("patch", names, files, env.disable, chosen, patch=uuid.uuid4().hex)
 
 
+def _name_blocks(host: Host, target: Any, candidates: Candidates | None) -> None:
+    """Let a host that knows the blocks of its model name them, before the names of candidates are checked."""
+    if (name_blocks := getattr(host, "name_blocks", None)) is not None:
+        name_blocks(target, named_in(candidates))
+
+
 def find_host(target: Any) -> Host:
     """The integration for a live object, or for a host's name. Raises UnknownName or PatchError."""
     found = hosts()
@@ -451,7 +457,7 @@ def patch(
                 diffusers pipeline, or 'vllm', 'sglang', 'timm', 'diffusers'
     ops         op names, or one name; None: those of FASTKERNELS_OPS, else all that are on by default for the host
     candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
-                runs in the host's processes
+                runs in the host's processes. In our engine also blocks of its model, such as llama.mlp
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
     Returns a Report (also a context manager; `undo()` restores everything). Without `ops`, a host may keep every
@@ -463,6 +469,7 @@ def patch(
     exception from outside, such as Ctrl-C. If that interrupts the way back, too, the next patch or `unpatch` ends it.
     """
     host = find_host(target)
+    _name_blocks(host, target, candidates)
     request = _request(ops, candidates, strict)
     undo = Request("undo", patch=request.patch)
     with _alone(host, target):
@@ -523,6 +530,7 @@ async def patch_async(
 ) -> Report:
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
     host = find_host(target)
+    _name_blocks(host, target, candidates)
     request = _request(ops, candidates, strict)
     async with _alone_async(target):
         replies = _checked(host, await host.call_async(target, request))

@@ -82,6 +82,14 @@ COMMANDS = {
         "agents.mcp_server:mcp_command",
         "an MCP server with the tasks, the judge and the history of attempts",
     ),
+    "board": (
+        "board.command:board_command",
+        "a static site from rows: rankings, heat map, curves, a page for each set",
+    ),
+    "submit-check": (
+        "board.command:submit_check_command",
+        "whether a board takes a submission: files, licence, rows",
+    ),
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",

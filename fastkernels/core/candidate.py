@@ -165,8 +165,22 @@ def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> boo
     return True
 
 
-def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:
+def is_block(name: str) -> bool:
+    """Whether a name is that of a block of a model, MODEL.KIND; the model's own process knows which there are."""
+    return "." in name
+
+
+def named_in(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> list[str]:
+    """The names of a mapping's or a folder's candidates, unchecked."""
+    if candidates is None or isinstance(candidates, Mapping):
+        return list(candidates or ())
+    return [f.stem for f in sorted(Path(candidates).expanduser().glob("*.py")) if not f.name.startswith("_")]
+
+
+def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[str, str]:
     """{op: file} of a folder: every .py file in it whose name does not begin with '_' is named after an op.
+
+    blocks  accept names of blocks, MODEL.KIND, unchecked
 
     Nothing is imported. Raises CandidateError for a folder that is not there or has none, and for other .py files.
     """
@@ -176,7 +190,7 @@ def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:
     files = sorted(f for f in folder.glob("*.py") if not f.name.startswith("_"))
     if not files:
         raise CandidateError(f"candidates: the folder {path} has no file OP.py; `fk-bench stubs` makes some")
-    wrong = [_unknown(f.stem) for f in files if not registry.known(f.stem)]
+    wrong = [_unknown(f.stem) for f in files if not (registry.known(f.stem) or (blocks and is_block(f.stem)))]
     if wrong:
         raise CandidateError(
             f"candidates: not named after an op in {path}: {', '.join(wrong)}. Rename them, or begin the names of"

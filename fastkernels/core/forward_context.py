@@ -27,6 +27,8 @@ class AttentionMetadata:
     plan           the backend's own
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
+    state_slots    [B] int32: the slot of each sequence in `states` of the layers that keep some; 0 for padding
+    fresh          [B] bool: whether the sequence begins in this step: its state is zero, whatever the slot holds
 
     `decode_only`: every sequence has exactly one query. Where some have none, there are fewer tokens than sequences.
     """
@@ -43,6 +45,8 @@ class AttentionMetadata:
     plan: Any = None
     padded: bool = True
     groups: tuple[AttentionMetadata, ...] = ()
+    state_slots: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""

@@ -166,7 +166,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     names = tuple(names)
     for name in names:
         if not known(name):
-            raise UnknownName("op", name, op_modules())
+            raise UnknownName("op", name, [*op_modules(), *_added])
     return names
 
 

@@ -31,6 +31,7 @@ SEAMS = {
     "processor": "an attention layer of diffusers: its `processor`, which computes it, is replaced",
     "function": "a function of the host",
     "called_function": "a function of a model's own file: modules that call it get a forward that calls ours",
+    "block": "a block of a model in our engine, at its places: `__class__` of the live instance is swapped",
     "router": "a function that routers of experts call: a layer's `router` gets a method that calls ours",
     "standalone": "a drop-in class for forks and for our engine; not put into a live host (see its note)",
 }

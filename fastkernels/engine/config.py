@@ -25,6 +25,8 @@ class EngineConfig:
     max_waiting             sequences in the queue, n per request; more are refused
     block_size              tokens of one KV block, a power of two
     num_blocks              KV blocks, including block 0, the padding block; takes precedence over kv_cache_memory
+    num_snapshots           snapshots of recurrent states in the prefix cache (default: an eighth of the blocks' memory,
+                            at most two for each of max_num_seqs)
     kv_cache_memory         bytes of one rank's KV cache; takes precedence over gpu_memory_utilization (CPU: 1 GiB)
     gpu_memory_utilization  share of the GPU's memory for weights, activations, cache and other processes
     kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3: half the bytes, less exact)
@@ -53,6 +55,7 @@ class EngineConfig:
     max_waiting: int = 4096
     block_size: int = 16
     num_blocks: int | None = None
+    num_snapshots: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
@@ -89,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} is less than 1")
+        if self.num_snapshots is not None and self.num_snapshots < 0:
+            raise ValueError(f"num_snapshots {self.num_snapshots} is less than 0")
         if self.max_logprobs < -1:
             raise ValueError(
                 f"max_logprobs {self.max_logprobs} is invalid: it must be at least 0, or -1 for no limit"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.engine.cache.blocks import BlockManager, salt_root
+from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling import outputs
@@ -41,7 +42,6 @@ class LLMEngine(Engine):
 
     kind = "Generate"
     scheduler: Scheduler
-    blocks: BlockManager
     requests: dict[str, RequestGroup]
 
     def _start(self) -> None:
@@ -54,10 +54,15 @@ class LLMEngine(Engine):
             BlockManager(count, config.block_size, config.enable_prefix_caching, window)
             for window, count in limits.groups
         ]
-        self.blocks = groups[0]
+        states = None
+        if limits.snapshots is not None:
+            states = Snapshots(
+                limits.snapshots, config.max_num_seqs + 1, config.block_size, config.enable_prefix_caching
+            )
+        self.blocks = groups[0] if groups else None
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config),
+            _least_tokens(self.hf_config), states,
         )  # fmt: skip
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1

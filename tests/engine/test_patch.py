@@ -281,3 +281,58 @@ def test_unwritable_report_ends_no_request(tiny, tmp_path, monkeypatch, caplog):
     for _ in range(2):
         report.write(force=True)
     assert caplog.text.count("FASTKERNELS_REPORT") == 1
+
+
+# Blocks of the model: level-2 and -3 candidates in the engine
+
+BLOCK = """
+from fastkernels.overrides.block import vllm
+class {cls}(vllm.{cls}):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return {out}
+"""
+LAYER = BLOCK.format(cls="VllmLlamaDecoderLayer", out="out")
+
+
+def mlp(factor):
+    return BLOCK.format(cls="VllmLlamaMLP", out=f"out * {factor}")
+
+
+def test_block_candidate_runs_until_undo(llm, tmp_path):
+    before = run(llm)
+    wrong = candidate(tmp_path, mlp(-1), "llama.mlp.py")
+    report = fastkernels.patch(llm, candidates={"llama.mlp": wrong})
+    assert run(llm) != before
+    row = next(r for r in report.refresh().rows if r.op == "llama.mlp")
+    assert (row.state, row.modules, row.proof) == ("active", 2, "calls")
+    assert row.calls == 8 * 2 and row.candidate.startswith(
+        "class "
+    )  # steps of both requests together, layers
+    report.undo()
+    assert run(llm) == before
+    assert not any(m._forward_pre_hooks for m in llm.llm_engine.executor.runner.model.modules())
+
+
+def test_level_1_candidate_is_live_in_blocks_and_engine(llm, tmp_path):
+    before = run(llm)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    candidate(folder, mlp(1), "llama.mlp.py")
+    candidate(folder, LAYER, "llama.decoder_layer.py")
+    candidate(folder, FUNCTION.format(factor=1), "silu_and_mul.py")
+    with fastkernels.patch(llm, candidates=folder) as report:
+        assert run(llm) == before
+        calls = report.refresh().candidates
+        assert calls == {"llama.decoder_layer": 16, "llama.mlp": 16, "silu_and_mul": 16}
+    candidate(folder, FUNCTION.format(factor=-1), "silu_and_mul.py")
+    with fastkernels.patch(llm, candidates=folder):
+        assert run(llm) != before
+
+
+def test_block_of_another_model_changes_nothing(llm, tmp_path):
+    before = run(llm)
+    file = candidate(tmp_path, mlp(-1), "qwen3.mlp.py")
+    with pytest.raises(registry.UnknownName, match=r"qwen3\.mlp"):
+        fastkernels.patch(llm, candidates={"qwen3.mlp": file})
+    assert run(llm) == before and llm.llm_engine.patched is None

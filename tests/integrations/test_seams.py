@@ -17,8 +17,8 @@ from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
 
 LIVE = {
-    "attention", "called_function", "experts", "kernel", "leaf", "module", "processor", "quant_method", "router",
-    "scheme",
+    "attention", "block", "called_function", "experts", "kernel", "leaf", "module", "processor", "quant_method",
+    "router", "scheme",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_each_seam_of_a_target_has_exactly_one_class() -> None:
     used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
     assert used <= set(SEAMS) == set(seam_interface.names())
     classes = [type(seam_interface.find(name)) for name in seam_interface.names()]
-    assert len(set(classes)) == len(classes) == 12
+    assert len(set(classes)) == len(classes) == 13
     assert {name for name in seam_interface.names() if seam_interface.find(name).live} == LIVE
 
 
@@ -38,9 +38,7 @@ def test_a_seam_file_defines_one_class_and_no_function() -> None:
 
 
 def test_an_unknown_seam_lists_the_known_ones() -> None:
-    with pytest.raises(
-        LookupError, match=r"unknown seam 'wall'. Known: attention, called_function, .*standalone"
-    ):
+    with pytest.raises(LookupError, match=r"unknown seam 'wall'. Known: attention, block, .*standalone"):
         seam_interface.find("wall")
 
 

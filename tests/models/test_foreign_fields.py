@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.modules import metadata
 from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels.core.forward_context import forward_context
+from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common import build, registry
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Decoder, Unsupported
@@ -163,7 +165,11 @@ class Checkpoint:
         for layer in model.modules():
             if isinstance(layer, PagedAttention):
                 layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
-        with forward_context(metadata([len(IDS)], [len(IDS)], 16)):
+            if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
+                layer.states = kept.new(2, torch.float32, "cpu")
+        step = metadata([len(IDS)], [len(IDS)], 16)
+        step = replace(step, state_slots=torch.ones(1, dtype=torch.int32), fresh=torch.tensor([True]))
+        with forward_context(step):
             return model.compute_logits(model(IDS, torch.arange(len(IDS))))
 
     def theirs(self, raw: dict[str, Any]) -> torch.Tensor | None:

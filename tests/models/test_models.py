@@ -17,6 +17,7 @@ from support.tiny import KINDS, MODELS, make_tiny
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.layer_state import StateSpec
 from fastkernels.engine.execution import ranks
 from fastkernels.models.common import build, decoder
 from fastkernels.models.common.clamped_experts import StackedExperts
@@ -72,7 +73,7 @@ def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
     """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
     llm = LLM(
         str(folder), device="cpu", num_blocks=10, block_size=8, max_num_seqs=4, max_num_batched_tokens=16,
-        max_model_len=64,
+        max_model_len=64, num_snapshots=8,
     )  # fmt: skip
     prompts = [[*range(10, 34), i] for i in range(4)]
     for _ in range(2):
@@ -80,8 +81,8 @@ def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
         assert got == [greedy(folder, prompt, 12) for prompt in prompts]
     scheduler = llm.llm_engine.scheduler
     assert scheduler.prefix_hits > 0
-    # Where all layers have a window of 8 or 9 tokens, ten blocks are enough for four sequences.
-    assert (scheduler.num_preemptions > 0) is (scheduler.blocks.window is None)
+    # Where all layers have a window of 8 or 9 tokens, ten blocks are enough for four sequences; states need none.
+    assert (scheduler.num_preemptions > 0) is any(group.window is None for group in scheduler.groups)
 
 
 def held(llm: LLM) -> list[int]:
@@ -173,6 +174,8 @@ def test_logits_equal_transformers(folder: Path) -> None:
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
             layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
+        if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
+            layer.states = kept.new(4, torch.float32, "cpu")
     found = []
     for start, end in ((0, 43), (43, 44), (44, 45)):
         with forward_context(one_sequence(start, end)):
@@ -220,7 +223,8 @@ def one_sequence(start: int, end: int) -> AttentionMetadata:
     at = torch.arange(start, end)
     slots = table[0, at // 16].long() * 16 + at % 16
     starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, end - start], [end]))
-    return AttentionMetadata(slots, starts, lengths, table, end - start, end)
+    own, fresh = torch.tensor([3], dtype=torch.int32), torch.tensor([start == 0])
+    return AttentionMetadata(slots, starts, lengths, table, end - start, end, state_slots=own, fresh=fresh)
 
 
 def test_every_language_model_is_tested() -> None:

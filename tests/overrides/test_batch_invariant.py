@@ -20,8 +20,8 @@ from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
-from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
-from fastkernels.overrides.recurrence.selective_scan import selective_scan
+from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
+from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
@@ -55,21 +55,25 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([q, *(cache[:, 0] for cache in caches)], dim=1)
 
 
-def _recurrent(x: torch.Tensor) -> torch.Tensor:
-    """Rows are sequences of four tokens, with two heads of 8 channels."""
-    q, k, v = x[:, :192].reshape(len(x), 3, 4, 2, 8).unbind(1)
-    decay, beta = (x[:, i : i + 8].float().reshape(len(x), 4, 2) for i in (192, 200))
-    state = torch.zeros(len(x), 2, 8, 8, device=x.device)
-    return gated_delta_rule(q, k, v, -decay.abs(), beta.sigmoid(), state, 0.3).flatten(1)
+def _tail(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Starts, slots and freshness of sequences, a row each, of this many tokens."""
+    starts = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+    return starts * tokens, starts[1:], torch.ones(len(x), dtype=torch.bool, device=x.device)
+
+
+def _convolved(x: torch.Tensor) -> torch.Tensor:
+    """Rows are sequences of four tokens with 80 channels."""
+    state, weight = x.new_zeros(len(x) + 1, 80, 3), _weight(x)[:320].view(80, 4)
+    return causal_conv1d(x[:, :320].reshape(-1, 80), weight, None, state, *_tail(x, 4)).view(len(x), -1)
 
 
 def _scanned(x: torch.Tensor) -> torch.Tensor:
     """Rows are sequences of four tokens with 40 channels, each with a state of 16 numbers."""
-    u, delta = x[:, :320].reshape(len(x), 2, 4, 40).unbind(1)
-    keys, queries = x[:, 320:448].reshape(len(x), 2, 4, 16).unbind(1)
+    u, delta = (x[:, i : i + 160].reshape(-1, 40) for i in (0, 160))
+    keys, queries = (x[:, i : i + 64].reshape(-1, 16) for i in (320, 384))
     decay = -torch.linspace(0.1, 2, 640, device=x.device).view(40, 16)
-    state = torch.zeros(len(x), 40, 16, device=x.device)
-    return selective_scan(u, delta, decay, keys, queries, state, None, None, None, True).flatten(1)
+    state = torch.zeros(len(x) + 1, 40, 16, device=x.device)
+    return mamba_scan(u, delta, decay, keys, queries, None, None, None, state, *_tail(x, 4)).view(len(x), -1)
 
 
 def _weight(x: torch.Tensor) -> torch.Tensor:
@@ -91,8 +95,8 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rotary_emb": _rotated,
     "rope_nd": _rotated_patches,
     "rope_store_kvcache": _stored,
-    "gated_delta_rule": _recurrent,
-    "selective_scan": _scanned,
+    "causal_conv1d": _convolved,
+    "mamba_scan": _scanned,
     "top_k_per_row": lambda x: top_k_per_row(x, 100),
 }  # fmt: skip
 

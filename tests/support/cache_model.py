@@ -43,12 +43,15 @@ class CacheModel:
 
     version  of its weights, which a test may change
     oldest   by group and place in the cache: the oldest version that what is stored there depends on
+    states   by slot of recurrent state: the tokens of a sequence, and the oldest version; None without such layers
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-        windows: Sequence[int] = (),
+        windows: Sequence[int] = (), paged: bool = True, state_slots: int = 0,
     ):  # fmt: skip
+        self.paged = paged
+        self.states: list[tuple[list[int], int]] | None = [([], 0)] * state_slots or None
         self.block_size, self.budget, self.windows = block_size, max_num_batched_tokens, windows
         groups = 1 + len(windows)
         self.caches = np.full((groups, num_blocks * block_size), -1, np.int64)
@@ -71,11 +74,26 @@ class CacheModel:
             assert block > 0 or group > 0, "only a window leaves blocks behind"
             self.tables[group, slot, column] = block
         ids = self._input_ids(step)
-        self._store(step, ids)
+        if self.states is not None:
+            self._scan(step, ids, self.states)
+        if self.paged:
+            self._store(step, ids)
         found = [self._sample(slot, length) for slot, length in zip(step.slots, step.seq_lens, strict=True)]
         self.last[step.slots] = found
         self.computed_tokens += len(ids)
         return Done(StepOutput(np.array(found)))
+
+    def _scan(self, step: StepInput, ids: np.ndarray, states: list[tuple[list[int], int]]) -> None:
+        """Add the step's tokens to the states of its rows, between the copies of slots."""
+        for source, target in step.state_loads.tolist():
+            states[target] = states[source]
+        ends = step.query_lens.cumsum()
+        for slot, count, length, end in zip(step.slots, step.query_lens, step.seq_lens, ends, strict=True):
+            before, oldest = states[slot + 1] if length > count else ([], self.version)
+            assert len(before) == length - count, "the state is of another sequence"
+            states[slot + 1] = [*before, *ids[end - count : end].tolist()], min(oldest, self.version)
+        for source, target in step.state_saves.tolist():
+            states[target] = states[source]
 
     def _input_ids(self, step: StepInput) -> np.ndarray:
         rows = np.repeat(step.slots, step.query_lens)
@@ -127,4 +145,10 @@ class CacheModel:
         return self.caches[group, blocks * self.block_size + positions % self.block_size]
 
     def _sample(self, slot: int, length: int) -> int:
-        return next_token(self._tokens(0, slot, np.arange(length)))
+        state = None if self.states is None else self.states[slot + 1][0]
+        if not self.paged:
+            assert state is not None
+            return next_token(state)
+        tokens = self._tokens(0, slot, np.arange(length))
+        assert state is None or state == tokens.tolist(), "the state is of other tokens"
+        return next_token(tokens)

@@ -33,7 +33,8 @@ class Driver:
 
     def __init__(self, runner: Generate, seed: int = 0):
         self.runner = runner
-        order = np.random.default_rng(seed).permutation(np.arange(1, runner.limits.num_blocks))
+        blocks = runner.limits.num_blocks or 64  # a model without paged layers has none
+        order = np.random.default_rng(seed).permutation(np.arange(1, blocks))
         self.free = order.tolist()  # shuffled, so that no table is a range
         self.tables: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}

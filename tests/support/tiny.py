@@ -312,6 +312,55 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", {"state_size": 12, "time_step_rank": 10}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 10,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **MLA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_experts": 8,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 24,
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"expand": 1, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "chunk_size": 8},
+    ),
+}
+KINDS.update(RECURRENT)
+
+
 # Every language model that our engine builds, and variants of some. name: (kind, fields of its config)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -335,6 +384,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     **{k: (k, {}) for k in ("deepseek_v32", "glm_moe_dsa")},
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
+    **{k: (k, {}) for k in RECURRENT},
+    "mamba2_one_group": (
+        "mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False},
+    ),
+    "qwen3_next_bias": ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "kimi_linear_query": ("kimi_linear", {"q_lora_rank": 40, "n_group": 2, "topk_group": 1}),
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),

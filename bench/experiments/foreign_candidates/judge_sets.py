@@ -3,7 +3,8 @@
 Judges each candidate of each set (a subfolder of SETS) on a few cases and as many with other sizes, in short rounds, in
 the cage. The static scan is reported, not enforced. The candidate's own process also reports whether its kernel runs in
 compiled code, and what new batch sizes compile. All files share the judge's fork server and the process of the
-baselines, and files of one op follow each other. Resumes: what OUT/summary.jsonl has is not judged again.
+baselines, and files of one op follow each other. Resumes: what OUT/summary.jsonl has is not judged again. The files
+without a failed case are copied to OUT/passing/SET, sets for `fk-bench eval`.
 
     python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections import Counter
@@ -123,8 +125,24 @@ def main() -> None:
             row = {"set": name, "op": file.op, "file": file.source.name, "digest": digest}
             row |= judged(file, chosen, sides, args.out / "rows.jsonl")
             _add(summary, row | {"seconds": round(time.perf_counter() - begin, 1)})
+            if passes(row):
+                pass_on(file, args.out / "passing" / name)
     if summary.exists():
         print(table(summary))
+
+
+def passes(row: dict[str, Any]) -> bool:
+    """Whether each case of a file, own and held-out, is right."""
+    counts = Counter(row.get("own", {})) + Counter(row.get("held_out", {}))
+    return bool(counts["ok"]) and set(+counts) <= {"ok", "skipped"}
+
+
+def pass_on(file: SetFile, folder: Path) -> None:
+    """Copy an adapted file with its sources."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file.path, folder / file.path.name)
+    if (own := candidate.sources_folder(file.path)).is_dir():
+        shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -148,7 +148,7 @@ def e2e_command(
         if names[0] not in IN_PROCESS and (image_size or lanes or ops):
             raise ConfigError(f"--image-size, --lanes and --ops are for --hosts {', '.join(IN_PROCESS)}")
         if candidate is not None:
-            from_directory(candidate)
+            from_directory(candidate, blocks=names == ["fastkernels"])
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
         fail(str(error))
     folder = out or Path("fk-bench-runs") / time.strftime("e2e-%Y%m%d-%H%M%S")

@@ -54,8 +54,12 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False))
 
-    blocks = llm.llm_engine.blocks
-    return generate, blocks.num_usable * blocks.block_size, llm
+    engine = llm.llm_engine
+    return (
+        generate,
+        engine.scheduler.num_cache_tokens or engine.max_model_len * engine.config.max_num_seqs,
+        llm,
+    )
 
 
 def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
@@ -246,7 +250,7 @@ def patched(engine: Any, candidates: str) -> Any:
     import fastkernels as library
     from fastkernels.core.candidate import from_directory
 
-    files = from_directory(candidates)
+    files = from_directory(candidates, blocks=True)
     return library.patch(engine, ops=list(files), candidates=files)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastkernels.core import parallel, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.layer_state import StateSpec
 from fastkernels.core.spec import Case
 from fastkernels.models.common import build
 from fastkernels.overrides.attention.attention import PagedAttention
@@ -151,6 +152,8 @@ def _bind(model: nn.Module, blocks: int, dtype: torch.dtype) -> int:
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
             layer.kv_cache = layer.new_cache(blocks, BLOCK_SIZE, dtype, "meta")  # type: ignore[assignment]
+        if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
+            layer.states = kept.new(blocks, dtype, "meta")  # type: ignore[assignment]
     return blocks
 
 
@@ -168,7 +171,8 @@ def _batch(
     decodes = batch if max(q_lens) == 1 else 0
     ids = torch.randint(vocab, (sum(q_lens),), generator=torch.Generator().manual_seed(0))
     return ids, positions, AttentionMetadata(
-        slots, starts, lens, table, max(q_lens), context, decodes, context if decodes else 0
+        slots, starts, lens, table, max(q_lens), context, decodes, context if decodes else 0,
+        state_slots=torch.arange(1, batch + 1, dtype=torch.int32), fresh=starts.diff() == lens,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def costs(made: Plan, context: int, gpu: str) -> dict[str, Any]:
     """Bytes and operations of a token at this context, and the floor of a decode step on the GPU."""
-    moved = made.read_bytes + made.kv_bytes(context)
+    moved = made.read_bytes + made.kv_bytes(context) + 2 * made.state_bytes  # states are read and written
     peaks = roofline.peaks(gpu)
     floor = roofline.floor_us(moved, made.flops(1, context), made.dtype, peaks)
     return {
@@ -55,7 +55,7 @@ def costs(made: Plan, context: int, gpu: str) -> dict[str, Any]:
         "weight_bytes": made.weight_bytes,
         "read_bytes_per_token": made.read_bytes,
         "kv_bytes_per_token": made.kv_bytes_per_token,
-        "state_bytes": 0,
+        "state_bytes": made.state_bytes,
         "decode_flops": made.flops(1, context),
         "prefill_flops_per_token": made.flops(context, context) // context,
         "decode_bytes": moved,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.models.common.registry import by_architecture, find, models
+from fastkernels.models.common.registry import by_architecture, models
 from fk_bench.core.model_names import PUBLIC, public_name
 
 
@@ -36,11 +36,9 @@ def register(model: str) -> tuple[str, tuple[str, ...]]:
 
     Raises UnknownName, CheckpointError, and Unsupported for a model without a block that can be judged.
     """
-    from fastkernels.models.common import block_tasks, blocks
+    from fastkernels.models.common import block_tasks
 
-    config = config_of(model)
-    text = blocks.text_of(find(config.architectures[0], config).name, config)
-    return text, block_tasks.register(text)
+    return block_tasks.register_model(config_of(model))
 
 
 def model_of(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 from fk_integrations.transformers import module_walk, tiny_models
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common import build, registry
 from fastkernels.models.common.plan import plan
 from fastkernels.overrides.attention.attention import PagedAttention
@@ -86,11 +87,17 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
             layer.kv_cache = layer.new_cache(blocks + 1, BLOCK, torch.float32, "cpu")  # type: ignore[assignment]
+        if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
+            layer.states = kept.new(2, torch.float32, "cpu")
     table, found = torch.arange(blocks, 0, -1, dtype=torch.int32)[None], []
     for start, end in ((0, len(ids) - 2), (len(ids) - 2, len(ids) - 1), (len(ids) - 1, len(ids))):
         at = torch.arange(start, end)
         slots = table[0, at // BLOCK].long() * BLOCK + at % BLOCK
         starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, end - start], [end]))
-        with forward_context(AttentionMetadata(slots, starts, lengths, table, end - start, end)):
+        own, fresh = torch.tensor([1], dtype=torch.int32), torch.tensor([start == 0])
+        metadata = AttentionMetadata(
+            slots, starts, lengths, table, end - start, end, state_slots=own, fresh=fresh
+        )
+        with forward_context(metadata):
             found.append(model.compute_logits(model(ids[start:end], at)))
     return torch.cat(found)

@@ -105,6 +105,10 @@ class EngineOptions:
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks
     )
+    num_snapshots: Annotated[
+        int | None,
+        typer.Option(help="snapshots of recurrent states in the prefix cache (default: by memory)"),
+    ] = DEFAULT.num_snapshots
     kv_cache_memory: Annotated[
         int | None, typer.Option(help="bytes of the KV cache (default: what fits)")
     ] = DEFAULT.kv_cache_memory

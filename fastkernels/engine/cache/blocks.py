@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import Any, Protocol
 
 
 class OutOfBlocks(RuntimeError):
@@ -39,7 +40,10 @@ class BlockManager:
     window: the number of tokens that a query of these layers sees, itself included; None: all.
     epoch: number of resets. A sequence admitted in an earlier one names no more blocks: its keys depend on those from
     before the reset.
+    on_forget: called with each name that a reused block loses.
     """
+
+    on_forget: Callable[[bytes], Any] | None = None
 
     def __init__(
         self, num_blocks: int, block_size: int, enable_caching: bool = True, window: int | None = None
@@ -99,6 +103,10 @@ class BlockManager:
         names = names[: self.known_prefix(names, len(names))]
         unseen = self.num_unseen(len(names) * self.block_size)
         return [0] * unseen + [self._block[name] for name in names[unseen:]]
+
+    def knows(self, name: bytes) -> bool:
+        """Whether a block has this name."""
+        return name in self._block
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are held. Holding one of the others reduces num_free."""
@@ -168,9 +176,19 @@ class BlockManager:
         if name is not None:
             del self._block[name]
             self._name[block] = None
+            if self.on_forget is not None:
+                self.on_forget(name)
 
 
-def known_prefix(groups: Sequence[BlockManager], names: Sequence[bytes]) -> int:
+class PrefixCache(Protocol):
+    """A part of the prefix cache: blocks of a group of layers, or snapshots of states."""
+
+    def known_prefix(self, names: Sequence[bytes], limit: int) -> int:
+        """The largest number of blocks, up to `limit`, after which a sequence can go on from what is known."""
+        ...
+
+
+def known_prefix(groups: Sequence[PrefixCache], names: Sequence[bytes]) -> int:
     """The largest number of blocks that every group knows, as far as it needs them."""
     known = len(names)
     while True:

@@ -23,12 +23,14 @@ class Limits:
     """Limits of the machine and the model, derived when the engine is built.
 
     groups: (window, number of blocks) of each group of layers; see Group.
+    snapshots: of recurrent states; None: no layer keeps a state.
     """
 
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
     groups: tuple[tuple[int | None, int], ...] = ()
+    snapshots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ def groups_of(layers: Sequence[Any], max_model_len: int) -> list[Group]:
     """The layers by window, the largest first. A window as long as the context is none."""
     found: dict[int | None, list[Any]] = {}
     for layer in layers:
-        window = layer.window_left + 1
-        found.setdefault(window if 0 < window < max_model_len else None, []).append(layer)
+        window = layer.keeps.window
+        found.setdefault(window if window and window < max_model_len else None, []).append(layer)
     order = sorted(found, key=lambda window: -(window or max_model_len))
     return [Group(window, tuple(found[window])) for window in order]
 
@@ -54,7 +56,7 @@ def group_blocks(groups: Sequence[Group], num_blocks: int, config: EngineConfig)
 
     A running sequence holds the blocks that its window touches and at most three more; a step adds those of its tokens.
     """
-    size, made = config.block_size, [num_blocks]
+    size, made = config.block_size, [num_blocks][: len(groups)]
     for group in groups[1:]:
         assert group.window is not None
         each = -(-(group.window - 1) // size) + 3
@@ -65,6 +67,8 @@ def group_blocks(groups: Sequence[Group], num_blocks: int, config: EngineConfig)
 
 def fitting_blocks(groups: Sequence[Group], num_bytes: int, config: EngineConfig, dtype: torch.dtype) -> int:
     """The largest number of blocks of the first group with which the caches of all groups fit into num_bytes."""
+    if not groups:
+        return 0
     each = [block_bytes(group.layers, config.block_size, dtype) for group in groups]
 
     def total(num_blocks: int) -> int:
@@ -135,6 +139,8 @@ def limits(config: EngineConfig, wanted: int, num_blocks: int, groups: Sequence[
 
     Raises ValueError if config.max_model_len does not fit.
     """
+    if not groups:
+        return Limits(0, wanted, config.max_num_batched_tokens)
     room = (num_blocks - 1) * config.block_size
     if room < (config.max_model_len or config.block_size):
         what = (

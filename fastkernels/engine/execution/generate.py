@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,9 @@ import torch
 from fastkernels.core.dispatch import direct_calls
 from fastkernels.core.env import Environment
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.engine.cache import kv_cache
+from fastkernels.core.layer_state import KVSpec
+from fastkernels.engine.cache import kv_cache, state_cache
+from fastkernels.engine.cache.state_cache import StateCache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
@@ -25,7 +29,7 @@ from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors
 from fastkernels.engine.sampling.token_masks import to_device
-from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.models.common import build
 from fastkernels.overrides.sampling.sampling import sampling
 
 PROMPT_LOGITS = 1 << 26  # logits that prompt_logprobs computes at once
@@ -37,14 +41,18 @@ class Generate(Runner):
     backend: AttentionBackend
     batch: InputBatch
     graphs: Graphs | None
+    states: StateCache | None = None  # of layers that keep a state, if there are any
 
     def _prepare(self, folder: Path) -> None:
         self.cache_dtype = kv_cache.cache_dtype(self.config.kv_cache_dtype, self.dtype)
         self.max_model_len = kv_cache.wanted_model_len(self.config, self.hf_config)
 
     def _loaded(self) -> None:
-        self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        modules = list(self.model.modules())
+        self.layers = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
         self.groups = kv_cache.groups_of(self.layers, self.max_model_len)
+        self.state_layers = state_cache.state_layers(modules)
+        self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
         if self.device.type == "cpu":
             pack_weights(self.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
@@ -59,21 +67,33 @@ class Generate(Runner):
         self._mark("choice of kernels")
 
     def num_fitting_blocks(self) -> int:
-        """See Runner. On CUDA, run the largest step to measure its memory. Raises ValueError for too few blocks."""
+        """See Runner. On CUDA, run the largest step to measure its memory.
+
+        Without paged layers, the result is a number of snapshots. Raises ValueError for too few blocks, or for too
+        little memory for the states of max_num_seqs sequences.
+        """
         config = self.config
+        if self.device.type == "cpu" and (free := build.free_bytes(self.device)) is not None:
+            self._running_bytes(free)
         if config.num_blocks is not None:
-            return config.num_blocks
+            return config.num_blocks if self.groups else self._fitting(kv_cache.CPU_CACHE)
         if config.kv_cache_memory is not None:
-            return self._fitting(config.kv_cache_memory)
+            return self._fitting(config.kv_cache_memory - self._running_bytes(config.kv_cache_memory))
         if self.device.type == "cpu":
             return self._fitting(kv_cache.CPU_CACHE)
-        self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
-        weights, activations = activation_bytes(self)
+        budget = kv_cache.cuda_budget(config)
+        self._running_bytes(budget - torch.cuda.memory_allocated())
+        self._bind(2 if self.groups else 0, min(self.max_model_len, config.max_num_batched_tokens))
+        weights, activations = activation_bytes(self)  # the weights with the slots of running sequences
         self._mark("largest step")
         del self.backend  # and its workspaces
-        kv_cache.unbind(self.layers)
+        self._unbind()
         budget = kv_cache.cuda_budget(config)
+        own = (config.max_num_seqs + 1) * self.slot_bytes
+        self._running_bytes(budget - activations - (weights - own))
         blocks = self._fitting(budget - weights - activations)
+        if not self.groups:
+            return blocks
         least = -(-(config.max_model_len or 1) // config.block_size) + 1
         if blocks < least:
             length = config.max_model_len or config.block_size
@@ -84,7 +104,8 @@ class Generate(Runner):
 
     def bind(self, num_blocks: int) -> None:
         """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
-        self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
+        limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
+        self.limits = replace(limits, snapshots=self._num_snapshots(num_blocks))
         self._bind(num_blocks, self.limits.max_model_len)
         self._mark("KV cache")
         self.capture()
@@ -114,7 +135,11 @@ class Generate(Runner):
             self.sampler.set_rows(step.new_rows)
         plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0), step.masked)
         self.batch.update(step.block_updates)
+        if self.states is not None:
+            self.states.copy(step.state_loads)
         inputs, outputs = self._run(step)
+        if self.states is not None:
+            self.states.copy(step.state_saves)
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
         if logits is None:
@@ -165,6 +190,10 @@ class Generate(Runner):
 
     def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states [T, H]."""
+        if self.states is not None:
+            slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
+            fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
+            metadata = replace(metadata, state_slots=slots.to(torch.int32), fresh=fresh)
         with forward_context(metadata), direct_calls(self.device):
             return self.model(ids, inputs.positions)
 
@@ -186,21 +215,55 @@ class Generate(Runner):
             for i in range(0, n, size)
         ]
 
-    def block_bytes(self, layers: Sequence[PagedAttention] | None = None) -> int:
+    def block_bytes(self, layers: Sequence[Any] | None = None) -> int:
         """Bytes of one block: keys and values of these layers, by default of all."""
         return kv_cache.block_bytes(layers or self.layers, self.config.block_size, self.cache_dtype)
 
     def _fitting(self, num_bytes: int) -> int:
+        """The number of blocks, or without paged layers of snapshots, for num_bytes."""
+        if not self.groups:
+            return state_cache.num_snapshots(self.config, self.slot_bytes, num_bytes)
+        if self.state_layers:
+            num_bytes = num_bytes * state_cache.SHARE // (state_cache.SHARE + 1)
         return kv_cache.fitting_blocks(self.groups, num_bytes, self.config, self.cache_dtype)
 
+    def _running_bytes(self, num_bytes: int) -> int:
+        """Bytes of the states of running sequences. Raises ValueError if num_bytes do not hold them."""
+        if not self.state_layers:
+            return 0
+        state_cache.check_room(self.config, self.slot_bytes, num_bytes)
+        return (self.config.max_num_seqs + 1) * self.slot_bytes
+
+    def _num_snapshots(self, num_blocks: int) -> int | None:
+        """Snapshots next to num_blocks blocks: the same number on all ranks. None: no layer keeps a state."""
+        if not self.state_layers:
+            return None
+        if not self.groups:
+            return num_blocks
+        counts = kv_cache.group_blocks(self.groups, num_blocks, self.config)
+        paged = sum(n * self.block_bytes(g.layers) for g, n in zip(self.groups, counts, strict=True))
+        return state_cache.num_snapshots(self.config, self.slot_bytes, paged // state_cache.SHARE)
+
     def _bind(self, num_blocks: int, max_model_len: int) -> None:
+        """Allocate the cache of num_blocks blocks, and the states that `limits` has."""
         config = self.config
         counts = kv_cache.group_blocks(self.groups, num_blocks, config)
         kv_cache.bind(self.groups, counts, config.block_size, self.cache_dtype, self.device)
-        self.batch = InputBatch(
-            self.device, config.max_num_seqs, max_model_len, config.block_size, len(self.groups)
-        )
+        if self.state_layers:
+            snapshots = getattr(self, "limits", None)
+            slots = 1 + config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
+            self.states = None  # frees the old one first
+            self.states = StateCache(self.state_layers, slots, self.dtype, self.device)
+        # Without paged layers, one table stays zero.
+        groups = max(1, len(self.groups))
+        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size, groups)
         self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+
+    def _unbind(self) -> None:
+        kv_cache.unbind(self.layers)
+        for layer in self.state_layers:
+            layer.states = None
+        self.states = None
 
 
 class GenerateStep:

@@ -15,6 +15,7 @@ import numpy as np
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 SAMPLED = -1  # as an input id: the token that this slot sampled last
+NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class StepInput:
                    layers is g * (max_num_seqs + 1) + slot
     new_rows       slots that get a new request before the step runs
     masked         the step samples only when its Pending gets the TokenMasks
+    state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
     slots: np.ndarray
@@ -70,6 +72,8 @@ class StepInput:
     new_rows: Sequence[NewRow] = ()
     prompt_targets: Sequence[PromptTargets] = ()
     masked: bool = False
+    state_loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    state_saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def join(runner: Any, rendezvous: str) -> None:
         parallel.init(runner.rank, size, f"file://{rendezvous}", str(runner.device))
 
 
-ARRAYS = ("slots", "query_lens", "seq_lens", "offsets", "input_ids", "block_updates")
+ARRAYS = (
+    "slots", "query_lens", "seq_lens", "offsets", "input_ids", "block_updates", "state_loads", "state_saves",
+)  # fmt: skip
 
 
 def pack(step: Any) -> bytes:
@@ -86,12 +88,12 @@ def unpack(data: tuple[Any, ...]) -> Any:
     if len(data) == 1:
         return data[0]
     arrays, num_decodes, new_rows, prompt_targets, masked = data
-    slots, query_lens, seq_lens, offsets, input_ids, updates = (
+    slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
-        masked,
+        masked, loads.reshape(-1, 2), saves.reshape(-1, 2),
     )  # fmt: skip
 
 

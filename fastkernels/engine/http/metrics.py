@@ -122,10 +122,10 @@ class Metrics:
             startup.add_metric([*self._labels.values(), phase], seconds)
         yield startup
         counters: list[tuple[str, str, float]] = []
-        if blocks is not None:
+        if self.engine.kind == "Generate":
             cache = {
                 "block_size": self.engine.config.block_size,
-                "num_gpu_blocks": blocks.num_blocks,
+                "num_gpu_blocks": 0 if blocks is None else blocks.num_blocks,
                 "enable_prefix_caching": self.engine.config.enable_prefix_caching,
                 "cache_dtype": self.engine.config.kv_cache_dtype,
             }

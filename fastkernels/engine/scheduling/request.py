@@ -59,6 +59,11 @@ class Request:
     num_named_blocks     blocks of its tables that the prefix cache knows
     epoch                that of the prefix cache at its last admission; see BlockManager
     next_unseen          number of computed tokens at which windows leave another block behind
+    branch               number of tokens that an earlier sequence had, too, where a snapshot of the state is worth its
+                         step; 0: none
+    snapshot             number of tokens at its last snapshot
+    unnamed              (number of tokens, slot) of its snapshots that have no name yet
+    decode_snapshot      the name of its last snapshot within generated tokens
     num_sent_chars       characters of its text that the caller has received
     num_cached_tokens    tokens that its first admission found in the prefix cache
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
@@ -89,6 +94,10 @@ class Request:
     num_named_blocks: int = 0
     epoch: int = 0
     next_unseen: int = sys.maxsize
+    branch: int = 0
+    snapshot: int = 0
+    unnamed: list[tuple[int, int]] = field(default_factory=list)
+    decode_snapshot: bytes | None = None
     num_sent_chars: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

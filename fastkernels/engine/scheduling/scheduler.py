@@ -9,6 +9,10 @@ When blocks run out, the last running request is preempted: it loses its blocks,
 place in the order, and is recomputed (or found in the prefix cache) when it is admitted again.
 
 With two steps in flight, a request may be scheduled while its last token is being sampled: see `num_inflight`.
+
+Some layers keep a state of each sequence instead of the keys of its tokens. The state of a running sequence is in the
+slot after its own number. The prefix cache has snapshots of states for these layers, and chunks of a prompt end where a
+snapshot can be taken, at the border of a block.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_prefix
+from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_block, known_prefix
+from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
@@ -41,6 +46,7 @@ class Batch:
     counts   tokens to compute
     offsets  tokens generated before the one that this step samples; -1: it samples none
     admitted requests that received their slot in this step
+    state_loads, state_saves  slots of recurrent state to copy, (from, to), before and after the step
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -49,6 +55,8 @@ class Batch:
     offsets: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     num_decodes: int = 0
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def masked(self) -> bool:
@@ -66,9 +74,14 @@ def _key(request: Request) -> tuple[float, str, int]:
 class Scheduler:
     """Holds all unfinished requests, running and waiting, with their slots and blocks.
 
-    groups: the blocks of each group of layers; those of layers that see all tokens come first. `blocks` is the first.
+    groups: the blocks of each group of paged layers; those of layers that see all tokens come first
     least_tokens: of a shortened step
+    states: the snapshots of layers that keep a state; None: there are none
+
+    `blocks` is the first group, or without one the snapshots: what names a prefix.
     """
+
+    blocks: BlockManager | Snapshots
 
     def __init__(
         self,
@@ -77,9 +90,18 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_waiting: int,
         least_tokens: int = LEAST_TOKENS,
+        states: Snapshots | None = None,
     ):
         self.least_tokens = least_tokens
-        self.groups, self.blocks = groups, groups[0]
+        self.groups, self.states = groups, states
+        self._caches: list[PrefixCache] = [*groups]
+        if states is not None:
+            self._caches.append(states)
+            if groups:
+                groups[0].on_forget = states.drop
+        named = groups[0] if groups else states
+        assert named is not None, "a model keeps blocks, states or both"
+        self.blocks = named
         self._windowed = [(i, group) for i, group in enumerate(groups) if group.window is not None]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
@@ -90,6 +112,8 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._planned: dict[Request, int] = {}  # tokens in the step being scheduled, decodes first
         self._preempted = False  # whether this step preempted a request
+        self._loads: list[tuple[int, int]] = []  # copies of states in the step being scheduled
+        self._saves: list[tuple[int, int]] = []
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
@@ -117,14 +141,21 @@ class Scheduler:
                 )
 
     @property
+    def num_cache_tokens(self) -> int | None:
+        """Tokens that the blocks of the first group hold; None without groups."""
+        return self.groups[0].num_usable * self.groups[0].block_size if self.groups else None
+
+    @property
     def cache_usage(self) -> float:
-        """Share of the blocks in use, 0 to 1, of the group with the fewest left."""
-        return max(group.usage for group in self.groups)
+        """Share of the blocks in use, 0 to 1, of the group with the fewest left; without groups, of the sequences."""
+        return max((group.usage for group in self.groups), default=len(self.running) / self.max_num_seqs)
 
     def reset_cache(self) -> None:
         """Forget the prefix cache. Running requests go on, and name no blocks until they are admitted again."""
         for group in self.groups:
             group.reset_cache()
+        if self.states is not None:
+            self.states.reset_cache()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, and ValueError for a request larger than the KV cache."""
@@ -137,10 +168,12 @@ class Scheduler:
 
         Its tokens count as computed from here on, since steps run in the order of scheduling.
         """
-        self._planned, self._preempted = {}, False
+        self._planned, self._preempted, self._loads, self._saves = {}, False, [], []
         for request in self.running:
             if request.num_computed_tokens >= request.next_unseen:
                 self._free_unseen(request)
+            if request.unnamed:
+                self._name_snapshots(request)
         budget = self._plan_running()
         admitted = [] if self._preempted else self._admit(budget)
         planned, self._planned = self._planned, {}
@@ -152,7 +185,9 @@ class Scheduler:
         counts = [planned[r] for r in requests]
         starts = [r.num_computed_tokens for r in requests]
         offsets = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
-        return Batch(requests, starts, counts, offsets, admitted, len(ones))
+        return Batch(
+            requests, starts, counts, offsets, admitted, len(ones), self._loads, self._saves
+        )  # fmt: skip
 
     def remove(self, requests: Iterable[Request]) -> None:
         """Remove unfinished requests, and free their slots and blocks."""
@@ -196,13 +231,15 @@ class Scheduler:
             if request.status is not Status.RUNNING or generated >= request.max_tokens:
                 continue  # preempted by an earlier request, or its last token is in flight
             # The last group's tables are the shortest: others hold a whole prompt from its first step on.
-            if after <= len(request.block_tables[-1].blocks) * block_size or self._make_room(request, after):
+            tables = request.block_tables
+            if not tables or after <= len(tables[-1].blocks) * block_size or self._make_room(request, after):
                 planned[request] = 1
         budget = self._budget(prefills) - len(planned)
         for request in prefills:
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             if count < 1 or request.status is not Status.RUNNING:
                 continue
+            count = self._cut(request, request.num_computed_tokens, count)
             if self._make_room(request, request.num_computed_tokens + count):
                 planned[request] = count
                 budget -= count
@@ -259,13 +296,15 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._release(request)
         self._planned.pop(request, None)
-        request.num_computed_tokens = request.num_named_blocks = 0
+        request.num_computed_tokens = request.num_named_blocks = request.snapshot = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)
 
     def _release(self, request: Request) -> None:
+        if request.unnamed:
+            self._name_snapshots(request, last=True)
         for group, table in zip(self.groups, request.block_tables, strict=True):
             group.free(table.blocks)
             table.clear()
@@ -276,17 +315,20 @@ class Scheduler:
         admitted: list[Request] = []
         while budget > 0 and self._slots and (request := self._first_waiting()):
             names = self._known_names(request)
-            names = names[: known_prefix(self.groups, names)]
+            seen = 0 if self.states is None else self.states.num_seen(names)
+            names = names[: known_prefix(self._caches, names)]
             found = [group.find(names) for group in self.groups]
             cached = len(names) * self.blocks.block_size
-            count = min(request.num_tokens - cached, budget)
+            branch = seen * self.blocks.block_size if seen > len(names) else 0
+            count = self._cut(request, cached, min(request.num_tokens - cached, budget), branch)
             # The blocks of a whole prompt, or of what a window needs of it in this step
             ends = [request.num_tokens if group.window is None else cached + count for group in self.groups]
             if not self._has_room(found, ends):
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
-            self._start(request, found)
+            request.branch = branch
+            self._start(request, found, names)
             for group, table, end in zip(self.groups, request.block_tables, ends, strict=True):
                 group.grow(table.blocks, end)
             # Named at once: layers store a step's keys before they read, so the same step can already share them.
@@ -308,14 +350,14 @@ class Scheduler:
                 return False
         return True
 
-    def _start(self, request: Request, found: list[list[int]]) -> None:
+    def _start(self, request: Request, found: list[list[int]], names: Sequence[bytes]) -> None:
         if not request.block_tables:
             request.block_tables = [BlockTable() for _ in self.groups]
         for group, table, blocks in zip(self.groups, request.block_tables, found, strict=True):
             group.hold(blocks)
             table.blocks.extend(blocks)
             table.num_freed = blocks.count(0)
-        known = len(found[0])
+        known = len(names)
         cached = known * self.blocks.block_size
         request.num_computed_tokens, request.num_named_blocks = cached, known
         request.epoch = self.blocks.epoch
@@ -327,6 +369,9 @@ class Scheduler:
             self.prefix_queries += request.num_tokens
             self.prefix_hits += cached
         request.slot = self._slots.pop()
+        request.snapshot = cached
+        if self.states is not None and names:
+            self._loads.append((self.states.find(names[-1]), request.slot + 1))
         request.status = Status.RUNNING
         insort(self.running, request, key=_key)
 
@@ -337,6 +382,8 @@ class Scheduler:
         computed = request.num_computed_tokens = request.num_computed_tokens + count
         if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
             self._name_blocks(request, computed)
+        if self.states is not None and computed % self.blocks.block_size == 0:
+            self._take_snapshot(request, self.states)
         generated = len(request.output_token_ids) + request.num_inflight
         if computed < len(request.prompt_token_ids) + generated:
             return -1
@@ -365,7 +412,66 @@ class Scheduler:
         for i in range(request.num_named_blocks, full):
             for group, table in zip(self.groups, request.block_tables, strict=True):
                 group.name(table.blocks[i], request.block_hashes[i])
+            if self.states is not None:
+                self.states.see(request.block_hashes[i])
         request.num_named_blocks = max(request.num_named_blocks, full)
+
+    def _cut(self, request: Request, start: int, count: int, branch: int | None = None) -> int:
+        """The length of a chunk of up to `count` tokens from `start` on, which may end where a snapshot is taken.
+
+        It ends at the branch, or, if it does not complete the sequence, at the border of a block.
+        """
+        if self.states is None or not self.blocks.enable_caching:
+            return count
+        branch = request.branch if branch is None else branch
+        size, end = self.blocks.block_size, start + count
+        if start < branch < end:
+            return branch - start
+        if end < request.num_tokens and end // size * size > start:
+            return end // size * size - start
+        return count
+
+    def _take_snapshot(self, request: Request, states: Snapshots) -> None:
+        """Let the step that is being scheduled copy the request's state, which is at the border of a block then."""
+        at = request.num_computed_tokens
+        far = at - request.snapshot >= states.interval
+        if not self._may_name(request) or not states.enable_caching or not (far or at == request.branch):
+            return
+        slot = states.take()
+        if slot is not None:
+            self._saves.append((request.slot + 1, slot))
+            request.unnamed.append((at, slot))
+            request.snapshot = at
+
+    def _name_snapshots(self, request: Request, last: bool = False) -> None:
+        """Name the snapshots whose tokens are known by now. last: free the others."""
+        states = self.states
+        assert states is not None
+        left = []
+        for at, slot in request.unnamed:
+            if not self._may_name(request):
+                states.give_back(slot)
+            elif at <= request.num_known_tokens:
+                self._name_blocks(request, at)
+                self._name_snapshot(request, at, slot, request.block_hashes[at // states.block_size - 1])
+            elif last:
+                states.give_back(slot)
+            else:
+                left.append((at, slot))
+        request.unnamed = left
+
+    def _name_snapshot(self, request: Request, at: int, slot: int, name: bytes) -> None:
+        """Name a snapshot. Of those within the generated tokens, the last one replaces the others.
+
+        Its block may have no name: another one had it, and is evicted. Then nothing would evict the snapshot.
+        """
+        assert self.states is not None
+        if self.groups and not self.groups[0].knows(name):
+            self.states.give_back(slot)
+        elif self.states.name(slot, name) and at > len(request.prompt_token_ids):
+            if request.decode_snapshot is not None:
+                self.states.drop_unused(request.decode_snapshot)
+            request.decode_snapshot = name
 
     def _hash(self, request: Request, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.blocks.block_size

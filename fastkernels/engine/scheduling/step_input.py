@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastkernels.engine.execution.step import SAMPLED, NewRow, PromptTargets, StepInput
+from fastkernels.engine.execution.step import NO_COPIES, SAMPLED, NewRow, PromptTargets, StepInput
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
@@ -33,6 +33,8 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         new_rows=[_new_row(r) for r in batch.admitted],
         prompt_targets=_prompt_targets(batch),
         masked=batch.masked,
+        state_loads=np.array(batch.state_loads, np.int32).reshape(-1, 2) if batch.state_loads else NO_COPIES,
+        state_saves=np.array(batch.state_saves, np.int32).reshape(-1, 2) if batch.state_saves else NO_COPIES,
     )
 
 

@@ -48,4 +48,5 @@ def _check_windows(config: Any, described: Decoder) -> None:
 
 def _shorter(window: int | None, config: Any) -> int | None:
     """A window, unless it is as long as the context."""
-    return window if window and window < config.max_position_embeddings else None
+    longest = getattr(config, "max_position_embeddings", None)
+    return window if window and (longest is None or window < longest) else None

@@ -20,7 +20,8 @@ from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
-from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of
+from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, text_of
+from fastkernels.models.common.registry import find
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -30,7 +31,6 @@ SMALL_DTYPE, MODEL_DTYPE = "float32", "bfloat16"
 TOLERANCE = {
     "float32": Tolerance(1e-4, 1e-4), "float16": Tolerance(2e-2, 2e-2), "bfloat16": Tolerance(6e-2, 6e-2),
 }  # fmt: skip
-STEP = ("slot_mapping", "cu_seqlens_q", "seq_lens", "block_table", "max_seqlen_q", "max_seqlen_k")
 EXPERTS_SPREAD = 32  # best experts of a token whose scores are made distinct
 
 
@@ -51,6 +51,12 @@ def register(text: str) -> tuple[str, ...]:
         _known.update({block.name: block for block in found})
         registry.add(*map(spec, found))
     return tuple(block.name for block in found)
+
+
+def register_model(config: Any) -> tuple[str, tuple[str, ...]]:
+    """(the model's text, the names of its blocks), which the registry then knows. Raises Unsupported."""
+    text = text_of(find(config.architectures[0], config).name, config)
+    return text, register(text)
 
 
 def _size(full: int, small: int) -> str:
@@ -156,14 +162,7 @@ def spec(block: Block) -> OpSpec:
             cost = "0" if sparse else f"itemsize(dtype)*{each}*max(keys_read,attended)"
             arguments.append(Tensor(f"cache_{i}_{j}", f"blocks block_size {rest}", mutated=True, bytes=cost))
     if ragged:
-        arguments += [
-            Tensor("slot_mapping", "tokens", "int64", bytes="0"),
-            Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
-            attention_cases.SEQ_LENS,
-            attention_cases.BLOCK_TABLE,
-            Scalar("max_seqlen_q"),
-            Scalar("max_seqlen_k"),
-        ]
+        arguments += attention_cases.STEP
     weights = [_weight(block, n, p, own[n], experts) for n, p in full.named_parameters()]
     arguments += weights
     tied = experts is not None
@@ -467,7 +466,7 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
         caches += mine
     context = None
     if "slot_mapping" in given:
-        context = AttentionMetadata(*(given[n] for n in STEP))
+        context = AttentionMetadata(*(given[argument.name] for argument in attention_cases.STEP))
     passed = {name: given[name] for name in names}
     if "residual" in inspect.signature(block.cls.forward).parameters and "residual" not in names:  # type: ignore[attr-defined]
         passed["residual"] = None

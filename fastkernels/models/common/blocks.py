@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common import build, shrunk
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import find
@@ -117,7 +118,11 @@ def of(text: str) -> Blocks:
     """The blocks of a model; see text_of. Raises Unsupported for a model that has none."""
     given = json.loads(text)
     config = shrunk.config_of(given["config"])
-    full, small = (_structure(c) for c in (config, shrunk.config_of(shrunk.small(given["config"]))))
+    full = _structure(config)
+    reasons = {path: _unsupported(full, path) for path in full.made}
+    if all(reasons.values()):
+        raise Unsupported(f"{given['name']} has no block that can be judged: {reasons}")
+    small = _structure(shrunk.config_of(shrunk.small(given["config"])))
     short = _structure(shrunk.config_of(shrunk.short(given["config"], _needed(full))))
     groups: dict[tuple[str, str], list[str]] = {}
     declined: dict[str, str] = {}
@@ -127,7 +132,7 @@ def of(text: str) -> Blocks:
         kind = _kind(full.model, path)
         if path not in small.made:
             declined[path] = "the small model for checks on a CPU has no such module"
-        elif (why := _unsupported(full, path)) is not None:
+        elif (why := reasons[path]) is not None:
             declined[path] = why
         else:
             groups.setdefault((kind, made.key), []).append(path)
@@ -136,7 +141,7 @@ def of(text: str) -> Blocks:
     for (kind, _), paths in groups.items():
         number = "" if kinds.count(kind) == 1 else f"_{_number(paths[0])}"
         blocks.append(Block(f"{name}.{kind}{number}", kind, tuple(paths), full, small))
-    if (why := _unsupported(full, "")) is None:
+    if (why := reasons[""]) is None:
         blocks.append(Block(f"{name}.model", "model", ("",), short, short))
     else:
         declined["model"] = why
@@ -231,7 +236,8 @@ def _paths(model: nn.Module) -> list[str]:
 def _kind(model: nn.Module, path: str) -> str:
     layers = _layers(model)
     if path in layers:
-        return "decoder_layer" if caches_of(layers[path]) else "encoder_layer"
+        keeps = any(hasattr(m, "keeps") for m in layers[path].modules())
+        return "decoder_layer" if keeps else "encoder_layer"
     layer, _, name = path.rpartition(".")
     return _parts(layers[layer])[name]
 
@@ -266,6 +272,8 @@ def _unsupported(structure: Structure, path: str) -> str | None:
     indexers: list[Any] = [m for m in module.modules() if hasattr(m, "selection")]
     if path and any(m.described.indexer is not None and m.described.indexer.shared for m in indexers):
         return "it attends to the keys that another layer chose"
+    if any(isinstance(getattr(m, "keeps", None), StateSpec) for m in module.modules()):
+        return "it keeps a recurrent state, which no task gives it"
     if others := {p.dtype for p in module.parameters()} - DTYPES:
         return f"its weights are quantized: {', '.join(sorted(map(str, others)))}"
     return None

@@ -42,7 +42,7 @@ def _from_transformers(folder: Path) -> Any:
 
     try:
         return config_file.from_transformers(folder)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         why = _unknown_architecture(folder) or " ".join(str(error).split())
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {why}") from error
 
@@ -134,7 +134,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _check_room(model: nn.Module, device: torch.device) -> None:
-    needed, free = weight_bytes(model), _free_bytes(device)
+    needed, free = weight_bytes(model), free_bytes(device)
     if free is not None and needed > free:
         size = parallel.get_tp_size()
         each = f" on each of {size} ranks" if size > 1 else ""
@@ -144,7 +144,8 @@ def _check_room(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU with what PyTorch has reserved, or of this machine; None if it is unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

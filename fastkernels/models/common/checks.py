@@ -8,17 +8,22 @@ from typing import Any
 
 from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Decoder, LatentAttention, Mlp, Unsupported
+from fastkernels.models.common.description import Attention, Decoder, Mlp, Recurrent, Unsupported
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
     "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "index_topk", "index_n_heads", "index_head_dim",
-    "query_pre_attn_scalar",
+    "query_pre_attn_scalar", "state_size", "conv_kernel", "n_groups", "num_heads", "time_step_rank", "expand",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "mamba_d_state", "mamba_d_conv", "mamba_expand",
+    "mamba_dt_rank",
 )  # fmt: skip
-# The last two are names of sparse attention, in transformers' releases.
-LAYER_TYPES = "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"
+# Two are names of sparse attention, in transformers' releases; linear attention is any recurrent layer.
+LAYER_TYPES = (
+    "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention", "linear_attention",
+)  # fmt: skip
 DTYPES = "float32", "float16", "bfloat16", "float64"
 PADDING = 64  # of the vocabulary
 MOST_RANKS = 64
@@ -151,8 +156,11 @@ def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
     sizes = {f"vocab_size={d.vocab}" + (f" (padded to {padded})" if padded != d.vocab else ""): padded}
     copied = set()
     for layer in d.layers:
-        heads = layer.attention.heads
-        sizes[f"num_attention_heads={heads}"] = heads
+        if isinstance(layer.attention, Recurrent):
+            sizes |= layer.attention.shared
+        else:
+            heads = layer.attention.heads
+            sizes[f"num_attention_heads={heads}"] = heads
         if (own := layer.all_experts) is not None:
             inner, shared = own.intermediate, own.shared
             sizes |= {f"an expert's intermediate size of {inner}": inner * experts}
@@ -161,7 +169,7 @@ def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
             sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
         if isinstance(layer.mlp, Mlp):
             sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate
-        if isinstance(layer.attention, LatentAttention):
+        if not isinstance(layer.attention, Attention):
             continue  # all ranks have the same latents
         kv_heads = layer.attention.kv_heads
         sizes[f"num_key_value_heads={kv_heads}"] = kv_heads

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
-from fastkernels.models.common import activation_modules, concurrent, description, whole_layers
+from fastkernels.models.common import activation_modules, concurrent, description, state_layers, whole_layers
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
     NUMBERED,
@@ -19,8 +19,10 @@ from fastkernels.models.common.description import (
     LatentAttention,
     Layer,
     LayerInput,
+    Mixer,
     Mlp,
     Norm,
+    Recurrent,
 )
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
@@ -148,16 +150,20 @@ class DecoderAttention(HeadNorms, LlamaAttention):
 
     def __init__(self, a: Attention, hidden: int, prefix: str) -> None:
         nn.Module.__init__(self)
-        self.hidden_size, self.head_dim = hidden, a.head_size
+        self.hidden_size, self.head_dim, self.gated = hidden, a.head_size, a.gated
         self.qkv_proj = VllmQKVParallelLinear(
-            hidden, a.head_size, a.heads, a.kv_heads, bias=a.bias, prefix=f"{prefix}.qkv_proj",
-            v_head_size=0 if a.keys_as_values else None,
+            hidden, a.head_size, a.heads * (2 if a.gated else 1), a.kv_heads, bias=a.bias,
+            prefix=f"{prefix}.qkv_proj", v_head_size=0 if a.keys_as_values else None,
         )  # fmt: skip
         self.o_proj = VllmRowParallelLinear(
             a.heads * a.head_size, hidden, bias=a.out_bias, prefix=f"{prefix}.o_proj"
         )
         self.rotary_emb = make_rope(a)
         self._split_heads()
+        if a.gated:
+            self.num_heads, self.q_size, self._all_heads = self.num_heads // 2, self.q_size // 2, a.heads
+            for parameter in self.qkv_proj.parameters():
+                parameter.weight_loader = self._load_gated  # type: ignore[attr-defined]
         self.norms = "head" if a.head_norm else "wide" if a.wide_norm else ""
         for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
             if a.head_norm is not None:
@@ -183,6 +189,8 @@ class DecoderAttention(HeadNorms, LlamaAttention):
                 parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
 
     def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
+        if self.gated:
+            return self._attend_gated(positions, hidden_states)
         if self.v_norm is None:
             return super()._attend(positions, hidden_states, *batch)
         qkv, _ = self.qkv_proj(hidden_states)
@@ -196,6 +204,31 @@ class DecoderAttention(HeadNorms, LlamaAttention):
             q, k = self.rotary_emb(positions, *self._before_rope(q, k))
         out, _ = self.o_proj(self.attn(q, k, v))
         return out
+
+    def _attend_gated(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, gate, k, v = qkv.split([self.q_size, self.q_size, self.kv_size, self.kv_size], dim=-1)
+        if not torch.compiler.is_compiling() and self._fuses(qkv):
+            self._rope_and_store(positions, q, k, v)
+            k = v = None
+        else:
+            q, k = self.rotary_emb(positions, *self._before_rope(q, k))
+        out, _ = self.o_proj(self.attn(q, k, v) * torch.sigmoid(gate))
+        return out
+
+    def _load_gated(
+        self, param: nn.Parameter, loaded: torch.Tensor, loaded_shard_id: str | None = None
+    ) -> None:
+        """Sort the rows [heads, 2, head_size] of a projection to queries and gates: those of each rank together."""
+        if (
+            loaded_shard_id == "q"
+            and loaded.dim() > 0
+            and loaded.shape[0] == 2 * self._all_heads * self.head_dim
+        ):
+            ranks = self._all_heads // self.num_heads
+            rows = loaded.reshape(ranks, self.num_heads, 2, self.head_dim, *loaded.shape[1:])
+            loaded = rows.transpose(1, 2).reshape(loaded.shape)
+        self.qkv_proj.weight_loader(param, loaded, loaded_shard_id)
 
     def _head_norms(self) -> tuple[Any, ...]:
         return (self.q_norm, self.k_norm) if self.norms == "head" else ()
@@ -383,9 +416,9 @@ def numbered_expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
     return expert_mapping(config, NUMBERED)
 
 
-def _attention(
-    a: Attention | LatentAttention, hidden: int, prefix: str, source: nn.Module | None = None
-) -> nn.Module:
+def _attention(a: Mixer, hidden: int, prefix: str, source: nn.Module | None = None) -> nn.Module:
+    if isinstance(a, Recurrent):
+        return state_layers.make(a, make_norm, hidden, prefix)
     if isinstance(a, LatentAttention):
         shared = source if isinstance(source, DecoderLatentAttention) else None
         return DecoderLatentAttention(a, make_norm, hidden, prefix, shared)
@@ -415,10 +448,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
-        self.parts: tuple[str, str] = own
+        self.parts: tuple[str, str] = own if layer.mlp is not None else (own[0], "")
         other = None if source is None else getattr(source, source.parts[0])
         self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", other))
-        self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
+        if layer.mlp is not None:
+            self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm = getattr(layer, part)
@@ -436,7 +470,7 @@ class DecoderLayer(nn.Module):
         )  # fmt: skip
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False) if layer.scaled else None
 
-    def norm(self, i: int) -> nn.Module | None:
+    def norm_at(self, i: int) -> nn.Module | None:
         """The norm before attention (0), after it (1), before the MLP (2), or after it (3)."""
         name = self.norms[i]
         return None if name is None else getattr(self, name)
@@ -445,11 +479,14 @@ class DecoderLayer(nn.Module):
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
         layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        attend, mlp = (getattr(self, name) for name in self.parts)
-        before_attention, after_attention, before_mlp, after_mlp = (self.norm(i) for i in range(4))
+        attend = getattr(self, self.parts[0])
+        mlp = getattr(self, self.parts[1]) if self.parts[1] else None
+        before_attention, after_attention, before_mlp, after_mlp = (self.norm_at(i) for i in range(4))
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)
+        if mlp is None:
+            return out if self.multiplier == 1.0 else out * self.multiplier, residual
         if self.parallel:
             y = x if before_mlp is None else before_mlp(residual)
         else:

@@ -65,6 +65,8 @@ class Attention:
     keys_as_values  values are the projected keys, before their norm and the rotary embedding
     shared        the earlier layer whose keys and values this one reads: it has no projection of its own for them
     alibi         the largest exponent of ALiBi's slopes, 8 in the paper; None: no ALiBi
+    gated         the output of each head is multiplied by the sigmoid of a gate, which the checkpoint's query
+                  projection has after each head's query
     """
 
     heads: int
@@ -87,6 +89,7 @@ class Attention:
     keys_as_values: bool = False
     shared: int | None = None
     alibi: float | None = None
+    gated: bool = False
 
     @property
     def slopes(self) -> list[float] | None:
@@ -176,6 +179,165 @@ class LatentAttention:
         """Operations of a query at the end of `context` tokens, which is in the space of latents."""
         scored = 2 * self.indexer.heads * self.index_channels if self.indexer is not None else 0
         return 2 * self.heads * (2 * self.rank + self.rope_size) * self._chosen(context) + scored * context
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """Base of mixers that keep a state of fixed size for each sequence instead of the keys of its tokens.
+
+    kernel  tokens that the short convolution sees, which keeps kernel - 1 of them
+    """
+
+    kernel: int = 4
+    # Fields of other mixers
+    window = rope = None
+    interleaved = False
+    kv_channels = max_positions = 0
+
+    def kv_read(self, context: int) -> int:
+        """Numbers of the cache that a query at the end of `context` tokens reads."""
+        return 0
+
+    @property
+    def conv_channels(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The shape of the recurrent state of a sequence, in float32."""
+        raise NotImplementedError
+
+    def flops(self, context: int) -> int:
+        """Operations of a token in the convolution and the recurrence, for any context."""
+        return 2 * self.kernel * self.conv_channels + 6 * math.prod(self.state)
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Sizes that the ranks share: {name in a message: size}."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mamba(Recurrent):
+    """A selective state space layer (Mamba, arXiv 2312.00752).
+
+    inner      channels, each of which has a state of `size` numbers
+    rank       channels of the projection to time steps
+    bias       of the projections from and to the stream
+    part_norm  the norm of the time steps, B and C, each (Jamba); None: none
+    """
+
+    inner: int = 0
+    size: int = 0
+    rank: int = 0
+    conv_bias: bool = True
+    bias: bool = False
+    part_norm: Norm | None = None
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.inner, self.size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {f"{self.inner} channels of Mamba": self.inner}
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """A state space layer with one decay for each head (Mamba-2, arXiv 2405.21060).
+
+    heads, head_size  of the input; groups of heads share B and C of `size` numbers
+    norm              of each group's output, after its gate
+    bias              of the projections from and to the stream
+    dt_limits         least and largest time step; None: no limit
+    """
+
+    heads: int = 0
+    head_size: int = 0
+    groups: int = 1
+    size: int = 0
+    norm: Norm = Norm()
+    conv_bias: bool = True
+    bias: bool = False
+    dt_limits: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def conv_channels(self) -> int:
+        return self.inner + 2 * self.groups * self.size
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.heads, self.head_size, self.size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        sizes = {f"{self.heads} heads of Mamba-2": self.heads}
+        # One group is copied to all ranks.
+        return sizes if self.groups == 1 else {**sizes, f"{self.groups} groups of Mamba-2": self.groups}
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrent):
+    """The gated delta rule (arXiv 2412.06464) as Qwen3-Next has it: one decay for each value head.
+
+    key_heads, key_size      of queries and keys, each of which serves the same number of value heads
+    value_heads, value_size  of values and of the output's gate
+    norm                     of each head's output, before its gate
+    """
+
+    key_heads: int = 0
+    value_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    norm: Norm = Norm()
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.value_heads, self.key_size, self.value_size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {f"{self.key_heads} key heads of the delta rule": self.key_heads}
+
+
+@dataclass(frozen=True)
+class KimiDelta(Recurrent):
+    """The delta rule with a decay for each channel of a key (Kimi Linear, arXiv 2510.26692).
+
+    norm  of each head's output, before its gate
+    """
+
+    heads: int = 0
+    head_size: int = 0
+    norm: Norm = Norm()
+
+    @property
+    def conv_channels(self) -> int:
+        return 3 * self.heads * self.head_size
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.heads, self.head_size, self.head_size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {f"{self.heads} heads of the delta rule": self.heads}
+
+
+Mixer = Attention | LatentAttention | Recurrent
 
 
 @dataclass(frozen=True)
@@ -314,12 +476,12 @@ class Layer:
         x += multiplier * after_mlp(mlp(before_mlp(x)))
 
     or, if `parallel`, both from the same x; without before_mlp the MLP then reads what the attention reads. Norms that
-    are None are left out. names: the modules' names in the checkpoint, where they are not Llama's. experts: next to the
-    MLP. scaled: a learned number multiplies the layer's result.
+    are None are left out, and so is an MLP that is None. names: the modules' names in the checkpoint, where they are
+    not Llama's. experts: next to the MLP. scaled: a learned number multiplies the layer's result.
     """
 
-    attention: Attention | LatentAttention
-    mlp: Mlp | Experts
+    attention: Mixer
+    mlp: Mlp | Experts | None
     before_attention: Norm | None = None
     after_attention: Norm | None = None
     before_mlp: Norm | None = None

@@ -117,7 +117,9 @@ class DecoderLatentAttention(nn.Module):
         self.o_proj = VllmRowParallelLinear(
             a.heads * a.value_size, hidden, bias=a.bias, prefix=f"{prefix}.o_proj"
         )
-        self.rotary_emb = get_rope(a.rope_size, a.max_positions, not a.interleaved, a.rope)
+        self.rotary_emb: Any = None
+        if a.rope is not None:
+            self.rotary_emb = get_rope(a.rope_size, a.max_positions, not a.interleaved, a.rope)
         self.attn = mla_attention.LatentAttention(
             self.num_heads, size**-0.5 if a.scale is None else a.scale, a.nope_size, a.rope_size, a.value_size, a.rank,
             self.kv_b_proj, None if a.indexer is None else a.indexer.topk,
@@ -150,7 +152,8 @@ class DecoderLatentAttention(nn.Module):
         else:
             kv_c, k_pe = latent.split([a.rank, a.rope_size], dim=-1)
             kv_c = norm(kv_c.contiguous())
-            rope(positions, q[..., a.nope_size :], k_pe.unsqueeze(1))  # in place
+            if rope is not None:
+                rope(positions, q[..., a.nope_size :], k_pe.unsqueeze(1))  # in place
             out = self.attn(q, kv_c, k_pe, indices)
         return self.o_proj(out)[0]
 

@@ -15,13 +15,19 @@ from fastkernels.models.common.description import (
     Attention,
     Decoder,
     Experts,
+    GatedDelta,
     Indexer,
+    KimiDelta,
     LatentAttention,
     Layer,
     LayerInput,
+    Mamba,
+    Mamba2,
+    Mixer,
     Mlp,
     Norm,
     ParallelExperts,
+    Recurrent,
 )
 from fastkernels.models.common.quantization import Quantization
 
@@ -89,7 +95,7 @@ class Plan:
     category: str
     dtype: str
     items: tuple[Item, ...]
-    attentions: tuple[Attention | LatentAttention, ...]
+    attentions: tuple[Mixer, ...]
     tied: bool
 
     @property
@@ -109,6 +115,12 @@ class Plan:
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers, while every window holds it."""
         return sum(a.kv_channels for a in self.attentions) * SIZES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence in all recurrent layers: those of recurrences are in float32."""
+        own = [a for a in self.attentions if isinstance(a, Recurrent)]
+        return sum(4 * prod(a.state) + SIZES[self.dtype] * a.conv_channels * (a.kernel - 1) for a in own)
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values that the next token of a sequence reads: windows and sparse attention bound them."""
@@ -213,13 +225,17 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
 
     yield from norm("before_attention")
     attention, name = layer.attention, f"{path}.{layer.name('self_attn')}"
-    if isinstance(attention, LatentAttention):
+    if isinstance(attention, Recurrent):
+        yield from _recurrent(attention, hidden, name, arch)
+    elif isinstance(attention, LatentAttention):
         yield from _latent_attention(attention, hidden, name, arch)
     else:
         yield from _attention(attention, hidden, name, arch)
     yield from norm("after_attention")
     yield from norm("before_mlp")
     mlp, name = layer.mlp, f"{path}.{layer.name('mlp')}"
+    if mlp is None:
+        return
     if isinstance(mlp, Experts):
         yield from _experts(mlp, hidden, name, arch)
     else:
@@ -259,7 +275,7 @@ def _layer_input(p: LayerInput, hidden: int, path: str, arch: Architecture) -> I
 
 def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
     own = 0 if a.shared is not None else 1 if a.keys_as_values else 2
-    rows = (a.heads + own * a.kv_heads) * a.head_size
+    rows = ((2 if a.gated else 1) * a.heads + own * a.kv_heads) * a.head_size
     projection = _linear(f"{path}.{'qkv_proj' if own else 'q_proj'}", rows, hidden, a.bias, "heads", arch)
     yield replace(projection, keys=tuple(k for k in projection.keys if own != 1 or ".v_proj." not in k))
     for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 1 if a.shared is not None else 2]:
@@ -282,6 +298,7 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
         "per_layer_sliding_window": a.window,
         "logits_soft_cap": a.softcap or None,
         "alibi": a.alibi,
+        "gated": a.gated or None,
     }
     arguments |= {k: v for k, v in optional.items() if v is not None}
     if a.shared is not None:
@@ -306,8 +323,9 @@ def _latent_attention(a: LatentAttention, hidden: int, path: str, arch: Architec
         yield _norm(a.norm, f"{path}.q_a_layernorm", a.query_rank, arch)
         yield _linear(f"{path}.q_b_proj", a.heads * size, a.query_rank, False, "heads", arch)
     yield _norm(a.norm, f"{path}.kv_a_layernorm", a.rank, arch)
-    arguments = {"head_size": a.rope_size, "is_neox_style": not a.interleaved, **(a.rope or {})}
-    yield Item(f"{path}.rotary_emb", "rotary_emb", {k: v for k, v in arguments.items() if v is not None})
+    if a.rope is not None:
+        arguments = {"head_size": a.rope_size, "is_neox_style": not a.interleaved, **a.rope}
+        yield Item(f"{path}.rotary_emb", "rotary_emb", {k: v for k, v in arguments.items() if v is not None})
     if a.indexer is not None and not a.indexer.shared:
         yield from _indexer(a, a.indexer, hidden, f"{path}.indexer", arch)
     yield _linear(f"{path}.kv_b_proj", a.heads * (a.nope_size + a.value_size), a.rank, False, "heads", arch)
@@ -321,6 +339,90 @@ def _latent_attention(a: LatentAttention, hidden: int, path: str, arch: Architec
     op = "mla_decode" if a.indexer is None else "mla_sparse"
     yield Item(f"{path}.attn", op, {k: v for k, v in arguments.items() if v is not None}, layout="heads")
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.value_size, a.bias, "rows", arch)
+
+
+def _recurrent(a: Recurrent, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    if isinstance(a, Mamba):
+        yield from _mamba(a, hidden, path, arch)
+    elif isinstance(a, Mamba2):
+        yield from _mamba2(a, hidden, path, arch)
+    elif isinstance(a, GatedDelta):
+        yield from _gated_delta(a, hidden, path, arch)
+    else:
+        assert isinstance(a, KimiDelta)
+        yield from _kimi_delta(a, hidden, path, arch)
+
+
+def _mamba(a: Mamba, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    yield _linear(f"{path}.in_proj", 2 * a.inner, hidden, a.bias, "columns", arch)
+    yield _conv(a, a.conv_bias, path, arch)
+    yield _linear(f"{path}.x_proj", a.rank + 2 * a.size, a.inner, False, "rows", arch)
+    sizes = {"dt_layernorm": a.rank, "b_layernorm": a.size, "c_layernorm": a.size}
+    for name, size in sizes.items() if a.part_norm is not None else ():
+        assert a.part_norm is not None
+        yield _norm(a.part_norm, f"{path}.{name}", size, arch)
+    yield _linear(f"{path}.dt_proj", a.inner, a.rank, True, "columns", arch)
+    shapes: dict[str, tuple[int, ...]] = {"A": (a.inner, a.size), "D": (a.inner,)}
+    yield _of_layer("mamba_scan", {"channels": a.inner, "size": a.size}, shapes, path, "columns", arch)
+    yield _linear(f"{path}.out_proj", hidden, a.inner, a.bias, "rows", arch)
+
+
+def _mamba2(a: Mamba2, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    yield _linear(f"{path}.in_proj", a.inner + a.conv_channels + a.heads, hidden, a.bias, "heads", arch)
+    yield _conv(a, a.conv_bias, path, arch)
+    sizes = {"num_heads": a.heads, "head_size": a.head_size, "groups": a.groups, "size": a.size}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("A", "D", "dt_bias"), (a.heads,))
+    yield _of_layer("ssd", sizes, shapes, path, "heads", arch)
+    yield _gated_norm(a.norm, f"{path}.norm", a.inner, "heads", arch)
+    yield _linear(f"{path}.out_proj", hidden, a.inner, a.bias, "rows", arch)
+
+
+def _gated_delta(a: GatedDelta, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    value = a.value_heads * a.value_size
+    rows = a.conv_channels + value + 2 * a.value_heads
+    yield _linear(f"{path}.in_proj", rows, hidden, False, "heads", arch)
+    yield _conv(a, False, path, arch)
+    sizes = {"key_heads": a.key_heads, "value_heads": a.value_heads, "sizes": (a.key_size, a.value_size)}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("A", "dt_bias"), (a.value_heads,))
+    yield _of_layer("gated_delta_rule", sizes, shapes, path, "heads", arch)
+    yield _gated_norm(a.norm, f"{path}.norm", a.value_size, "", arch)
+    yield _linear(f"{path}.out_proj", hidden, value, False, "rows", arch)
+
+
+def _kimi_delta(a: KimiDelta, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    wide = a.heads * a.head_size
+    yield _linear(f"{path}.qkv_proj", 3 * wide, hidden, False, "heads", arch)
+    yield _conv(a, False, path, arch)
+    yield _linear(f"{path}.fg_a_proj", 2 * a.head_size, hidden, False, "", arch)
+    for name in ("f_b_proj", "g_b_proj"):
+        yield _linear(f"{path}.{name}", wide, a.head_size, False, "heads", arch)
+    yield _linear(f"{path}.b_proj", a.heads, hidden, False, "heads", arch)
+    sizes = {"num_heads": a.heads, "head_size": a.head_size}
+    yield _of_layer("kda", sizes, {"A": (a.heads,), "dt_bias": (wide,)}, path, "heads", arch)
+    yield _gated_norm(a.norm, f"{path}.o_norm", a.head_size, "", arch)
+    yield _linear(f"{path}.o_proj", hidden, wide, False, "rows", arch)
+
+
+def _conv(a: Recurrent, bias: bool, path: str, arch: Architecture) -> Item:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (a.conv_channels, a.kernel)}
+    if bias:
+        shapes["bias"] = (a.conv_channels,)
+    keys = tuple(key for name in shapes for key in _keys(f"{path}.conv1d.{name}", arch))
+    sizes = {"channels": a.conv_channels, "width": a.kernel}
+    return Item(f"{path}.conv1d", "causal_conv1d", sizes, shapes, "heads", keys)
+
+
+def _of_layer(
+    op: str, arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: str, layout: str,
+    arch: Architecture,
+) -> Item:  # fmt: skip
+    """An op with parameters of the layer itself."""
+    keys = tuple(key for name in shapes for key in _keys(f"{path}.{name}", arch))
+    return Item(path, op, arguments, shapes, layout, keys)
+
+
+def _gated_norm(norm: Norm, path: str, size: int, layout: str, arch: Architecture) -> Item:
+    return replace(_norm(norm, path, size, arch, layout), op="rms_norm_gated")
 
 
 def _indexer(a: LatentAttention, x: Indexer, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:

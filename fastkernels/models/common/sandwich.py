@@ -36,7 +36,7 @@ class Sandwich:
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
         """hidden [T, H], which is overwritten, to the norm of the last layer's result. inputs: [T, layers, size]."""
-        befores = [layer.norm(0) for layer in layers]
+        befores = [layer.norm_at(0) for layer in layers]
         x = hidden if befores[0] is None else befores[0](hidden)
         for i, layer in enumerate(layers):
             after = befores[i + 1] if i + 1 < len(layers) else norm
@@ -49,7 +49,7 @@ class Sandwich:
     ) -> torch.Tensor:  # fmt: skip
         """Return the input of what follows the layer. after: the norm there, or None."""
         attend, mlp = (getattr(layer, name) for name in layer.parts)
-        _, after_attention, before_mlp, after_mlp = (layer.norm(i) for i in range(4))
+        _, after_attention, before_mlp, after_mlp = (layer.norm_at(i) for i in range(4))
         moe, last = layer.moe, after_mlp
         branch: tuple[Any, ...] = ()
         y, *routed = self._add(attend(positions, x), residual, after_attention, before_mlp, moe)

@@ -293,7 +293,7 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
             parameter.data.copy_(torch.arange(len(parameter)) * groups // len(parameter))
             continue
         if parameter.dim() < 2:
-            parameter.data.fill_(1.0)
+            parameter.data.fill_(getattr(parameter, "fill", 1.0))
             continue
         if parameter.dtype == torch.uint8 and name.endswith("_scales"):
             parameter.data.fill_(MX_SCALE)

@@ -78,7 +78,7 @@ def _attention(layer: Layer, biases: bool = True) -> Attention | None:
 def _config(d: Decoder, layer: Layer) -> SimpleNamespace:
     """The fields that classes of whole layers read of a config, from the description of one layer."""
     a, mlp, norm = layer.attention, layer.mlp, layer.before_attention
-    assert isinstance(a, Attention) and isinstance(norm, Norm)
+    assert isinstance(a, Attention) and isinstance(norm, Norm) and mlp is not None
     made = SimpleNamespace(
         hidden_size=d.hidden, num_attention_heads=a.heads, num_key_value_heads=a.kv_heads, head_dim=a.head_size,
         intermediate_size=mlp.intermediate, max_position_embeddings=a.max_positions, rope_parameters=a.rope,

@@ -15,6 +15,7 @@ from fastkernels.core import assemble, registry
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.layer_state import KVSpec
 from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import attention_prefill, cases
@@ -94,6 +95,11 @@ class PagedAttention(nn.Module):
         self.window_left, self.softcap = -1 if window is None else window, cap
         self.kv_cache = None
         self.k_scale = self.v_scale = 1.0
+
+    @property
+    def keeps(self) -> KVSpec:
+        """Declare keys and values as the layer's data of a sequence."""
+        return KVSpec(None if self.window_left < 0 else self.window_left + 1)
 
     def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors of `kv_cache`."""
@@ -243,12 +249,7 @@ SPEC = OpSpec(
             replace(cache, mutated=True, bytes=f"{cache.bytes} + {_STORED} * itemsize(dtype)")
             for cache in cases.CACHE
         ),
-        Tensor("slot_mapping", "tokens", "int64", bytes="0"),
-        Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
-        cases.SEQ_LENS,
-        cases.BLOCK_TABLE,
-        Scalar("max_seqlen_q"),
-        Scalar("max_seqlen_k"),
+        *cases.STEP,
         *cases.SCALARS,
         Scalar("padded", value="padding > 0"),
     ),

@@ -75,6 +75,15 @@ CACHE = (
 )
 SEQ_LENS = Tensor("seq_lens", "sequences", "int32", bytes="0")
 BLOCK_TABLE = Tensor("block_table", "sequences max_blocks", "int32", bytes="0")
+# A step's sequences, in the order of AttentionMetadata: the last arguments of layers
+STEP = (
+    Tensor("slot_mapping", "tokens", "int64", bytes="0"),
+    Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
+    SEQ_LENS,
+    BLOCK_TABLE,
+    Scalar("max_seqlen_q"),
+    Scalar("max_seqlen_k"),
+)
 SCALARS = (
     Scalar("scale"),
     Scalar("window_left", default=-1),

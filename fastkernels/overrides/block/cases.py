@@ -46,12 +46,7 @@ ARGUMENTS: tuple[Tensor | Scalar, ...] = (
     Tensor("cos_sin_cache", "max_positions head_size", values=_rope_table, bytes="0"),
     Scalar("eps", default=1e-5),
     *(replace(cache, mutated=True, bytes=_CACHED) for cache in attention_cases.CACHE),
-    Tensor("slot_mapping", "tokens", "int64", bytes="0"),
-    Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
-    attention_cases.SEQ_LENS,
-    attention_cases.BLOCK_TABLE,
-    Scalar("max_seqlen_q"),
-    Scalar("max_seqlen_k"),
+    *attention_cases.STEP,
 )
 OUTPUTS = (Tensor("out", "tokens hidden", bytes=_STREAM),)
 _NAMES = tuple(argument.name for argument in ARGUMENTS)

@@ -1,1 +1,4 @@
-"""Recurrences over tokens with a matrix of state for each head: gated delta rule, Mamba 2, linear attention."""
+"""Recurrences over packed tokens with a state in a slot for each sequence: scans, delta rules, linear attention.
+
+`packed.py` has what the references share, `cases.py` the common part of the declarations. Also torch's LSTM.
+"""

@@ -1,123 +1,117 @@
-"""Gated delta rule (arXiv 2412.06464) and, without the correction, decayed linear attention as in Mamba 2.
+"""Gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): a token corrects the state under its key.
 
-S = exp(g) S;  S += k (beta (v - S^T k))^T;  o = scale S^T q      without `delta`: S += k (beta v)^T
+S = exp(g) S;  S += k (beta (v - S^T k))^T;  o = scale S^T q
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
-from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.core.spec import Axis, OpSpec, Scalar, Tensor
+from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import solve
+from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import DELTA, Problem, unsupported
 
-WIDEST = 256  # channels of a key
 T = torch.Tensor
 
 
-def reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, scale: float = 1.0, delta: bool = True
+def check(op: str, q: T, k: T, v: T, g: T, beta: T, state: T, channels: bool) -> None:
+    """Raise ValueError for shapes that contradict each other; `channels`: g has one decay for each channel of a key."""
+    if q.dim() != 3 or v.dim() != 3 or v.shape[1] % max(q.shape[1], 1):
+        raise ValueError(
+            f"{op}: q {tuple(q.shape)} and v {tuple(v.shape)} must be [T, Hk, K] and [T, Hv, V], where Hk divides Hv"
+        )
+    tokens, heads, size = v.shape
+    keys = q.shape[2]
+    gates = ((tokens, heads, keys), "[T, Hv, K]") if channels else ((tokens, heads), "[T, Hv]")
+    check_shapes(
+        op, q=(q, (tokens, *q.shape[1:]), "[T, Hk, K]"), k=(k, tuple(q.shape), "[T, Hk, K]"), g=(g, *gates),
+        beta=(beta, (tokens, heads), "[T, Hv]"), state=(state, (state.shape[0], heads, keys, size), "[S, Hv, K, V]"),
+    )  # fmt: skip
+
+
+def delta_rule(
+    q: T,
+    k: T,
+    v: T,
+    g: T,
+    beta: T,
+    state: T,
+    cu_seqlens: T,
+    slots: T,
+    fresh: T,
+    scale: float,
+    normalize: bool,
 ) -> tuple[T, T]:
-    """q, k: [B, T, H, K]; v: [B, T, H, V]; g, beta: [B, T, H]; state: [B, H, K, V]. Computed in at least float32.
+    """The reference of gated_delta_rule, g [T, Hv], and of kda, g [T, Hv, K]."""
+    acc, group = wide(v), v.shape[1] // q.shape[1]
+    queries, keys, values, decay, step_size = (t.to(acc) for t in (q, k, v, g, beta))
+    if normalize:
+        queries, keys = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (queries, keys))
+    queries, keys = (t.repeat_interleave(group, 1) for t in (queries, keys))
+    decay = decay if g.dim() == 3 else decay[..., None]  # [T, Hv, K or 1]
+    out = torch.zeros(v.shape, dtype=acc, device=v.device)
 
-    Returns the outputs [B, T, H, V] in v's dtype and the new state.
+    def step(s: T, rows: T) -> tuple[T, T]:
+        key = keys[rows][..., None]
+        s = s * decay[rows].exp()[..., None]
+        new = step_size[rows][..., None] * (values[rows] - (s * key).sum(-2))
+        s = s + key * new[..., None, :]
+        return s, scale * (s * queries[rows][..., None]).sum(-2)
+
+    last = scan(step, begin(state, slots, fresh, acc), cu_seqlens, out)
+    return out.to(v.dtype), written(state, slots, last)
+
+
+def reference(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> tuple[T, T]:  # fmt: skip
+    """q, k: [T, Hk, K]; v: [T, Hv, V]; g, beta: [T, Hv]; state: [S, Hv, K, V]; cu_seqlens: [B + 1]; slots, fresh: [B].
+
+    normalize: divide queries and keys by their length. Computed in at least float32. Returns the outputs [T, Hv, V] in
+    v's dtype and the new state.
     """
-    wide = torch.promote_types(v.dtype, torch.float32)
-    queries, keys, values, decay, step, s = (x.to(wide) for x in (q, k, v, g, beta, state))
-    out = torch.empty_like(values)
-    for t in range(v.shape[1]):
-        s = s * decay[:, t, :, None, None].exp()
-        key, value = keys[:, t, :, :, None], values[:, t, :, None, :]
-        if delta:
-            value = value - (s * key).sum(-2, keepdim=True)
-        s = s + key * (value * step[:, t, :, None, None])
-        out[:, t] = scale * (s * queries[:, t, :, :, None]).sum(-2)
-    return out.to(v.dtype), s.to(state.dtype)
+    check("gated_delta_rule", q, k, v, g, beta, state, False)
+    check_slots("gated_delta_rule", v, state, cu_seqlens, slots, fresh)
+    return delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "g_b", "beta_b"])
-def _gated_delta_rule_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, n_tokens, H, K, V, scale,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, s_b, s_h, s_k,
-    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    follow(OVERLAP)
-    b = (tl.program_id(0) // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    rows = tl.arange(0, BLOCK_K)
-    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (rows < K)[:, None] & (cols < V)[None, :]
-    state_at = state_ptr + b * s_b + h * s_h + rows[:, None] * s_k + cols[None, :]
-    s = tl.load(state_at, mask=inside, other=0.0).to(tl.float32)
-    q_at = q_ptr + b * q_b + h * q_h + rows
-    k_at = k_ptr + b * k_b + h * k_h + rows
-    v_at = v_ptr + b * v_b + h * v_h + cols
-    g_at = g_ptr + b * g_b + h * g_h
-    beta_at = beta_ptr + b * beta_b + h * beta_h
-    out_at = out_ptr + (b * n_tokens * H + h) * V + cols
-    for _ in range(n_tokens):
-        q = tl.load(q_at, mask=rows < K, other=0.0).to(tl.float32)
-        k = tl.load(k_at, mask=rows < K, other=0.0).to(tl.float32)
-        v = tl.load(v_at, mask=cols < V, other=0.0).to(tl.float32)
-        s *= tl.exp(tl.load(g_at).to(tl.float32))
-        if DELTA:
-            v -= tl.sum(s * k[:, None], axis=0)
-        s += k[:, None] * (v * tl.load(beta_at).to(tl.float32))[None, :]
-        o = scale * tl.sum(s * q[:, None], axis=0)
-        tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=cols < V)
-        q_at += q_t
-        k_at += k_t
-        v_at += v_t
-        g_at += g_t
-        beta_at += beta_t
-        out_at += H * V
-    tl.store(state_at, s.to(state_ptr.dtype.element_ty), mask=inside)
+def supports(q: T, k: T, v: T, g: T, beta: T, state: T, *_: Any) -> str | None:
+    """Why the Triton kernels do not take these arguments, of this op and of kda; None if they do."""
+    rows = (q, k, v, g) if g.dim() == 3 else (q, k, v)
+    return unsupported(*rows, others=(g, beta, state), keys=q.shape[-1])
 
 
-def _supports_triton(
-    q: T, k: T, v: T, g: T, beta: T, state: T, scale: float = 1.0, delta: bool = True
-) -> str | None:
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
-    for name, x in named.items():
-        if x.dtype not in FLOATS:
-            return f"{name} is {x.dtype}, not float16, bfloat16 or float32"
-        if x.dim() == 4 and x.stride(-1) != 1 and x.shape[-1] > 1:
-            return f"{name} has stride {x.stride(-1)} in its last dimension, not 1"
-    return f"{q.shape[-1]} channels of a key are over {WIDEST}" if q.shape[-1] > WIDEST else None
+def _supports_triton(*args: Any) -> str | None:
+    return supports(*args)
 
 
 def _triton(
-    q: T, k: T, v: T, g: T, beta: T, state: T, scale: float = 1.0, delta: bool = True
-) -> torch.Tensor:
-    batch, tokens, heads, channels = q.shape
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if out.numel() == 0:
-        return out
-    block = min(32, next_power_of_2(v.shape[-1]))
-    launch_kernel(
-        _gated_delta_rule_kernel, (batch * heads, cdiv(v.shape[-1], block)),
-        q, k, v, g, beta, state, out, tokens, heads, channels, v.shape[-1], scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride(), *beta.stride(), *state.stride()[:3],
-        DELTA=delta, BLOCK_K=next_power_of_2(channels), BLOCK_V=block, num_warps=4,
-    )  # fmt: skip
-    return out
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    check("gated_delta_rule", q, k, v, g, beta, state, False)
+    check_slots("gated_delta_rule", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, DELTA, scale, normalize, beta))
 
 
 def _reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, scale: float = 1.0, delta: bool = True
-) -> torch.Tensor:
-    out, new = reference(q, k, v, g, beta, state, scale, delta)
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
     state.copy_(new)
     return out.contiguous()
 
 
 gated_delta_rule = define(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, float scale=1.0,"
-    " bool delta=True) -> Tensor",
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens,"
+    " Tensor slots, Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -125,19 +119,45 @@ gated_delta_rule = define(
     ),
 )
 
+ARGUMENTS = {
+    "q": Tensor("q", "tokens key_heads dk"),
+    "k": Tensor("k", "tokens key_heads dk", values=cases.of_length_one),
+    "v": Tensor("v", "tokens heads dv"),
+    "beta": Tensor("beta", "tokens heads", values=cases.steps),
+    "state": cases.state("rows heads dk dv", "heads * dk * dv"),
+}
+SCALARS = (Scalar("scale", default=1.0), Scalar("normalize", default=False))
+AXES = {
+    **cases.AXES,
+    "key_heads": Axis.count(),
+    "heads": Axis.count(),
+    "dk": Axis.width(),
+    "dv": Axis.width(),
+}
+CONSTRAINTS = (*cases.CONSTRAINTS, "heads % key_heads == 0")
+FLOPS = "7 * tokens * heads * dk * dv"
 
-def _keys(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of length 1: longer keys let the delta rule diverge."""
-    made = call.randn(*shape)
-    return (made / made.norm(dim=-1, keepdim=True).clamp_min(1e-6)).to(dtype)
+
+def no_decay(args: list[T]) -> None:
+    args[3].fill_(-1e-6)
 
 
-def _decay(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return (-call.rand(*shape)).to(dtype)
+def full_decay(args: list[T]) -> None:
+    args[3].fill_(-60.0)
 
 
-def _steps(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return call.rand(*shape).to(dtype)
+def equal_keys(args: list[T]) -> None:
+    """One key for all tokens, with steps of 1 and no decay: each token replaces what the last one wrote."""
+    args[1].copy_(args[1][:1].clone().expand_as(args[1]))
+    args[4].fill_(1.0)
+    no_decay(args)
+
+
+EXTREMES = {"no_decay": no_decay, "full_decay": full_decay, "equal_keys": equal_keys}
+
+
+def heads(key_heads: int, value_heads: int, dk: int, dv: int) -> dict[str, int]:
+    return {"key_heads": key_heads, "heads": value_heads, "dk": dk, "dv": dv}
 
 
 SPEC = OpSpec(
@@ -146,58 +166,32 @@ SPEC = OpSpec(
     reference=reference,
     op=gated_delta_rule,
     arguments=(
-        Tensor("q", "batch tokens heads dk"),
-        Tensor("k", "batch tokens heads dk", values=_keys),
-        Tensor("v", "batch tokens heads dv"),
-        Tensor("g", "batch tokens heads", "float32", values=_decay),
-        Tensor("beta", "batch tokens heads", values=_steps),
-        Tensor("state", "batch heads dk dv", "float32", mutated=True),
-        Scalar("scale", default=1.0),
-        Scalar("delta", default=True),
+        *(ARGUMENTS[n] for n in ("q", "k", "v")),
+        Tensor("g", "tokens heads", "float32", values=cases.log_decay),
+        ARGUMENTS["beta"],
+        ARGUMENTS["state"],
+        *cases.TAIL,
+        *SCALARS,
     ),
-    outputs=(Tensor("out", "batch tokens heads dv"),),
-    axes={
-        "batch": Axis.per_call(),
-        "tokens": Axis.per_call(),
-        "heads": Axis.count(),
-        "dk": Axis.width(),
-        "dv": Axis.width(),
-    },
-    flops="batch * tokens * heads * dk * dv * (7 if delta else 5)",
-    cases=(  # Qwen3-Next 80B: 32 heads of 128; Mamba 2 2.7B: 80 heads, 128 states, 64 channels
-        Case(
-            "decode_32",
-            {"batch": 32, "tokens": 1, "heads": 32, "dk": 128, "dv": 128, "scale": 0.0883883},
-            weight=36,
-            tags=("model",),
-        ),
-        Case(
-            "prefill_512",
-            {"batch": 1, "tokens": 512, "heads": 32, "dk": 128, "dv": 128, "scale": 0.0883883},
-            weight=1,
-            tags=("model",),
-        ),
-        Case(
-            "mamba_32",
-            {"batch": 32, "tokens": 1, "heads": 80, "dk": 128, "dv": 64, "delta": False},
-            weight=64,
-            tags=("model",),
-        ),
-        Case(
-            "one", {"batch": 1, "tokens": 1, "heads": 1, "dk": 1, "dv": 1, "delta": False}, "float32", tags=("odd",)
-        ),
-        Case("odd_63", {"batch": 2, "tokens": 7, "heads": 3, "dk": 20, "dv": 63}, tags=("odd",)),
-        Case(
-            "scaled", {"batch": 1, "tokens": 5, "heads": 2, "dk": 33, "dv": 40, "scale": 0.25}, "float32", tags=("odd",)
-        ),
-        Case(
-            "mamba", {"batch": 2, "tokens": 9, "heads": 2, "dk": 16, "dv": 24, "delta": False}, "float16", tags=("odd",)
-        ),
-        Case("values_65", {"batch": 1, "tokens": 6, "heads": 2, "dk": 64, "dv": 65}, "float32", tags=("odd",)),
-        Case("wide_keys", {"batch": 1, "tokens": 3, "heads": 1, "dk": 200, "dv": 31}, tags=("odd",)),
-        Case("many", {"batch": 5, "tokens": 1, "heads": 7, "dk": 32, "dv": 32}, "float16", tags=("odd",)),
-        Case("widest_keys", {"batch": 1, "tokens": 2, "heads": 1, "dk": 256, "dv": 8}, tags=("odd",)),
+    outputs=(Tensor("out", "tokens heads dv"),),
+    axes=AXES,
+    constraints=CONSTRAINTS,
+    values=cases.values,
+    flops=FLOPS,
+    cases=(
+        *cases.model_cases("qwen3_next", **heads(16, 32, 128, 128), scale=0.0883883, normalize=True),  # 80B
+        cases.odd("one", {"seq_lens": (1,), **heads(1, 1, 1, 1)}, "float32"),
+        cases.odd("odd_63", {"seq_lens": (7, 1, 4), **heads(3, 3, 20, 63), "new": 1}),
+        cases.odd("scaled", {"seq_lens": (5, 9), **heads(2, 4, 33, 40), "scale": 0.25, "new": 2}, "float32"),
+        cases.odd("normalized", {"seq_lens": (6, 2), **heads(2, 2, 64, 65), "normalize": True}, "float32"),
+        cases.odd("decode_5", {"seq_lens": (1,) * 5, **heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
+        cases.odd("half_state", {"seq_lens": (4, 2), **heads(1, 2, 64, 16), "state_dtype": "float16"}),
+        cases.odd("empty", {"seq_lens": (0, 3), **heads(2, 2, 16, 8), "new": 2}, "float16"),
+        cases.odd("chunks", {"seq_lens": (150,), **heads(1, 2, 24, 32), "new": 1, "normalize": True}),
+        cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **heads(2, 2, 16, 40), "new": 2, "padding": 1}, "float32"),
+        cases.odd("wide_keys", {"seq_lens": (3,), **heads(1, 1, 200, 31)}),
     ),
     activations=("q", "v"),
-    batch_invariant=True,  # a program has one head of one sequence
+    contained="q",
+    extremes=EXTREMES,
 )  # fmt: skip

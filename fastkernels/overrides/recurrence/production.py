@@ -1,9 +1,355 @@
-"""Baselines of this family."""
+"""Baselines of this family: FLA's, vLLM's and FlashInfer's kernels, called with the ops' arguments.
+
+FLA's functions take and return the states of a batch: they are gathered by slot before and written after, as a host
+with a pool of slots does. Lengths, which hosts prepare once a step for all layers, are prepared in the first call.
+"""
 
 from __future__ import annotations
 
-from fastkernels.core.baseline import Baseline, inductor
+import importlib
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor, same
+from fastkernels.overrides.kit.libraries import T, empty_as
+
+_VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
+_VLLM_MAMBA = "vllm.model_executor.layers.mamba.ops"
+VALUES_FIRST = "its states are [V, K]: the numbers of the same memory are others"
+_lengths: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def lengths(cu_seqlens: T, tokens: int, chunk: int) -> tuple[T, T, T, T]:
+    """cu_seqlens in int64, and for chunks of each sequence their borders, the sequence's last one, and the sequence."""
+    key = cu_seqlens.data_ptr(), len(cu_seqlens), tokens, chunk
+    if key not in _lengths:
+        borders, last, sequence = [0], [], []
+        steps = cu_seqlens.tolist()
+        for i, (begin, end) in enumerate(pairwise(steps)):
+            cuts = [*range(begin + chunk, end, chunk), end]
+            borders += cuts
+            sequence += [i] * len(cuts)
+            last.append(len(borders) - 2)
+        made = (
+            torch.tensor(x, dtype=torch.int32, device=cu_seqlens.device) for x in (borders, last, sequence)
+        )
+        _lengths[key] = cu_seqlens, cu_seqlens.long(), *made
+    return _lengths[key][1:]
+
+
+def _begin(state: T, slots: T, fresh: T) -> T:
+    found = state.index_select(0, slots)
+    return found.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
+
+
+def _is_decode(tokens: T, slots: T) -> bool:
+    return tokens.shape[0] == slots.shape[0]
+
+
+@cache
+def _functions(folder: str) -> tuple[Function, Function]:
+    """FLA's pair in a folder of its ops: of chunks, and token by token."""
+    module = importlib.import_module(f"fla.ops.{folder}")
+    return getattr(module, f"chunk_{folder}"), getattr(module, f"fused_recurrent_{folder}")
+
+
+def _fla(named: Any) -> Baseline:
+    """named(*args of the op) -> a folder, the arguments of its functions, the state, and the tail."""
+
+    def make() -> Function:
+        importlib.import_module("fla.ops")
+        return run
+
+    def run(*args: Any) -> T:
+        folder, given, state, (cu_seqlens, slots, fresh) = named(*args)
+        chunked, recurrent = _functions(folder)
+        tokens = given["v"].shape[0]
+        initial = {"initial_state": _begin(state, slots, fresh), "output_final_state": True}
+        decode = _is_decode(given["v"], slots)
+        for name, x in given.items():
+            if isinstance(x, T) and name != "g_gamma":
+                given[name] = x[:, None] if decode else x[None]
+        if decode:
+            out, last = recurrent(**given, **initial)
+        else:
+            if folder == "gla":
+                given["g"] = given.pop("gk")
+            out, last = chunked(**given, **initial, cu_seqlens=lengths(cu_seqlens, tokens, 64)[0])
+        state.index_copy_(0, slots.long(), last.to(state.dtype))
+        return out[:, 0] if decode else out[0]
+
+    def refuses(*args: Any) -> str | None:
+        _, given, state, (cu_seqlens, slots, _) = named(*args)
+        rows = [x for x in given.values() if isinstance(x, T)]
+        if state.dtype != torch.float32:
+            return f"FLA's states are float32, got {state.dtype}"
+        return first(*_batch(given["v"], cu_seqlens, slots), dense(*rows), filled(*rows))
+
+    return Baseline("fla", "library", make, modules=("fla",), refuses=refuses)
+
+
+def _batch(tokens: T, cu_seqlens: T, slots: T) -> tuple[str | None, ...]:
+    """Reasons that concern the batch; synchronizes."""
+    empty = bool((cu_seqlens.diff() == 0).any()) or len(slots) == 0
+    return (
+        "a sequence without tokens" if empty else None,
+        "a sequence without a slot" if bool((slots == 0).any()) else None,
+        "more tokens than sequences have" if int(cu_seqlens[-1]) != tokens.shape[0] else None,
+    )
+
+
+def _delta(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> Any:  # fmt: skip
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "scale": scale,
+        "use_qk_l2norm_in_kernel": normalize,
+    }
+    return "kda" if g.dim() == 3 else "gated_delta_rule", given, state, (cu_seqlens, slots, fresh)
+
+
+def _gla(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> Any:
+    folder, gate = {1: ("simple_gla", "g_gamma"), 2: ("simple_gla", "g"), 3: ("gla", "gk")}[g.dim()]
+    return folder, {"q": q, "k": k, "v": v, gate: g, "scale": scale}, state, (cu_seqlens, slots, fresh)
+
+
+def _rwkv7(
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
+) -> Any:
+    given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "scale": scale}
+    return "rwkv7", given, state, (cu_seqlens, slots, fresh)
+
+
+def _vllm_delta(module: str, name: str) -> Any:
+    """vLLM's token-by-token kernel, on its pool of states by slot."""
+
+    def make() -> Function:
+        recurrent = getattr(importlib.import_module(module), name)
+
+        def run(
+            q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+            normalize: bool = False,
+        ) -> T:  # fmt: skip
+            rows = {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+            out, _ = recurrent(
+                **rows, scale=scale, initial_state=state, inplace_final_state=True, cu_seqlens=cu_seqlens,
+                ssm_state_indices=slots, use_qk_l2norm_in_kernel=normalize,
+            )  # fmt: skip
+            return out[0]
+
+        return run
+
+    return make
+
+
+def _no_vllm_delta(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, *_: Any
+) -> str | None:
+    if not _is_decode(v, slots):
+        return "vLLM runs prompts in chunks, by FLA's or FlashInfer's kernel"
+    return first(*_decode(v, cu_seqlens, slots, fresh), dense(q, k, v, g, beta, state), filled(v))
+
+
+def _decode(tokens: T, cu_seqlens: T, slots: T, fresh: T) -> tuple[str | None, ...]:
+    """Reasons that concern a decode; synchronizes."""
+    new = "a decode has no sequence that begins" if bool(fresh.any()) else None
+    many = None if _is_decode(tokens, slots) else "a kernel for one token of each sequence"
+    return *_batch(tokens, cu_seqlens, slots), many, new
+
+
+def _flashinfer_delta() -> Function:
+    """As vLLM calls it on Hopper: exp(g) and normalized queries and keys are made before."""
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    normalized = importlib.import_module(f"{_VLLM_FLA}.l2norm").l2norm_fwd
+
+    def run(
+        q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+        normalize: bool = False,
+    ) -> T:  # fmt: skip
+        if normalize:
+            q, k = normalized(q), normalized(k)
+        out, last = chunk_gated_delta_rule(
+            q=q, k=k, v=v, g=torch.exp(g), beta=beta.float(), scale=scale, initial_state=_begin(state, slots, fresh),
+            output_final_state=True, cu_seqlens=lengths(cu_seqlens, len(v), 64)[0],
+        )  # fmt: skip
+        state.index_copy_(0, slots.long(), last.to(state.dtype))
+        return out
+
+    return run
+
+
+def _no_flashinfer_delta(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, *_: Any
+) -> str | None:
+    if _is_decode(v, slots):
+        return "a kernel for prompts"
+    if q.shape[-1] != 128 or v.shape[-1] != 128:
+        return f"needs heads of 128 channels, got {q.shape[-1]} and {v.shape[-1]}"
+    if not bool(fresh.all()):
+        return f"prompts that continue: {VALUES_FIRST}"
+    return first(*_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
+
+
+def _vllm_update() -> Any:
+    return importlib.import_module(f"{_VLLM_MAMBA}.mamba_ssm").selective_state_update
+
+
+def _vllm_ssd() -> Function:
+    update = _vllm_update()
+    scan = importlib.import_module(f"{_VLLM_MAMBA}.ssd_combined").mamba_chunk_scan_combined_varlen
+
+    def run(
+        x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
+        dt_min: float = 0.0, dt_max: float | None = None,
+    ) -> T:  # fmt: skip
+        out = empty_as(x)
+        _, heads, size = x.shape
+        if _is_decode(x, slots):
+            rate = a.view(-1, 1, 1).expand(heads, size, state.shape[-1])
+            skip, bias = (None if t is None else t.view(-1, 1).expand(heads, size) for t in (d, dt_bias))
+            step = dt.unsqueeze(-1).expand(*dt.shape, size)
+            update(
+                state,
+                x,
+                step,
+                rate,
+                b,
+                c,
+                skip,
+                dt_bias=bias,
+                dt_softplus=True,
+                state_batch_indices=slots,
+                out=out,
+            )
+            return out
+        _, borders, last, sequence = lengths(cu_seqlens, len(x), 256)
+        states = scan(
+            x, dt, a, b, c, chunk_size=256, D=d, z=None, dt_bias=dt_bias, seq_idx=sequence, cu_seqlens=cu_seqlens,
+            cu_chunk_seqlens=borders, last_chunk_indices=last, initial_states=_begin(state, slots, fresh),
+            dt_softplus=True, dt_limit=(dt_min, float("inf") if dt_max is None else dt_max), out=out,
+            state_dtype=state.dtype,
+        )  # fmt: skip
+        state.index_copy_(0, slots.long(), states)
+        return out
+
+    return run
+
+
+def _no_vllm_ssd(
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
+    dt_min: float = 0.0, dt_max: float | None = None,
+) -> str | None:  # fmt: skip
+    fixed = (
+        "its decode does not limit dt" if _is_decode(x, slots) and (dt_min or dt_max is not None) else None
+    )
+    batch = _decode(x, cu_seqlens, slots, fresh) if _is_decode(x, slots) else _batch(x, cu_seqlens, slots)
+    return first(fixed, *batch, same(x, b, c), dense(x, dt, b, c, state))
+
+
+def _vllm_mamba() -> Function:
+    update = _vllm_update()
+
+    def run(
+        x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
+        fresh: T,
+    ) -> T:  # fmt: skip
+        out = empty_as(x)
+        update(
+            state,
+            x,
+            dt,
+            a,
+            b,
+            c,
+            d,
+            dt_bias=dt_bias,
+            z=z,
+            dt_softplus=True,
+            state_batch_indices=slots,
+            out=out,
+        )
+        return out
+
+    return run
+
+
+def _no_vllm_mamba(
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
+    fresh: T,
+) -> str | None:  # fmt: skip
+    if not _is_decode(x, slots):
+        return "its scan of prompts takes [D, T]: another layout"
+    return first(*_decode(x, cu_seqlens, slots, fresh), dense(x, dt, a, b, c, z, state))
+
+
+def _vllm_conv() -> Function:
+    module = importlib.import_module(f"{_VLLM_MAMBA}.causal_conv1d")
+
+    def run(
+        x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    ) -> T:
+        act = activation if activation == "silu" else None
+        if _is_decode(x, slots):
+            out = empty_as(x)
+            module.causal_conv1d_update(x, state, weight, bias, act, conv_state_indices=slots, out=out)
+            return out
+        out = module.causal_conv1d_fn(
+            x.t(),
+            weight,
+            bias,
+            state,
+            cu_seqlens,
+            cache_indices=slots,
+            has_initial_state=~fresh,
+            activation=act,
+        )
+        return out.t()
+
+    return run
+
+
+def _no_vllm_conv(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> str | None:
+    batch = _decode(x, cu_seqlens, slots, fresh) if _is_decode(x, slots) else _batch(x, cu_seqlens, slots)
+    return first(*batch, dense(x, weight), same(x, state))
+
+
+def _vllm(make: Any, refuses: Any, **more: Any) -> Baseline:
+    return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **more)
+
+
+_OTHER: dict[str, Any] = {"differs": VALUES_FIRST, "unchecked": (0, 1)}
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
-    n: (inductor(n),) for n in ("gated_delta_rule", "lstm", "selective_scan")
-}
+    "causal_conv1d": (_vllm(_vllm_conv, _no_vllm_conv),),
+    "gated_delta_rule": (
+        _fla(_delta),
+        _vllm(
+            _vllm_delta(f"{_VLLM_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"), _no_vllm_delta, **_OTHER
+        ),
+        Baseline(
+            "flashinfer", "library", _flashinfer_delta, modules=("flashinfer", "vllm"), refuses=_no_flashinfer_delta,
+            differs=VALUES_FIRST, unchecked=(1,),
+        ),
+    ),
+    "gated_linear_attention": (_fla(_gla),),
+    "kda": (
+        _fla(_delta),
+        _vllm(_vllm_delta(f"{_VLLM_FLA}.kda", "fused_recurrent_kda"), _no_vllm_delta, **_OTHER),
+    ),
+    "lstm": (inductor("lstm"),),
+    "mamba_scan": (_vllm(_vllm_mamba, _no_vllm_mamba),),
+    "rwkv7": (_fla(_rwkv7),),
+    "ssd": (_vllm(_vllm_ssd, _no_vllm_ssd),),
+}  # fmt: skip

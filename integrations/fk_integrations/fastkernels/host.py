@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
 from fastkernels.core import registry
+from fastkernels.core.candidate import is_block
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
@@ -53,6 +54,8 @@ class FastKernelsAdapter(Adapter):
         return _Linear() if op == "linear" else super().of(op)
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
+        if is_block(spec.name):
+            return [replace(target, seam="block") for target in spec.targets]
         modules = list(model.modules())
         methods = [vars(m).get("quant_method") for m in modules]
         found = {type(part): "module" for part in modules}
@@ -128,6 +131,7 @@ def carry_out(runner: Any, request: Request) -> Reply:
         if request.action == "patch":
             if patched is not None:
                 raise PatchError(f"this engine is patched already: {UNDO_FIRST}")
+            _name_blocks(runner, request.candidates)
             patched = _apply(runner, request)
         elif request.action == "undo":
             if patched is None:
@@ -185,6 +189,17 @@ def _reply(rank: int, rows: list[dict[str, Any]], error: str | None = None) -> R
 def _text(error: Exception) -> str:
     known = isinstance(error, (PatchError, LookupError, ValueError))
     return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _name_blocks(runner: Any, names: Iterable[str]) -> None:
+    """Let the registry know the blocks of the runner's model, if one of these names is a block's.
+
+    Raises Unsupported for a model without blocks.
+    """
+    if any(map(is_block, names)):
+        from fastkernels.models.common import block_tasks
+
+        block_tasks.register_model(runner.hf_config)
 
 
 # In the process of the engine
@@ -270,6 +285,11 @@ class FastKernelsHost:
         return any(
             module is not None and isinstance(target, getattr(module, name, ())) for module, name in loaded
         )
+
+    def name_blocks(self, target: Any, names: Iterable[str]) -> None:
+        """Let this process know the blocks of the engine's model, if one of these names is a block's."""
+        if not isinstance(target, str):
+            _name_blocks(_engine(target).executor.runner, names)
 
     def call(self, target: Any, request: Request) -> list[Reply]:
         if isinstance(target, str):

@@ -47,6 +47,7 @@ class Patched:
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
     counts      the calls in the modules of each row
+    module_calls  {op: calls of its modules}, for seams whose calls are counted so
     seconds     of each phase of the patch
     """
 
@@ -61,6 +62,7 @@ class Patched:
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
+    module_calls: Counter[str] = field(default_factory=Counter)
     counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
 
@@ -99,6 +101,10 @@ class Patched:
     def _count(self, row: Row) -> None:
         from fastkernels.core.dispatch import fusions_of, proving
 
+        if row.op in self.module_calls:
+            row.calls = self.module_calls[row.op]
+            row.proof = "calls" if row.calls else ""
+            return
         ops = proving(row.op)
         if not ops:
             return
@@ -124,6 +130,7 @@ class Patched:
         for op in OPS.values():
             op.reset()
         self.counts.clear()
+        self.module_calls = Counter(dict.fromkeys(self.module_calls, 0))
 
     def meant_by(self, request: Request) -> bool:
         """Whether an undo, report or reset is about this patch, and not about an earlier one of the same model."""
@@ -211,7 +218,7 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
     """The (op, target) pairs that the request includes and this host version has a live seam for."""
     every = request.ops is None or adapter.own  # our engine's rows of other ops are dropped later
     names = registry.op_names() if every else registry.check_names(request.ops or ())
-    for name in names:
+    for name in dict.fromkeys([*names, *(request.candidates if adapter.own else ())]):
         spec = registry.get(name)
         for target in adapter.targets(spec, model):
             included = (
@@ -336,6 +343,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             stays = _swap(place, made)
             if stays is None:
                 prepare(module, ours, journal)
+                if place.counted:
+                    _count_calls(patched, spec.name, module)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
         if stays is None:
@@ -356,6 +365,13 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.every_step and not by_table and not row.candidate:
         patched.every_step.add(id(row))
     return row
+
+
+def _count_calls(patched: Patched, op: str, module: Any) -> None:
+    """Count the calls of this module; those of a captured graph count at its capture."""
+    patched.module_calls[op] += 0
+    hook = module.register_forward_pre_hook(lambda *_: patched.module_calls.update([op]))
+    patched.journal.add(hook.remove)
 
 
 def _rows_without_a_table(patched: Patched, planned: set[str]) -> list[Row]:

@@ -53,6 +53,7 @@ class Seam:
     order     targets of seams with lower numbers are handled first
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
     decided  whether the first calls of its modules may decide between the host and ours
+    counted  whether calls of its modules prove a row, because its op has no function that counts
     """
 
     live = True
@@ -60,6 +61,7 @@ class Seam:
     order = 0
     every_step = False
     decided = False
+    counted = False
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""

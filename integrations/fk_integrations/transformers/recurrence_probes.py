@@ -34,8 +34,7 @@ def _delta_rule(function: Callable[..., Any]) -> bool:
     q, k, v = torch.randn(b, t, h, dk), torch.randn(b, t, h, dk), torch.randn(b, t, h, dv)
     k = k / k.norm(dim=-1, keepdim=True)
     g, beta, state = -torch.rand(b, t, h), torch.rand(b, t, h), torch.randn(b, h, dk, dv)
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state, "scale": dk**-0.5}
-    ours, last = registry.get("gated_delta_rule").reference(**given)
+    ours, last = _packed("gated_delta_rule", q, k, v, g, beta, state=state, scale=dk**-0.5)
     chunks = {"chunk_size": CHUNK} if "chunk_size" in inspect.signature(function).parameters else {}
     theirs = function(q, k, v, g, beta, initial_state=state, output_final_state=True, **chunks)
     return agree(theirs[0], ours) and agree(theirs[1], last)
@@ -51,10 +50,11 @@ def _mamba2_scan(function: Callable[..., Any]) -> bool:
         x, steps, a, keys, queries, chunk_size=CHUNK, D=d, dt_bias=bias, dt_softplus=True,
         initial_states=state.transpose(-1, -2), return_final_states=True,
     )  # fmt: skip
-    dt = F.softplus(steps + bias)
-    q, k = queries.repeat_interleave(2, 2), keys.repeat_interleave(2, 2)
-    ours, last = registry.get("gated_delta_rule").reference(q, k, x, a * dt, dt, state, 1.0, False)
-    return agree(theirs[0], ours + d[:, None] * x) and agree(theirs[1], last.transpose(-1, -2))
+    more = {"a": a, "d": d, "dt_bias": bias}
+    ours, last = _packed(
+        "ssd", x=x, dt=steps, b=keys, c=queries, state=state.transpose(-1, -2), constants=more
+    )
+    return agree(theirs[0], ours) and agree(theirs[1], last)
 
 
 def _mamba_scan(function: Callable[..., Any]) -> bool:
@@ -62,17 +62,34 @@ def _mamba_scan(function: Callable[..., Any]) -> bool:
     b, t, _, n, d = SIZES
     u, delta, z = (torch.randn(b, d, t) for _ in range(3))
     keys, queries, a = torch.randn(b, n, t), torch.randn(b, n, t), -torch.rand(d, n)
-    more = {"D": torch.randn(d), "delta_bias": torch.randn(d), "delta_softplus": True}
+    skip, bias = torch.randn(d), torch.randn(d)
+    more = {"D": skip, "delta_bias": bias, "delta_softplus": True}
     theirs = function(u, delta, a, keys, queries, z=z, return_last_state=True, **more)
     u, delta, z, keys, queries = (x.transpose(1, 2) for x in (u, delta, z, keys, queries))
-    ours, last = registry.get("selective_scan").reference(
-        u, delta, a, keys, queries, torch.zeros(b, d, n), z=z, **more
-    )
+    ours, last = _packed(
+        "mamba_scan", x=u, dt=delta, b=keys, c=queries, z=z, state=torch.zeros(b, d, n),
+        constants={"a": a, "d": skip, "dt_bias": bias},
+    )  # fmt: skip
     return agree(theirs[0].transpose(1, 2), ours) and agree(theirs[1], last)
 
 
-def _linear_recurrence(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
-    return registry.get("gated_delta_rule").reference(q, k, v, g, beta, state, 1.0, False)
+def _linear_recurrence(q: Any, k: Any, v: Any, g: Any, state: Any, scale: float = 1.0) -> Any:
+    return _packed("gated_linear_attention", q, k, v, g, state=state, scale=scale)
+
+
+def _packed(
+    op: str, *tensors: Any, state: Any, constants: Any = None, scale: float | None = None, **named: Any
+) -> Any:
+    """The outputs [B, T, ...] and new states of the op's reference, for B sequences [B, T, ...] with these states."""
+    batch, tokens = (*tensors, *named.values())[0].shape[:2]
+    rows = [x.flatten(0, 1) for x in tensors]
+    given = {name: x.flatten(0, 1) for name, x in named.items()} | (constants or {})
+    out, new = registry.get(op).reference(
+        *rows, **given, state=torch.cat([state[:1], state]), slots=torch.arange(1, batch + 1, dtype=torch.int32),
+        cu_seqlens=torch.arange(batch + 1, dtype=torch.int32) * tokens, fresh=torch.zeros(batch, dtype=torch.bool),
+        **({} if scale is None else {"scale": scale}),
+    )  # fmt: skip
+    return out.unflatten(0, (batch, tokens)), new[1:]
 
 
 def _rg_lru(cls: Any) -> bool:
@@ -86,11 +103,9 @@ def _rg_lru(cls: Any) -> bool:
     )
     reset[0, 3] = 1
     theirs = cls._rnn_scan(None, x, decay, reset.bool(), state)
-    ones = torch.ones(b, t, d)
+    ones = torch.ones(b, t, d, 1)
     g = (decay * (1 - reset)).log()
-    ours, last = _linear_recurrence(
-        ones[..., None], ones[..., None], x[..., None], g, ones, state[..., None, None]
-    )
+    ours, last = _linear_recurrence(ones, ones, x[..., None], g, state[..., None, None])
     return agree(theirs[0], ours[..., 0]) and agree(theirs[1], last[..., 0, 0])
 
 
@@ -107,9 +122,9 @@ def _mlstm(function: Callable[..., Any]) -> bool:
         least.append(torch.maximum(F.logsigmoid(f[..., step]) + least[-1], i[..., step]))
     new, old = torch.stack(least[1:], -1), torch.stack(least[:-1], -1)
     values, decay = torch.cat([v, torch.ones(b, h, t, 1)], -1), F.logsigmoid(f) + old - new
-    turned = [x.transpose(1, 2) for x in (q, k, values, decay, (i - new).exp())]
-    out, _ = registry.get("gated_delta_rule").reference(
-        *turned, torch.cat([c, n[..., None]], -1), dk**-0.5, False
+    turned = (x.transpose(1, 2) for x in (q, k, values * (i - new).exp()[..., None], decay))
+    out, _ = _packed(
+        "gated_linear_attention", *turned, state=torch.cat([c, n[..., None]], -1), scale=dk**-0.5
     )
     out = out.transpose(1, 2)
     return agree(theirs[0], out[..., :-1] / torch.maximum(out[..., -1:].abs(), (-new).exp()[..., None]), 1e-4)
@@ -123,7 +138,7 @@ def _lightning(cls: Any) -> bool:
     x = torch.randn(b, t, 24)
     q, k, v = made.act_fn(made.qkv_proj(x)).unflatten(-1, (4, 24)).split(8, -1)
     g = -made.slope_rate.flatten().expand(b, t, 4)
-    out, last = _linear_recurrence(q, k, v, g, torch.ones(b, t, 4), torch.zeros(b, 4, 8, 8))
+    out, last = _linear_recurrence(q, k, v, g, torch.zeros(b, 4, 8, 8))
     ours = made.out_proj(made.output_gate(x).sigmoid() * made.norm(out.flatten(2)))
     theirs = made(x, None, None)
     return agree(theirs[0], ours) and agree(theirs[1], last)
@@ -152,10 +167,10 @@ def lstm_probe(module: nn.LSTM) -> bool:
 _PROBES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "torch_chunk_gated_delta_rule": ("gated_delta_rule", _delta_rule),
     "torch_recurrent_gated_delta_rule": ("gated_delta_rule", _delta_rule),
-    "mamba2_chunk_scan": ("gated_delta_rule", _mamba2_scan),
-    "mamba_selective_scan": ("selective_scan", _mamba_scan),
-    "RecurrentGemmaRglru": ("gated_delta_rule", _rg_lru),
-    "mlstm_recurrent_sequence_native": ("gated_delta_rule", _mlstm),
-    "mlstm_chunkwise_native_autograd": ("gated_delta_rule", _mlstm),
-    "MiniMaxLightningAttention": ("gated_delta_rule", _lightning),
+    "mamba2_chunk_scan": ("ssd", _mamba2_scan),
+    "mamba_selective_scan": ("mamba_scan", _mamba_scan),
+    "RecurrentGemmaRglru": ("gated_linear_attention", _rg_lru),
+    "mlstm_recurrent_sequence_native": ("gated_linear_attention", _mlstm),
+    "mlstm_chunkwise_native_autograd": ("gated_linear_attention", _mlstm),
+    "MiniMaxLightningAttention": ("gated_linear_attention", _lightning),
 }

@@ -137,10 +137,10 @@ def test_attention_module_reads_rows_of_each_call() -> None:
 
 
 def test_four_dimensions_are_refused_by_name() -> None:
-    spec = registry.get("selective_scan")
+    spec = registry.get("mamba_scan")
     args = spec.inputs(small(spec)[0], "cpu", torch.Generator().manual_seed(1))
     args[0] = args[0][None]
-    with pytest.raises(ValueError, match=r"selective_scan: u \(1, .*\) must be \[batch, T, channels\]"):
+    with pytest.raises(ValueError, match=r"mamba_scan: x \(1, .*\) and a .* must be \[T, D\] and \[D, N\]"):
         spec.op(*args)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastkernels.core.layer_state import KVSpec
 from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_prefix
 from fastkernels.engine.cache.kv_cache import block_bytes, fitting_blocks, group_blocks, groups_of
 from fastkernels.engine.config import EngineConfig
@@ -19,7 +20,7 @@ def layers(*windows: int | None) -> list[Any]:
     def new_cache(n: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         return [torch.empty(n, size, 2, 8, dtype=dtype, device=device)] * 2
 
-    return [SimpleNamespace(window_left=-1 if w is None else w - 1, new_cache=new_cache) for w in windows]
+    return [SimpleNamespace(keeps=KVSpec(w), new_cache=new_cache) for w in windows]
 
 
 def test_window_as_long_as_the_context_is_none() -> None:

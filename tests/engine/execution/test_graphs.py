@@ -129,6 +129,19 @@ def play(runner: Generate, masks: Iterator[TokenMasks] | None = None) -> list[St
     return [*found, pending.result()]
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "jamba"])
+def test_graphs_of_recurrent_models_equal_eager_steps(kind: str, tmp_path: Path) -> None:
+    """Padding rows use slot 0, and a state in a slot is the last step's, in graphs of every size."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    eager, runner = (runner_of(folder, "cpu", graphs=graphs) for graphs in (False, True))
+    want, got = play(eager), play(runner)
+    assert runner.graphs is not None and runner.graphs.replays["decode"] == 26
+    assert [out.token_ids.tolist() for out in got] == [out.token_ids.tolist() for out in want]
+    assert eager.states is not None and runner.states is not None
+    for a, b in zip(eager.states._tensors, runner.states._tensors, strict=True):
+        torch.testing.assert_close(a[:, 1:], b[:, 1:], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("device", WHERE)
 def test_graphs_equal_eager_steps(tiny: Path, device: str) -> None:
     eager, runner = runner_of(tiny, device, graphs=False), runner_of(tiny, device, graphs=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager, OutOfBlocks, hash_block
+from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
@@ -149,10 +150,15 @@ class Traffic:
         depth: int,
         caching: bool,
         windows: tuple[int, ...] = (),
+        snapshots: int | None = None,
+        paged: bool = True,
     ):
-        groups = [BlockManager(num_blocks, SIZE, caching, window) for window in (None, *windows)]
-        scheduler = Scheduler(groups, seqs, max(budget, seqs), max_waiting=12)
-        self.model = CacheModel(num_blocks, SIZE, seqs, max(budget, seqs), windows)
+        """snapshots: of layers that keep a state; None: there are none. paged: there are layers with a KV cache."""
+        groups = [BlockManager(num_blocks, SIZE, caching, window) for window in (None, *windows) if paged]
+        states = None if snapshots is None else Snapshots(snapshots, seqs + 1, SIZE, caching, interval=7)
+        scheduler = Scheduler(groups, seqs, max(budget, seqs), max_waiting=12, states=states)
+        slots = 0 if snapshots is None else seqs + 1 + snapshots
+        self.model = CacheModel(num_blocks, SIZE, seqs, max(budget, seqs), windows, paged, slots)
         self.core = EngineCore(scheduler, self.model, depth)
         self.live: list[Request] = []
         self.time = self.number = 0
@@ -217,6 +223,8 @@ class Traffic:
             for block in blocks._block.values():
                 oldest = self.model.oldest[group, block * SIZE : (block + 1) * SIZE]
                 assert (oldest == self.model.version).all(), "a named block depends on older weights"
+        if scheduler.states is not None:
+            self._check_snapshots(scheduler, scheduler.states)
         slots = [r.slot for r in scheduler.running]
         assert sorted(slots + scheduler._slots) == list(range(scheduler.max_num_seqs))
         waiting = [r for r in self.live if r.status is Status.WAITING]
@@ -224,14 +232,30 @@ class Traffic:
             t.blocks for r in waiting for t in r.block_tables
         )
 
+    def _check_snapshots(self, scheduler: Scheduler, states: Snapshots) -> None:
+        """Every slot is free, named or taken by a running request; a named one has the tokens of its name."""
+        taken = [slot for r in scheduler.running for _, slot in r.unnamed]
+        every = [*states._free, *states._slot.values(), *taken]
+        first = scheduler.max_num_seqs + 1
+        assert sorted(every) == list(range(first, first + states.count))
+        assert self.model.states is not None
+        for name, slot in states._slot.items():
+            tokens, oldest = self.model.states[slot]
+            found = b""
+            for i in range(0, len(tokens), SIZE):
+                found = hash_block(found, tokens[i : i + SIZE])
+            assert (found, oldest) == (name, self.model.version)
+            assert not scheduler.groups or name in scheduler.groups[0]._block
+
 
 class TrafficMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 14), seqs=st.integers(1, 5), budget=st.integers(1, 20), depth=st.integers(1, 2),
         caching=st.booleans(), windows=st.sampled_from([(), (1,), (5,), (13, 3)]),
+        snapshots=st.sampled_from([None, 0, 1, 4]), paged=st.booleans(),
     )  # fmt: skip
     def start(self, **sizes: Any) -> None:
-        self.traffic = Traffic(**sizes)
+        self.traffic = Traffic(**{**sizes, "paged": sizes["paged"] or sizes["snapshots"] is None})
 
     @rule(
         kind=st.integers(0, 1), length=st.integers(1, 30), max_tokens=st.integers(1, 14), stop=st.integers(0, 60),
@@ -258,7 +282,9 @@ class TrafficMachine(RuleBasedStateMachine):
     def failed_step(self) -> None:
         self.traffic.core.reset()
         self.traffic.live.clear()
-        assert self.traffic.core.scheduler.blocks.num_cached == 0
+        scheduler = self.traffic.core.scheduler
+        assert scheduler.blocks.num_cached == 0
+        assert scheduler.states is None or scheduler.states.num_cached == 0
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -277,10 +303,20 @@ TestTraffic = TrafficMachine.TestCase
 TestTraffic.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize(("depth", "windows"), [(1, ()), (2, ()), (1, (6,)), (2, (9, 2))])
-def test_traffic_of_many_operations(depth: int, windows: tuple[int, ...]) -> None:
-    rng, traffic = random.Random(depth), Traffic(20, 6, 16, depth, True, windows)
-    for number in range(20_000 if not windows else 5_000):
+@pytest.mark.parametrize(
+    ("depth", "windows", "more"),
+    [
+        (1, (), {}),
+        (2, (), {}),
+        (1, (6,), {}),
+        (2, (9, 2), {}),
+        (2, (), {"snapshots": 9}),
+        (2, (), {"snapshots": 9, "paged": False}),
+    ],
+)
+def test_traffic_of_many_operations(depth: int, windows: tuple[int, ...], more: dict[str, Any]) -> None:
+    rng, traffic = random.Random(depth), Traffic(20, 6, 16, depth, True, windows, **more)
+    for number in range(5_000 if windows or more else 20_000):
         kind = rng.random()
         if kind < 0.25:
             traffic.add(
@@ -301,7 +337,7 @@ def test_traffic_of_many_operations(depth: int, windows: tuple[int, ...]) -> Non
     traffic.drain()
     scheduler = traffic.core.scheduler
     assert all(b.num_free == b.num_usable for b in scheduler.groups) and len(scheduler._waiting) == 0
-    assert scheduler.num_preemptions > 100 and scheduler.prefix_hits > 1000
+    assert scheduler.num_preemptions > (100 if scheduler.groups else -1) and scheduler.prefix_hits > 1000
 
 
 def test_low_priority_request_gets_its_turn() -> None:

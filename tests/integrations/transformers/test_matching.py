@@ -84,14 +84,14 @@ def test_primitive_without_an_op_is_missing(model_type: str, cls: str, module: s
 @pytest.mark.parametrize(
     ("model_type", "cls", "module", "op", "function"),
     [
-        ("mamba", "MambaForCausalLM", "MambaMixer", "selective_scan", "mamba_selective_scan"),
+        ("mamba", "MambaForCausalLM", "MambaMixer", "mamba_scan", "mamba_selective_scan"),
         (
-            "recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "gated_delta_rule",
+            "recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "gated_linear_attention",
             "RecurrentGemmaRglru._rnn_scan",
         ),
-        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "gated_delta_rule", "mlstm_recurrent_sequence_native"),
+        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "gated_linear_attention", "mlstm_recurrent_sequence_native"),
         (
-            "minimax", "MiniMaxForCausalLM", "MiniMaxLightningAttention", "gated_delta_rule",
+            "minimax", "MiniMaxForCausalLM", "MiniMaxLightningAttention", "gated_linear_attention",
             "MiniMaxLightningAttention.decay_factors",
         ),
     ],
@@ -121,9 +121,9 @@ def test_recurrences_are_matched_by_their_functions(monkeypatch: pytest.MonkeyPa
     unnamed = BambaMixer(
         transformers.BambaConfig(**SMALL, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2), 0
     )
-    for module in (delta, mixer, unnamed):
+    for module, op in ((delta, "gated_delta_rule"), (mixer, "ssd"), (unnamed, "ssd")):
         found = match(module)
-        assert (found.op, found.loose, found.strict) == ("gated_delta_rule", True, False)
+        assert (found.op, found.loose, found.strict) == (op, True, False)
     scan, rule = modeling_mamba2.mamba2_chunk_scan, qwen3_next.torch_recurrent_gated_delta_rule
     monkeypatch.setattr(
         modeling_mamba2, "mamba2_chunk_scan", lambda *x, **named: [2 * out for out in scan(*x, **named)]

@@ -149,16 +149,30 @@ def others(m: Model, tokens: int) -> None:
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, None, False)
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, 1024, False)
     triton("rms_norm_gated", parts[0], empty(HEAD), parts[1], 1e-6)
-    for shape in ((tokens, 1), (1, tokens)):  # decode and prefill
-        qkv, steps = [empty(*shape, 32, HEAD) for _ in range(3)], empty(*shape, 32)
-        state = empty(shape[0], 32, HEAD, HEAD, dtype=F32)
-        triton("gated_delta_rule", *qkv, empty(*shape, 32, dtype=F32), steps, state)
-        u, b = empty(*shape, m["inner"]), empty(*shape, 16)
-        scan = empty(m["inner"], 16, dtype=F32), b, b, empty(shape[0], m["inner"], 16, dtype=F32)
-        triton("selective_scan", u, u, *scan, empty(m["inner"]), u, empty(m["inner"]), True)
+    for batch in (tokens, 1):  # decode and a prompt
+        _recurrences(tokens, batch)
     h, c = (empty(tokens, 640, dtype=F32) for _ in range(2))
     triton("lstm", empty(tokens, 1, 2560), empty(2560, 640), h, c)
     triton("softplus", x)
+
+
+def _recurrences(tokens: int, batch: int) -> None:
+    """Call the ops of recurrent models for this many sequences."""
+    starts, slots = empty(batch + 1, dtype=torch.int32), empty(batch, dtype=torch.int32)
+    tail = starts, slots, empty(batch, dtype=torch.bool)
+    q, k, v = (empty(tokens, 32, HEAD) for _ in range(3))
+    token, channel = empty(tokens, 32, dtype=F32), empty(tokens, 32, HEAD, dtype=F32)
+    state, head = empty(batch + 1, 32, HEAD, HEAD, dtype=F32), empty(32, dtype=F32)
+    triton("gated_delta_rule", q[:, :16], k[:, :16], v, token, token, state, *tail, 0.1, True)
+    triton("kda", q, k, v, channel, token, state, *tail, 0.1, True)
+    for g in (channel, head):
+        triton("gated_linear_attention", q, k, v, g, state, *tail, 0.1)
+    triton("rwkv7", q, channel, k, v, q, k, state, *tail)
+    triton("ssd", v, token, head, q[:, :1], k[:, :1], head, head, state, *tail)
+    x, b, channels = empty(tokens, 5120), empty(tokens, 16), empty(5120, dtype=F32)
+    scan = x, x, empty(5120, 16, dtype=F32), b, b, channels, x, channels
+    triton("mamba_scan", *scan, empty(batch + 1, 5120, 16, dtype=F32), *tail)
+    triton("causal_conv1d", x, empty(5120, 4), None, empty(batch + 1, 5120, 3), *tail)
 
 
 def experts(m: Model, tokens: int) -> None:

@@ -93,7 +93,12 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _classes(tree: ast.Module) -> set[str]:
-    return {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
+    """Names of classes at the top level, those included that are assigned: `GELU = ModelNew`."""
+    found = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in found:
+            found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+    return found
 
 
 def _needed(folder: Path, file: Path) -> dict[str, Path]:

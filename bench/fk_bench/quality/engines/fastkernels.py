@@ -54,7 +54,7 @@ class Engine:
 
     def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:
         """Return the generated tokens, which must be each task's own."""
-        self.target.llm_engine.blocks.reset_cache()  # no prefix cache: every run computes the prompts
+        self.target.llm_engine.reset_prefix_cache()  # no prefix cache: every run computes the prompts
         _tasks.clear()
         _tasks.update(enumerate(tasks))
         params = [  # an empty bias keeps the token choice out of the graph

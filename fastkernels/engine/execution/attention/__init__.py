@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, with_groups
+from fastkernels.engine.execution.attention.base import (
+    AttentionBackend,
+    CannotCapture,
+    NoAttention,
+    with_groups,
+)
 from fastkernels.engine.execution.attention.mla import MlaBackend
 from fastkernels.engine.execution.attention.ops import OpsBackend
 from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
@@ -19,6 +24,8 @@ def make_backend(
     name: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
     """The backend for these PagedAttention layers with bound KV cache. Raises ValueError if it is unsupported."""
+    if not layers:
+        return NoAttention()
     if any(isinstance(layer, LatentAttention) for layer in layers):
         return MlaBackend(name, layers, device, dtype)
     if name == "flashinfer":

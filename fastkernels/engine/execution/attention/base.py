@@ -69,6 +69,28 @@ class AttentionBackend(ABC):
         """Attention of a PagedAttention layer. q: [T, Hq, D]; k, v: [T, Hkv, D] to be stored. Returns [T, Hq, D]."""
 
 
+class NoAttention(AttentionBackend):
+    """The metadata of a model without attention."""
+
+    name = "none"
+
+    def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        return metadata_of(self, inputs, block_table)
+
+    def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        return metadata_of(self, inputs, block_table)
+
+    def forward(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        raise RuntimeError(f"{type(layer).__name__}: the engine found no attention layer in this model")
+
+
 def with_groups(
     metadata: AttentionMetadata, inputs: Inputs, tables: Sequence[torch.Tensor]
 ) -> AttentionMetadata:

@@ -55,8 +55,9 @@ class Sglang(Generation):
         }  # fmt: skip
 
     def _num_kv_tokens(self) -> int:
-        blocks = self.context.llm.engine.blocks
-        return blocks.num_usable * blocks.block_size
+        engine = self.context.llm.engine
+        without_blocks = engine.config.max_num_seqs * engine.max_model_len
+        return engine.scheduler.num_cache_tokens or without_blocks
 
     async def generate(self, body: SglangRequest, raw: Request) -> Response:
         self.context.check_model(body.model)

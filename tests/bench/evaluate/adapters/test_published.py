@@ -289,3 +289,13 @@ def test_judge_takes_a_folder_of_the_published_layout(tmp_path):
         assert "relu" in done.stderr and "no op here" in done.stderr, done.stderr
         rows = [json.loads(line) for line in Path(json.loads(done.stdout)["rows"]).read_text().splitlines()]
         assert rows[0]["status"] == status, rows[0]["reason"]
+
+
+def test_class_that_is_assigned_to_the_targets_name_is_adapted(tmp_path):
+    folder = make_set(tmp_path / "set", silu_and_mul=SILU.replace("class SiluAndMul", "class ModelNew"))
+    file = folder / "L1" / "silu_and_mul.py"
+    file.write_text(file.read_text() + "\nSiluAndMul = ModelNew\n")
+    (found,) = read_set("theirs", folder, tmp_path / "out").candidates
+    x = torch.randn(5, 126)
+    expected = torch.nn.functional.silu(x[:, :63]) * x[:, 63:]
+    assert torch.allclose(candidate.load(found.op, str(found.path)).function(x), expected)

@@ -1,0 +1,80 @@
+"""Slots of recurrent state on one rank: allocation, copies, and how many fit into a memory.
+
+Slot 0 is for padding, slots 1 .. max_num_seqs are those of running sequences, and the rest holds snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastkernels.core.layer_state import StateSpec
+from fastkernels.engine.cache.kv_cache import GIB
+from fastkernels.engine.config import EngineConfig
+
+SHARE = 8  # snapshots get at most this part of the memory of blocks
+EACH = 2  # snapshots for each sequence, at most
+
+
+def state_layers(modules: Sequence[Any]) -> list[Any]:
+    """The modules that keep a state."""
+    return [m for m in modules if isinstance(getattr(m, "keeps", None), StateSpec)]
+
+
+def state_bytes(layers: Sequence[Any], dtype: torch.dtype) -> int:
+    """Bytes of one slot in all layers."""
+    tensors = [t for layer in layers for t in layer.keeps.tensors.values()]
+    return sum(prod(shape) * (own or dtype).itemsize for shape, own in tensors)
+
+
+def num_snapshots(config: EngineConfig, slot_bytes: int, num_bytes: int) -> int:
+    """The number of snapshots that num_bytes may hold."""
+    if not config.enable_prefix_caching:
+        return 0
+    if config.num_snapshots is not None:
+        return config.num_snapshots
+    return max(0, min(EACH * config.max_num_seqs, num_bytes // slot_bytes))
+
+
+def check_room(config: EngineConfig, slot_bytes: int, num_bytes: int) -> None:
+    """Raise ValueError if num_bytes cannot hold a slot for each of max_num_seqs sequences."""
+    fitting = num_bytes // slot_bytes - 1
+    if fitting >= config.max_num_seqs:
+        return
+    mib = float(1 << 20)
+    advice = (
+        f"reduce max_num_seqs to at most {fitting}" if fitting > 0 else "use a larger tensor_parallel_size"
+    )
+    raise ValueError(
+        f"max_num_seqs {config.max_num_seqs} does not fit: a sequence has a recurrent state of {slot_bytes / mib:.2f}"
+        f" MiB, padding has one more, and the {max(0, num_bytes) / GIB:.2f} GiB for them hold {max(0, fitting)}"
+        f" sequences; {advice}, or increase kv_cache_memory or gpu_memory_utilization"
+    )
+
+
+class StateCache:
+    """The states of all layers. Tensors of the same shape and dtype are one, so that a copy is one launch for each."""
+
+    def __init__(self, layers: Sequence[Any], slots: int, dtype: torch.dtype, device: torch.device):
+        self.slots = slots
+        places: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Any, str]]] = {}
+        for layer in layers:
+            layer.states = {}
+            for name, (shape, own) in layer.keeps.tensors.items():
+                places.setdefault((tuple(shape), own or dtype), []).append((layer, name))
+        self._tensors = []
+        for (shape, kind), users in places.items():
+            whole = torch.zeros(len(users), slots, *shape, dtype=kind, device=device)
+            self._tensors.append(whole)
+            for (layer, name), part in zip(users, whole, strict=True):
+                layer.states[name] = part
+
+    def copy(self, pairs: np.ndarray) -> None:
+        """Copy slots: pairs [N, 2] of (from, to), in this order."""
+        for source, target in pairs.tolist():
+            for tensor in self._tensors:
+                tensor[:, target].copy_(tensor[:, source])

@@ -1,0 +1,1 @@
+"""Models of state space layers: Mamba and Mamba-2."""

@@ -1,0 +1,198 @@
+"""Causal depthwise convolution over packed sequences, with its last inputs as state (Mamba, arXiv 2312.00752).
+
+y[t, c] = act(bias[c] + sum_j weight[c, j] x[t - W + 1 + j, c])
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.chunks import sequence_of
+from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.problem import unsupported
+
+T = torch.Tensor
+ACTIVATIONS = ("silu", "none")
+
+
+def _check(x: T, weight: T, bias: T | None, state: T, activation: str) -> None:
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(
+            f"causal_conv1d: x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [T, C] and [C, W]"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"causal_conv1d: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    (_, c), w = x.shape, weight.shape[1]
+    check_shapes(
+        "causal_conv1d", weight=(weight, (c, w), "[C, W]"), bias=(bias, (c,), "[C]"),
+        state=(state, (state.shape[0], c, w - 1), "[S, C, W - 1]"),
+    )  # fmt: skip
+
+
+def reference(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> tuple[T, T]:
+    """x: [T, C]; weight: [C, W]; bias: [C]; state: [S, C, W - 1], the inputs before the first token, the newest last.
+
+    cu_seqlens: [B + 1]; slots, fresh: [B]. Computed in at least float32. Returns the outputs in x's dtype and the new
+    state.
+    """
+    _check(x, weight, bias, state, activation)
+    check_slots("causal_conv1d", x, state, cu_seqlens, slots, fresh)
+    acc = wide(x)
+    inputs, kernel, out = x.to(acc), weight.to(acc), torch.zeros(x.shape, dtype=acc, device=x.device)
+
+    def step(window: T, rows: T) -> tuple[T, T]:
+        window = torch.cat([window, inputs[rows][..., None]], -1)  # [B, C, W]
+        return window[..., 1:], (window * kernel).sum(-1)
+
+    last = scan(step, begin(state, slots, fresh, acc), cu_seqlens, out)
+    out = out if bias is None else out + bias.to(acc)
+    return (F.silu(out) if activation == "silu" else out).to(x.dtype), written(state, slots, last)
+
+
+@triton.jit(do_not_specialize=["B", "STEPS"])
+def _causal_conv1d_kernel(
+    x_ptr, w_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, B, STEPS, C, x_t, w_c, s_s, s_c, s_w,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    chunk = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = cols < C
+    i = sequence_of(cu_ptr, chunk, B, STEPS, SIZE)
+    start = tl.load(cu_ptr + i).to(tl.int64)
+    end = tl.load(cu_ptr + i + 1).to(tl.int64)
+    n = chunk - start // SIZE - i
+    first = start + n * SIZE
+    if (first >= end) & (n > 0):
+        return
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    state_at = state_ptr + slot * s_s + cols * s_c
+    row = first + tl.arange(0, SIZE)
+    y = tl.zeros([SIZE, BLOCK], tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)[None, :]
+    for j in tl.static_range(W):
+        w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
+        at = row + (j - W + 1)
+        new = ((at >= start) & (row < end))[:, None] & channel[None, :]
+        x = tl.load(x_ptr + at[:, None] * x_t + cols[None, :], mask=new, other=0.0).to(tl.float32)
+        if W > 1:
+            old = ((at < start) & (row < end) & known)[:, None] & channel[None, :]
+            back = (at - start + (W - 1))[:, None] * s_w
+            x += tl.load(state_at[None, :] + back, mask=old, other=0.0).to(tl.float32)
+        y += x * w[None, :]
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(out_ptr + row[:, None] * C + cols[None, :], y.to(out_ptr.dtype.element_ty),
+             mask=(row < end)[:, None] & channel[None, :])  # fmt: skip
+    if n == 0:
+        # One program of a sequence reads and writes its state; all its threads have read before any writes.
+        tl.debug_barrier()
+        for j in tl.static_range(W - 1):
+            past = end + (j - W + 1)
+            last = tl.load(x_ptr + past * x_t + cols, mask=channel & (past >= start), other=0.0).to(
+                tl.float32
+            )
+            shifted = state_at + (past - start + (W - 1)) * s_w
+            last += tl.load(shifted, mask=channel & (past < start) & known, other=0.0).to(tl.float32)
+            tl.store(state_at + j * s_w, last.to(state_ptr.dtype.element_ty), mask=channel & (slot > 0))
+
+
+def _supports_triton(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> str | None:
+    if weight.shape[-1] > 16:
+        return f"{weight.shape[-1]} weights of a channel are over 16"
+    return unsupported(x, weight, bias, others=(state,))
+
+
+def _triton(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> T:
+    _check(x, weight, bias, state, activation)
+    check_slots("causal_conv1d", x, state, cu_seqlens, slots, fresh)
+    (tokens, channels), width, batch = x.shape, weight.shape[1], slots.shape[0]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if batch * channels == 0:
+        return out
+    size = 4 if tokens <= 4 * batch else 16
+    block = min(128, next_power_of_2(channels))
+    launch_kernel(
+        _causal_conv1d_kernel, (tokens // size + batch, cdiv(channels, block)),
+        x, weight, bias, state, cu_seqlens, slots, fresh, out, batch, batch.bit_length(), channels,
+        x.stride(0), weight.stride(0), *state.stride(),
+        W=width, HAS_BIAS=bias is not None, SILU=activation == "silu", SIZE=size, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _reference(
+    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+) -> T:
+    out, new = reference(x, weight, bias, state, cu_seqlens, slots, fresh, activation)
+    state.copy_(new)
+    return out.contiguous()
+
+
+causal_conv1d = define(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
+    " Tensor fresh, str activation='silu') -> Tensor",
+    fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+SPEC = OpSpec(
+    name="causal_conv1d",
+    level=1,
+    reference=reference,
+    op=causal_conv1d,
+    arguments=(
+        Tensor("x", "tokens channels"),
+        Tensor("weight", "channels width", values=fan_in),
+        Tensor("bias", "channels", when="bias", std=0.3),
+        cases.state("rows channels width-1", "channels * (width - 1)"),
+        *cases.TAIL,
+        Scalar("activation", default="silu"),
+    ),
+    outputs=(Tensor("out", "tokens channels"),),
+    axes={
+        **cases.AXES,
+        "state_dtype": Axis.dtype(Expr("dtype")),
+        "channels": Axis.width(),
+        "width": Axis.option(4),
+    },
+    constraints=cases.CONSTRAINTS,
+    values=cases.values,
+    flops="tokens * channels * (2 * width + 4)",
+    cases=(
+        *cases.model_cases("mamba2", channels=5376, bias=True),  # Mamba-2 2.7B
+        *cases.model_cases("qwen3_next", channels=8192),  # Qwen3-Next 80B
+        cases.odd("one", {"seq_lens": (1,), "channels": 1}, "float32"),
+        cases.odd("odd_63", {"seq_lens": (7, 1, 30, 2), "channels": 63, "new": 2, "bias": True}),
+        cases.odd("decode_5", {"seq_lens": (1,) * 5, "channels": 100, "padding": 2}),
+        cases.odd("plain", {"seq_lens": (3, 9), "channels": 129, "activation": "none"}, "float32"),
+        cases.odd("width_2", {"seq_lens": (5, 1), "channels": 33, "width": 2, "new": 1, "bias": True}, "float16"),
+        cases.odd("width_7", {"seq_lens": (4, 70), "channels": 20, "width": 7, "new": 1}),
+        cases.odd("empty", {"seq_lens": (0, 3, 0), "channels": 48, "new": 1, "rows": 9}),
+        cases.odd("long", {"seq_lens": (150, 65), "channels": 40, "new": 2, "bias": True}, "float16"),
+    ),
+    activations=("x",),
+    batch_invariant=True,  # an output is computed alike whatever is next to it
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""Kimi delta attention (arXiv 2510.26692): the gated delta rule with a decay for each channel of the keys.
+
+S = diag(exp(g)) S;  S += k (beta (v - S^T k))^T;  o = scale S^T q
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import OpSpec, Tensor
+from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence import gated_delta_rule as rule
+from fastkernels.overrides.recurrence.chunks import solve
+from fastkernels.overrides.recurrence.packed import check_slots
+from fastkernels.overrides.recurrence.problem import DELTA, Problem
+
+T = torch.Tensor
+
+
+def reference(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> tuple[T, T]:  # fmt: skip
+    """q, k: [T, Hk, K]; v: [T, Hv, V]; g: [T, Hv, K]; beta: [T, Hv]; state: [S, Hv, K, V].
+
+    cu_seqlens: [B + 1]; slots, fresh: [B]. normalize: divide queries and keys by their length. Computed in at least
+    float32. Returns the outputs [T, Hv, V] in v's dtype and the new state.
+    """
+    rule.check("kda", q, k, v, g, beta, state, True)
+    check_slots("kda", v, state, cu_seqlens, slots, fresh)
+    return rule.delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
+
+
+def _supports_triton(*args: Any) -> str | None:
+    return rule.supports(*args)
+
+
+def _triton(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    rule.check("kda", q, k, v, g, beta, state, True)
+    check_slots("kda", v, state, cu_seqlens, slots, fresh)
+    return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, DELTA, scale, normalize, beta))
+
+
+def _reference(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    normalize: bool = False,
+) -> T:  # fmt: skip
+    out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
+    state.copy_(new)
+    return out.contiguous()
+
+
+kda = define(
+    "kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
+    " Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
+    fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+HEADS = rule.heads(2, 2, 16, 40)
+
+SPEC = OpSpec(
+    name="kda",
+    level=1,
+    reference=reference,
+    op=kda,
+    arguments=(
+        *(rule.ARGUMENTS[n] for n in ("q", "k", "v")),
+        Tensor("g", "tokens heads dk", "float32", values=cases.log_decay),
+        rule.ARGUMENTS["beta"],
+        rule.ARGUMENTS["state"],
+        *cases.TAIL,
+        *rule.SCALARS,
+    ),
+    outputs=(Tensor("out", "tokens heads dv"),),
+    axes=rule.AXES,
+    constraints=rule.CONSTRAINTS,
+    values=cases.values,
+    flops=rule.FLOPS,
+    cases=(
+        *cases.model_cases("kimi_linear", **rule.heads(32, 32, 128, 128), scale=0.0883883, normalize=True),  # 48B
+        cases.odd("one", {"seq_lens": (1,), **rule.heads(1, 1, 1, 1)}, "float32"),
+        cases.odd("odd_63", {"seq_lens": (7, 1, 4), **rule.heads(3, 3, 20, 63), "new": 1}),
+        cases.odd("scaled", {"seq_lens": (5, 9), **rule.heads(2, 4, 33, 40), "scale": 0.25, "new": 2}, "float32"),
+        cases.odd("decode_5", {"seq_lens": (1,) * 5, **rule.heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
+        cases.odd("half_state", {"seq_lens": (4, 2), **rule.heads(1, 2, 64, 16), "state_dtype": "float16"}),
+        cases.odd("empty", {"seq_lens": (0, 3), **rule.heads(2, 2, 16, 8), "new": 2}, "float16"),
+        cases.odd("chunks", {"seq_lens": (150,), **rule.heads(1, 2, 24, 32), "new": 1, "normalize": True}),
+        cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **HEADS, "new": 2, "padding": 1}, "float32"),
+        cases.odd("wide_keys", {"seq_lens": (3,), **rule.heads(1, 1, 200, 31)}),
+    ),
+    activations=("q", "v"),
+    contained="q",
+    extremes=rule.EXTREMES,
+)  # fmt: skip

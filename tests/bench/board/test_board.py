@@ -1,0 +1,282 @@
+"""The board from rows: standings, pages, and submissions that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from bench.board.conftest import CHIP, ITEMS, case_row, context, item_row
+from fk_bench.board import figures, site, standings, submission
+from fk_bench.cli import main
+from fk_bench.core.checkout import checkout_path
+from fk_bench.core.rows import Row, Status
+from fk_bench.evaluate.macro_eval import macro_eval
+from fk_bench.evaluate.run import results
+
+Run = Callable[..., Path]
+
+
+def rows_of(name: str, speeds: list[tuple[float, float, float]], **more: str) -> list[Row]:
+    of = context(name, **more)
+    return [item_row(of, name, i, *s) for i, s in zip(ITEMS, speeds, strict=False)]
+
+
+def read(*folders: Path) -> list[standings.Standing]:
+    return standings.standings(standings.entries_of([submission.read(f) for f in folders]))
+
+
+def test_sets_are_ranked_by_the_score_of_their_items(run: Run) -> None:
+    fast = rows_of("fast", [(2.0, 2.0, 1.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
+    even = rows_of("even", [(1.1, 1.1, 1.0)] * 3)
+    wrong = rows_of("wrong", [(3.0, 3.0, 0.2), (3.0, 3.0, 1.0), (3.0, 3.0, 1.0)])
+    (found,) = read(run("all", [*wrong, *even, *fast]))
+    assert [e.name for e in found.entries] == ["fast", "even", "wrong"]
+    assert set(found.declared or ()) == set(ITEMS)
+    for entry in found.entries:
+        want = macro_eval(ITEMS, entry.outcomes).overall
+        assert standings.rank_value(entry, "score") == pytest.approx(want.score)
+
+
+def test_chips_and_suites_are_leagues_of_their_own(run: Run) -> None:
+    first = run("a", rows_of("x", [(1.0, 1.0, 1.0)] * 3))
+    second = run("b", rows_of("x", [(1.0, 1.0, 1.0)] * 3, chip="NVIDIA B200"))
+    third = run("c", rows_of("x", [(1.0, 1.0, 1.0)] * 3, digest="d2"))
+    assert [len(s.entries) for s in read(first, second, third)] == [1, 1, 1]
+
+
+def test_ranks_at_other_bounds_follow_the_discrepancies(run: Run) -> None:
+    """With half the bound, a set at c = 0.92 falls below 0.9 and behind a slower exact one."""
+    near = rows_of("near", [(1.5, 1.5, 0.92)] * 3)
+    exact = rows_of("exact", [(1.05, 1.05, 1.0)] * 3)
+    (found,) = read(run("all", [*near, *exact]))
+    assert [e.name for e in found.entries] == ["near", "exact"]
+    assert found.thresholds["half"] == {"exact": 1, "near": 2}
+    assert found.thresholds["double"] == {"near": 1, "exact": 2}
+
+
+def test_forged_score_row_is_not_believed(run: Run) -> None:
+    rows = rows_of("x", [(1.0, 1.0, 1.0)] * 3)
+    of = context("x")
+    rows.append(
+        of.row("x", {"kind": results.SCORE}, rows[0].subject, metrics={"score": 9.0, "declared": 3.0})
+    )
+    ((entry,),) = [s.entries for s in read(run("all", rows))]
+    assert standings.rank_value(entry, "score") == pytest.approx(1.0)
+    assert "says 9.0000, its items give 1.0000" in entry.warnings[0]
+
+
+def test_undeclared_items_give_no_score(run: Run) -> None:
+    """An unfinished run has fewer items than its suite, so its rows cannot be scored."""
+    rows = rows_of("x", [(2.0, 2.0, 1.0)])
+    rows.append(context("x").row("x", {"kind": results.SCORE}, rows[0].subject, metrics={"declared": 3.0}))
+    (found,) = read(run("all", rows))
+    assert found.declared is None and found.entries[0].macro is None
+
+
+def test_fast_p_counts_failed_but_no_provisional_cases(run: Run) -> None:
+    rows = [
+        case_row("rms_norm", "a", 2.0), case_row("rms_norm", "b", 0.5), case_row("rms_norm", "c", None, Status.WRONG),
+        case_row("rms_norm", "d", 9.0, provisional="no libraries"), case_row("rms_norm", "e", None, Status.SKIPPED),
+    ]  # fmt: skip
+    ((entry,),) = [s.entries for s in read(run("judged", rows))]
+    assert sorted(entry.speeds) == [0.0, 0.5, 2.0]
+    assert standings.fast_p(entry.speeds, 1.0) == pytest.approx(1 / 3)
+    assert standings.fast_p(entry.speeds, 0.0) == pytest.approx(2 / 3)
+
+
+def test_kernels_of_an_evaluated_set_are_one_entry(run: Run) -> None:
+    (found,) = read(run("x", [*rows_of("x", [(1.0, 1.0, 1.0)] * 3), case_row("rms_norm", "a", 2.0)]))
+    assert len(found.entries) == 1 and found.entries[0].speeds == [2.0]
+
+
+class Page(HTMLParser):
+    """References, ids and text of a page."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.ids: list[str] = []
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "href":
+                self.links.append(value or "")
+            if name == "src" or (tag == "link" and name == "href"):
+                self.loaded.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+
+def test_site_is_whole_and_loads_nothing(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = [*rows_of("<b>&one", [(1.2, 1.1, 1.0)] * 3), case_row("rms_norm", "a</script>", 2.0)]
+    one[0].case["dropped"] = [
+        {"op": "silu_and_mul", "reason": "run time", "text": "<img src=x onerror=alert(1)>"}
+    ]
+    two = rows_of("two", [(1.0, 1.0, 1.0)] * 3)
+    out = tmp_path / "site"
+    stale = out / "sets" / "gone.html"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("")
+    main_status(["board", str(run("a", one)), str(run("b", two)), "--out", str(out), "--json"], 0)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["sets"] == 3 and last["leagues"] == 2 and not stale.exists()
+    for file in out.rglob("*.html"):
+        page, text = Page(file), file.read_text()
+        assert not page.loaded, "a page loads nothing"
+        assert len(page.ids) == len(set(page.ids))
+        assert "<img src=x" not in text and "<b>&one" not in text and "a</script>" not in text
+        for link in page.links:
+            target, _, anchor = link.partition("#")
+            assert (file.parent / target).exists() if target else anchor in page.ids, link
+    board = json.loads((out / "board.json").read_text())
+    assert {s["name"] for league in board for s in league["sets"]} >= {"two"}
+    index = (out / "index.html").read_text()
+    assert (
+        "silu_and_mul, run time" in index
+        and "rank with bounds halved" in index
+        and "prefers-color-scheme" in index
+    )
+
+
+def main_status(words: list[str], status: int) -> None:
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert (ended.code or 0) == status
+    else:
+        assert status == 0
+
+
+def test_script_gets_what_python_ranks(run: Run) -> None:
+    """The page's data gives the same score by the rules of macro_eval, item by item."""
+    (found,) = read(run("all", rows_of("x", [(1.3, 1.1, 1.0), (1.0, 0.9, 0.95), (2.0, 1.0, 0.5)])))
+    data = standings.data(found)
+    (one,) = data["sets"].values()
+    assert [i["host"] for i in data["items"]] == [i.host for i in found.declared or ()]
+    assert len(one["outcomes"]) == len(data["items"]) and data["floor"] == 0.5
+    for item, outcome in zip(found.declared or (), one["outcomes"], strict=True):
+        o = found.entries[0].outcomes[item]
+        assert outcome == [o.throughput, o.latency, o.correctness]
+
+
+def test_published_rows_make_a_board(tmp_path: Path) -> None:
+    """Rows that were measured on H200s: our overrides as a set, with their fast_p."""
+    file = checkout_path("bench/results/2026-11-22-h200-kernels.jsonl.xz")
+    found = read(file)
+    assert [s.league.chip for s in found] == [CHIP]
+    (entry,) = found[0].entries
+    assert len(entry.cases) > 300 and standings.fast_p(entry.speeds, 1.0) > 0.5
+    index = site.write(tmp_path, found, ())
+    assert "fast_1" in index.read_text()
+
+
+def test_curve_falls_from_the_share_of_right_cases() -> None:
+    text = figures.curves({"a": [0.0, 0.5, 2.0, 4.0]}, "t")
+    (points,) = re.findall(r'polyline points="([^"]+)"', text)
+    heights = [float(p.split(",")[1]) for p in points.split()]
+    assert heights == sorted(heights)  # y grows downwards
+    assert "fast_1 50% of 4" in text and figures.curves({"a": []}, "t") == ""
+
+
+def test_panel_has_its_mean_as_a_line() -> None:
+    text = figures.by_architecture({"text": {"llama": 2.0, "qwen": 0.5}, "image": {}}, "t")
+    assert text.count('class="mean"') == 1 and ">1.00<" in text and "llama: 2.000" in text
+
+
+def test_rows_without_a_set_are_an_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    row = case_row("rms_norm", "a", 1.0)
+    row.command = "explain"
+    main_status(["board", str(run("x", [row]))], 2)
+    assert "no set in these rows" in capsys.readouterr().err
+    main_status(["board", "no-such-folder"], 2)
+    assert "no such run: no-such-folder" in capsys.readouterr().err
+
+
+def test_right_submission_is_taken_and_shown(
+    submission: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = submission()
+    main_status(["submit-check", str(folder), "--json"], 0)
+    assert json.loads(capsys.readouterr().out) == {"command": "submit-check", "ok": True, "refused": []}
+    main_status(["board", str(folder), "--out", str(tmp_path / "site"), "--json"], 0)
+    (page,) = (tmp_path / "site" / "sets").iterdir()
+    text = page.read_text()
+    assert "A. Author" in text and "Apache-2.0" in text and "SHA-256" in text and "def silu_and_mul" in text
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    main_status(["submit-check", str(folder), "--json"], 1)
+    return " ".join(json.loads(capsys.readouterr().out.splitlines()[-1])["refused"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"licence": None}, "there is no licence"),
+        ({"licence": "do what you like"}, "is no SPDX expression"),
+        ({"author": " "}, "there is no author"),
+        ({"name": "../fast"}, "at most 64 letters"),
+        ({"candidates": "../other"}, "outside the submission"),
+        ({"candidates": "/etc"}, "outside the submission"),
+        ({"candidates": "nothing"}, "there is no folder"),
+        ({"lisence": "MIT"}, "licence"),
+        ({"tokens": -1}, "at least 0"),
+        ({"tokens": "many"}, "is no int"),
+        ({"mode": "fast"}, "sequential"),
+        ({"url": "javascript:alert(1)"}, "does not begin with https://"),
+    ],
+)
+def test_wrong_field_is_refused(
+    submission: Run, changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(submission(**changed), capsys)
+
+
+def test_links_size_and_scan_are_refused(
+    submission: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = submission()
+    (folder / "candidates" / "other.txt").symlink_to(tmp_path)
+    assert "is a link" in refused(folder, capsys)
+    folder = submission()
+    os.mkfifo(folder / "pipe")
+    assert "no regular file" in refused(folder, capsys)
+    folder = submission()
+    with open(folder / "big.bin", "wb") as file:
+        file.truncate((20 << 20) + 1)
+    assert "more than 20" in refused(folder, capsys)
+    folder = submission()
+    with open(folder / "candidates" / "silu_and_mul.py", "a") as file:
+        file.write("\nimport ctypes\nctypes.CDLL(None)\n")
+    said = refused(folder, capsys)
+    assert "the static scan rejects it" in said and "are of other files" in said
+    (folder / "submission.toml").unlink()
+    assert "has no submission.toml" in refused(folder, capsys)
+
+
+def test_changed_checkout_and_foreign_rows_are_refused(
+    submission: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fk_bench.core.rows import append
+
+    folder = submission()
+    dirty = case_row("silu_and_mul", "a", 1.0)
+    dirty.commit = "abc+"
+    append(folder / "rows.jsonl", [dirty, case_row("rms_norm", "a", 1.0, provisional="no libraries")])
+    said = refused(folder, capsys)
+    assert (
+        "its commit ends with +" in said
+        and "judge a candidate for rms_norm" in said
+        and "provisional" in said
+    )
+    (folder / "rows.jsonl").unlink()
+    assert "has no rows" in refused(folder, capsys)

@@ -1,0 +1,74 @@
+"""The page of published claims, from recorded verdicts and rows of an evaluation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench.core.rows import Row, Status, Subject
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench/experiments/foreign_candidates"))
+import claims
+import judge_sets
+
+PUBLISHED = {("a", "gelu"): 1.5, ("a", "rms_norm"): 1.2, ("a", "linear"): 0.99, ("b", "gelu"): 2.0}
+
+
+def judged(name: str, op: str, **more: Any) -> dict[str, Any]:
+    row = {"set": name, "op": op, "own": {"ok": 4}, "held_out": {"ok": 4}, "deployed": "", "serving": ""}
+    return {**row, "speedup": 1.3, "ci95": [1.2, 1.4], "held_out_speedup": 1.1, **more}
+
+
+def item(host: str, kept: list[str], low: float, **more: Any) -> Row:
+    case = {"kind": "item", "set": "a", "kept": kept, "dropped": [], **more}
+    ci95 = {f"{phase}_speedup": (low, 1.5) for phase in ("throughput", "latency")}
+    status = Status.OK if kept else Status.FAILED
+    return Row(run_id="r", command="eval", status=status, subject=Subject(host=host), case=case, ci95=ci95)
+
+
+ROWS = [
+    item("vllm", ["gelu"], 1.01, dropped=[{"op": "rms_norm", "reason": "incorrect", "text": ""}]),
+    item("sglang", ["gelu", "rms_norm"], 0.98),
+    item("sglang", ["gelu"], 3.0, variant="best"),  # unranked
+]
+JUDGED = [
+    judged("a", "gelu", deployed="not deployed: under torch.compile the candidate runs no kernel of its own"),
+    judged("a", "rms_norm", ci95=[0.9, 1.4], held_out_speedup=None),
+    judged("a", "linear"),
+    judged("b", "gelu", held_out={"ok": 3, "wrong": 1}),
+    {"set": "b", "file": "L1/silu.py", "declined": "no op"},
+]
+
+
+def test_claims_of_recorded_rows() -> None:
+    gelu, linear, norm, wrong = claims.claims(JUDGED, PUBLISHED, ROWS)
+    assert (gelu.on_this_chip, gelu.at_other_sizes, gelu.hosts) == (
+        "yes",
+        "yes",
+        {"vllm": "yes", "sglang": "no"},
+    )
+    assert (norm.on_this_chip, norm.at_other_sizes, norm.hosts["vllm"]) == ("no", "-", "no")
+    assert not linear.claims and linear.hosts == {"vllm": "-", "sglang": "-"}
+    assert (wrong.right, wrong.on_this_chip, wrong.at_other_sizes) == (False, "no", "no")
+
+
+def test_page_counts_only_files_that_claim_a_speedup() -> None:
+    text = claims.page(claims.claims(JUDGED, PUBLISHED, ROWS))
+    assert "4 files, 3 right in all cases, 3 claim a speedup." in text
+    assert "| on this chip | 1 | 2 | 0 |" in text and "| in vllm | 1 | 1 | 1 |" in text
+    assert (
+        "| a | gelu | 1.500 | 1.300 (1.200 to 1.400) | 1.100 | yes | no | not deployed | nothing compiled |"
+        in text
+    )
+    assert "| b | gelu | 2.000 | wrong |" in text
+
+
+@pytest.mark.parametrize(
+    ("own", "held_out", "right"),
+    [({"ok": 4}, {"ok": 4}, True), ({"ok": 3, "skipped": 1}, {}, True), ({"ok": 4}, {"timeout": 1}, False),
+     ({"skipped": 4}, {}, False), ({}, {}, False)],
+)  # fmt: skip
+def test_a_file_passes_if_no_case_fails(own: dict[str, int], held_out: dict[str, int], right: bool) -> None:
+    assert judge_sets.passes({"own": own, "held_out": held_out}) is right

@@ -1,0 +1,185 @@
+"""Layers that keep a state: equal to transformers however a sequence is computed, and limits with their numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import RECURRENT, make_tiny
+
+from fastkernels import LLM, SamplingParams
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.layer_state import KVSpec, StateSpec
+from fastkernels.models.common import build
+from fastkernels.models.common.weights import CheckpointError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+IDS = torch.tensor([(i * 37) % 500 for i in range(23)])
+SMALL: dict[str, Any] = {"device": "cpu", "block_size": 4, "max_num_seqs": 4, "max_model_len": 96}
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("recurrent") / request.param, request.param, "float32")
+
+
+def tiny(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / f"recurrent_{kind}", kind, "float32")
+
+
+@pytest.fixture(scope="module")
+def mamba2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory, "mamba2")
+
+
+@pytest.fixture(scope="module")
+def jamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory, "jamba")
+
+
+def tokens(outputs: Any) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def test_every_split_has_transformers_logits(folder: Path, oracle: Any) -> None:
+    """Two steps of many lengths, and one token at a time, next to another sequence in the same step."""
+    total = len(IDS)
+    check_logits(folder, oracle, [[n, total] for n in (1, 2, 3, 4, 8, 15, 22)] + [list(range(1, total + 1))])
+
+
+def test_time_step_limits_bound_every_step(oracle: Any, tmp_path: Path) -> None:
+    """As in one pass of transformers, whose decoding from its own cache ignores the limits."""
+    folder = make_tiny(tmp_path, "mamba2", "float32", time_step_limit=[0.5, 0.9])
+    check_logits(folder, oracle, [[len(IDS)], list(range(1, len(IDS) + 1))])
+
+
+@torch.inference_mode()
+def check_logits(folder: Path, oracle: Any, splits: list[list[int]]) -> None:
+    """splits: the ends of the steps of two sequences."""
+    model: Any = build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
+    for layer in model.modules():
+        kept = getattr(layer, "keeps", None)
+        if isinstance(kept, KVSpec):
+            layer.kv_cache = layer.new_cache(20, 4, torch.float32, "cpu")
+        elif isinstance(kept, StateSpec):
+            layer.states = {name: t + 7.0 for name, t in kept.new(5, torch.float32, "cpu").items()}
+    other = IDS.flip(0)
+    want = [oracle.logits(folder, ids.tolist()) for ids in (IDS, other)]
+    table = torch.stack([torch.arange(1, 8), torch.arange(8, 15)]).to(torch.int32)
+    for ends in splits:
+        start, found = 0, [[], []]
+        for end in ends:
+            ids = torch.cat([s[start:end] for s in (IDS, other)])
+            at = torch.arange(start, end)
+            places = torch.cat([table[row, at // 4].long() * 4 + at % 4 for row in (0, 1)])
+            size = end - start
+            step = AttentionMetadata(
+                places, torch.tensor([0, size, 2 * size], dtype=torch.int32),
+                torch.tensor([end, end], dtype=torch.int32), table, size, end,
+                state_slots=torch.tensor([3, 1], dtype=torch.int32), fresh=torch.tensor([start == 0] * 2),
+            )  # fmt: skip
+            with forward_context(step):
+                logits = model.compute_logits(model(ids, at.repeat(2)))
+            for parts, part in zip(found, logits.chunk(2), strict=True):
+                parts.append(part)
+            start = end
+        for parts, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prefix_is_served_from_the_last_snapshot(folder: Path, greedy: Any) -> None:
+    """The third prompt with a common prefix starts from its snapshot; a shared part of a block is computed."""
+    llm = LLM(str(folder), num_blocks=100, num_snapshots=4, **SMALL)
+    stem = [(i * 17) % 500 for i in range(30)]
+    prompts = [[*stem, 3, 4], [*stem, 5], [*stem, 6, 7, 8]]
+    cached = []
+    for prompt in prompts:
+        output = llm.generate([prompt], GREEDY)[0]
+        cached.append(output.num_cached_tokens)
+        assert output.outputs[0].token_ids == greedy(folder, prompt, 12)
+    assert cached == [0, 0, 28]
+    llm.llm_engine.reset_prefix_cache()
+    assert llm.generate([prompts[0]], GREEDY)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_conversation_continues_from_its_answer(mamba2: Path, greedy: Any, overlap: bool) -> None:
+    llm = LLM(str(mamba2), num_snapshots=4, async_scheduling=overlap, **SMALL)
+    states = llm.llm_engine.scheduler.states
+    assert states is not None
+    states.interval = 16
+    prompt = [(i * 29) % 500 for i in range(10)]
+    answer = tokens(llm.generate([prompt], LONG))[0]
+    assert answer == greedy(mamba2, prompt, 40)
+    assert states.num_cached == 1  # of the generated tokens, the last one only
+    following = [*prompt, *answer, 9]
+    output = llm.generate([following], GREEDY)[0]
+    assert output.num_cached_tokens == 48
+    assert output.outputs[0].token_ids == greedy(mamba2, following, 12)
+
+
+def test_chunks_of_prompts_end_at_blocks(jamba: Path, greedy: Any) -> None:
+    llm = LLM(str(jamba), num_blocks=100, num_snapshots=4, max_num_batched_tokens=10, **SMALL)
+    prompt = [(i * 13) % 500 for i in range(41)]
+    llm.llm_engine.add_request("0", prompt, GREEDY)
+    (request,) = llm.llm_engine.requests["0"].sequences
+    computed = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        computed.append(request.num_computed_tokens)
+    assert computed[:5] == [8, 16, 24, 32, 41]
+    assert request.output_token_ids == greedy(jamba, prompt, 12)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "jamba"])
+def test_preempted_sequences_keep_their_tokens(
+    kind: str, greedy: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tiny(tmp_path_factory, kind)
+    llm = LLM(str(folder), num_blocks=12, num_snapshots=2, **{**SMALL, "max_model_len": 40})
+    scheduler = llm.llm_engine.scheduler
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9]]
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), prompt, GREEDY)
+    sequences = [llm.llm_engine.requests[str(i)].sequences[0] for i in range(4)]
+    for step in range(200):
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+        llm.llm_engine.step()
+        if kind == "mamba2" and step in (3, 6) and scheduler.running:  # it never runs out of blocks
+            scheduler._preempt(scheduler.running.pop())
+    assert scheduler.num_preemptions > 0
+    assert [s.output_token_ids for s in sequences] == [greedy(folder, p, 12) for p in prompts]
+
+
+def test_too_many_sequences_name_the_number_that_fits(mamba2: Path) -> None:
+    settings = {**SMALL, "max_num_seqs": 64, "kv_cache_memory": 200_000}
+    with pytest.raises(ValueError, match=r"max_num_seqs 64 does not fit.*to at most") as e:
+        LLM(str(mamba2), **settings)
+    most = int(str(e.value).partition("at most ")[2].partition(",")[0])
+    llm = LLM(str(mamba2), **{**settings, "max_num_seqs": most})
+    assert llm.llm_engine.executor.runner.states.slots == most + 1
+    with pytest.raises(ValueError, match="does not fit"):
+        LLM(str(mamba2), **{**settings, "max_num_seqs": most + 1})
+
+
+def test_state_sizes_that_contradict_the_config_are_named(mamba2: Path, tmp_path: Path) -> None:
+    raw = json.loads((mamba2 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "state_size": 25}))
+    tensors = load_file(mamba2 / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"mixer.*of shape \(.*expected"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, **SMALL)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    name = "backbone.layers.1.mixer.A_log"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} of shape \(7,\) does not fit: expected \[8\]: 8 heads"
+    ):
+        LLM(str(tmp_path), skip_tokenizer_init=True, **SMALL)

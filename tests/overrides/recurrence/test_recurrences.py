@@ -1,0 +1,170 @@
+"""Recurrent ops over packed sequences: splits, slots, padding, dtypes of states, and the kernels that run in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import warm
+from support.kernels.op_cases import make_args
+from support.kernels.recurrence_runs import OPS, named
+
+from fastkernels.core import registry
+from fastkernels.core.spec import OpSpec
+
+INTERPRETED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.kernels.recurrence_runs import main
+main(*sys.argv[2:])
+"""
+PACKED = (*OPS, "causal_conv1d", "mamba_scan")
+TAIL = ("state", "cu_seqlens", "slots", "fresh")
+FIXED = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+def made(name: str, lens: list[int], **more: Any) -> tuple[OpSpec, dict[str, Any]]:
+    """An op and its arguments by name, in float32, for sequences of these lengths; odd ones begin at zero."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if c.dtype == "float32" and len(c.dims["seq_lens"]) > 1)
+    dims = {**case.dims, "seq_lens": tuple(lens), "new": 0, "padding": 0, **more}
+    dims.pop("rows", None)
+    found = named(spec, make_args(spec, dataclasses.replace(case, dims=dims)))
+    found["fresh"] = torch.arange(len(lens)) % 2 == 1
+    return spec, found
+
+
+def per_token(spec: OpSpec) -> set[str]:
+    return {
+        a.name for a in spec.arguments if "tokens" in str(getattr(a, "axes", "")) and a.name != "cu_seqlens"
+    }
+
+
+def run(spec: OpSpec, args: dict[str, Any]) -> torch.Tensor:
+    return spec.op(*args.values())
+
+
+def rows_at(spec: OpSpec, args: dict[str, Any], rows: torch.Tensor, **tail: Any) -> dict[str, Any]:
+    """The same arguments for some of the tokens."""
+    tokens = per_token(spec)
+    cut = {k: x[rows] if k in tokens and x is not None else x for k, x in args.items()}
+    return {**cut, **tail}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@FIXED
+@given(lens=lengths, data=st.data())
+def test_split_sequences_give_the_same_results(name: str, lens: list[int], data: st.DataObject) -> None:
+    spec, args = made(name, lens)
+    cuts = torch.tensor([data.draw(st.integers(0, n)) for n in lens])
+    starts = args["cu_seqlens"].long()
+    whole = {**args, "state": args["state"].clone()}
+    out = run(spec, whole)
+    found = torch.empty_like(out)
+    for part in (0, 1):
+        begin, end = ((starts[:-1], starts[:-1] + cuts), (starts[:-1] + cuts, starts[1:]))[part]
+        rows = torch.cat([torch.arange(b, e) for b, e in zip(begin, end, strict=True)])
+        steps = torch.cat([torch.zeros(1), (end - begin).cumsum(0)]).to(torch.int32)
+        fresh = args["fresh"] if part == 0 else torch.zeros_like(args["fresh"])
+        found[rows] = run(spec, rows_at(spec, args, rows, cu_seqlens=steps, fresh=fresh))
+    torch.testing.assert_close(found, out)
+    torch.testing.assert_close(args["state"], whole["state"])
+
+
+@pytest.mark.parametrize("name", PACKED)
+@FIXED
+@given(lens=lengths, data=st.data())
+def test_order_and_slots_do_not_change_results(name: str, lens: list[int], data: st.DataObject) -> None:
+    spec, args = made(name, lens)
+    order = torch.tensor(data.draw(st.permutations(range(len(lens)))))
+    moved = torch.cat(
+        [
+            torch.zeros(1, dtype=torch.long),
+            1 + torch.tensor(data.draw(st.permutations(range(len(args["state"]) - 1)))),
+        ]
+    )
+    state = torch.empty_like(args["state"])
+    state[moved] = args["state"]
+    starts = args["cu_seqlens"].long()
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order])
+    steps = torch.cat([torch.zeros(1), starts.diff()[order].cumsum(0)]).to(torch.int32)
+    slots = moved[args["slots"].long()][order].to(torch.int32)
+    out = run(
+        spec,
+        rows_at(spec, args, rows, state=state, cu_seqlens=steps, slots=slots, fresh=args["fresh"][order]),
+    )
+    torch.testing.assert_close(out, run(spec, args)[rows])
+    torch.testing.assert_close(state[moved], args["state"])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_padding_writes_no_state(name: str) -> None:
+    spec, args = made(name, [3, 1, 2], padding=2)
+    before = args["state"].clone()
+    out = run(spec, args)
+    used = int(args["slots"][0])
+    assert out.isfinite().all() and not torch.equal(args["state"][used], before[used])
+    others = [i for i in range(len(before)) if i != used]
+    assert torch.equal(args["state"][others], before[others])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_fresh_sequences_ignore_their_slot(name: str) -> None:
+    spec, args = made(name, [4, 5])
+    args["fresh"] = torch.ones(2, dtype=torch.bool)
+    args["state"].fill_(float("nan"))
+    zeros = {**args, "state": torch.zeros_like(args["state"])}
+    assert torch.equal(run(spec, args), run(spec, zeros))
+    assert torch.equal(args["state"][args["slots"].long()], zeros["state"][args["slots"].long()])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_narrow_state_is_rounded_once(name: str) -> None:
+    spec, args = made(name, [6, 3])
+    narrow = {**args, "state": args["state"].bfloat16()}
+    wide = {**args, "state": narrow["state"].float()}
+    assert torch.equal(run(spec, narrow), run(spec, wide))
+    assert torch.equal(narrow["state"], wide["state"].bfloat16())
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("argument", "change", "says"),
+    [
+        ("cu_seqlens", lambda t: t[:-1], r"cu_seqlens \(2,\), slots \(2,\) and fresh \(2,\) must be \[B \+ 1\]"),
+        ("slots", lambda t: t.long(), r"slots is torch.int64, must be torch.int32"),
+        ("fresh", lambda t: t.int(), r"fresh is torch.int32, must be torch.bool"),
+        ("state", lambda t: t[:, :1], r"state \(.*\) must be \[S, .*\] = "),
+    ],
+)  # fmt: skip
+def test_contradicting_arguments_are_named(name: str, argument: str, change: Any, says: str) -> None:
+    spec, args = made(name, [2, 2])
+    with pytest.raises(ValueError, match=f"{name}: {says}"):
+        run(spec, {**args, argument: change(args[argument])})
+
+
+@pytest.fixture(scope="module")
+def in_chunks() -> dict[str, str | None]:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = warm.run(["-c", INTERPRETED, Path(__file__).parents[2], *OPS], env, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_chunks_agree_at_extreme_decays(name: str, in_chunks: dict[str, str | None]) -> None:
+    kinds = registry.get(name).extremes
+    assert kinds and all(in_chunks[f"{name}-{kind}"] is None for kind in kinds), in_chunks
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_chunks_continue_token_by_token(name: str, in_chunks: dict[str, str | None]) -> None:
+    assert in_chunks[f"{name}-split"] is None

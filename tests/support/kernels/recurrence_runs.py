@@ -1,0 +1,66 @@
+"""Run the Triton kernels of recurrences in chunks, under TRITON_INTERPRET=1, and print {name of a run: problem}."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from support.kernels.op_cases import call, make_args, mismatch, oracle, poison
+
+from fastkernels.core import registry
+from fastkernels.core.spec import OpSpec
+
+OPS = "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7", "ssd"
+CASES = {
+    "chunks": {"seq_lens": (65, 33), "new": 1, "padding": 0},
+    "split": {"seq_lens": (141,), "new": 0, "padding": 0},
+}
+PARTS = 70, 1, 70  # in chunks, token by token, in chunks
+
+
+def args_of(spec: OpSpec, name: str) -> list[Any]:
+    packed = next(c for c in spec.cases if c.name == "packed")
+    dims = {**packed.dims, **CASES[name]}
+    return make_args(spec, dataclasses.replace(packed, name=name, dims=dims))
+
+
+def named(spec: OpSpec, args: list[Any]) -> dict[str, Any]:
+    return dict(zip((a.name for a in spec.arguments), args, strict=True))
+
+
+def parts(spec: OpSpec, fn: Any, args: list[Any], lens: tuple[int, ...]) -> list[torch.Tensor]:
+    """The outputs and states of one sequence in several calls."""
+    given, outs, start = named(spec, args), [], 0
+    tokens = {a.name for a in spec.arguments if getattr(a, "axes", "") and "tokens" in str(a.axes).split()}
+    tokens |= {"g"} if spec.name == "gated_linear_attention" else set()
+    for n in lens:
+        cut = {k: x[start : start + n] if k in tokens and x is not None else x for k, x in given.items()}
+        cut["cu_seqlens"] = torch.tensor([0, n], dtype=torch.int32)
+        outs.append(fn(*cut.values()))
+        start += n
+    return [torch.cat(outs), given["state"]]
+
+
+def problems(name: str) -> Iterator[tuple[str, str | None]]:
+    spec = registry.get(name)
+    fn = next(p.fn for p in spec.op.providers if p.name == "triton")
+    case = next(c for c in spec.cases if c.name == "packed")
+    for kind, edit in spec.extremes.items():
+        args = args_of(spec, "chunks")
+        edit(args)
+        want = oracle(spec, args)
+        loose = dataclasses.replace(
+            spec, tolerance={"float32": dataclasses.replace(spec.tolerance["float32"], atol=3e-5)}
+        )
+        yield kind, mismatch(loose, case, call(spec.op, fn, args), want)
+    args = args_of(spec, "split")
+    want = oracle(spec, args)
+    yield "split", mismatch(spec, case, parts(spec, fn, args, PARTS), want)
+
+
+def main(*names: str) -> None:
+    poison()
+    print(json.dumps({f"{n}-{kind}": problem for n in names for kind, problem in problems(n)}))
