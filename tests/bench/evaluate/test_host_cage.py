@@ -1,6 +1,6 @@
 """The process of a host has what an engine on a GPU needs: caches, compilers, loopback, memory, libraries.
 
-What needs a GPU is not here: CUDA's devices, whose nodes the cage shows, and NCCL.
+CUDA's devices, whose nodes the cage shows, and NCCL are not tested here: they need a GPU.
 """
 
 from __future__ import annotations
