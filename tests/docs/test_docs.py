@@ -226,7 +226,12 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     blocks = BlockManager(2, 16)
     scheduler = Scheduler([blocks], 1, 1, 1)
     engine: Any = SimpleNamespace(
-        scheduler=scheduler, blocks=blocks, max_model_len=16, phases=Phases(), config=EngineConfig("m")
+        kind="Generate",
+        scheduler=scheduler,
+        blocks=blocks,
+        max_model_len=16,
+        phases=Phases(),
+        config=EngineConfig("m"),
     )
     names = re.findall(r"# TYPE (\w+:\w+) ", Metrics("m", engine).text().decode())
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

@@ -1,4 +1,1 @@
-"""Agents that write kernels: `fk-bench agent-loop` runs a command on task folders, `fk-bench mcp` serves them.
-
-A session judges attempts and keeps their history; loop and server only carry sources to it and feedback back.
-"""
+"""Agents that write kernels: sessions judge attempts, a loop runs a command on task folders, a server speaks MCP."""

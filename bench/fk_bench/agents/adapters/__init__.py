@@ -1,8 +1,7 @@
-"""Known agents, one a file: a shell command for a task folder, what its cage leaves open, and how it reports tokens.
+"""Known agents, one a file: a shell command for a task folder, what its cage leaves open, and how it reports tokens."""
 
-An adapter has NETWORK, ENV (variables that it gets if they are set), OPTIONS {name: default or None for a required one}
-and `command(options)`. Most are themselves the program: `python -m fk_bench.agents.adapters.NAME` in the folder.
-"""
+# An adapter has NETWORK, ENV (variables that it gets if they are set), OPTIONS {name: default or None for a required
+# one} and `command(options)`. Most are themselves the program: `python -m fk_bench.agents.adapters.NAME` in the folder.
 
 from __future__ import annotations
 
