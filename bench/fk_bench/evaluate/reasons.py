@@ -29,6 +29,7 @@ class Reason(str, Enum):
     COMPILES_WHILE_SERVING = "compiles while serving"
     NOT_DEPLOYED = "not deployed"  # in place, and no call ran it
     UNUSED = "unused"
+    INSENSITIVE = "insensitive"  # of an item: its outputs do not show planted faults
 
     @property
     def harmless(self) -> bool:

@@ -102,10 +102,10 @@ class Adapter:
             return
         live: Any = type(module)
         host: Any = live.__mro__[1]
-        name = "forward"
-        if live.forward is host.forward:  # a candidate that inherits the host's dispatcher
+        ours, name = vars(live).get("fastkernels", live), "forward"
+        if ours.forward is host.forward:  # a candidate that inherits the host's dispatcher
             name = getattr(pinned, "__name__", "")
-            if getattr(live, name, None) is getattr(host, name, None):  # and its methods
+            if getattr(ours, name, None) is getattr(host, name, None):  # and its methods
                 return
         journal.set_attribute(module, "_forward_method", getattr(module, name))
 

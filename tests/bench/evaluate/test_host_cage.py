@@ -1,6 +1,6 @@
 """The process of a host has what an engine on a GPU needs: caches, compilers, loopback, memory, libraries.
 
-Tests of CUDA's devices, whose nodes the cage shows, and of NCCL need a GPU and are not here.
+CUDA's devices, whose nodes the cage shows, and NCCL are not tested here: they need a GPU.
 """
 
 from __future__ import annotations

@@ -91,6 +91,18 @@ BROKEN = {
 
 
 @pytest.mark.slow
+def test_image_item_sees_planted_faults(launcher, tmp_path):
+    suite = suites.load("smoke")
+    entry = next(e for e in suite.entries if e.item.host == "timm")
+    (tmp_path / "gelu.py").write_text(source("gelu"))
+    run = ItemRun(entry, suite, launcher, "float32", 5, print)
+    found = run.measure({"gelu": str(tmp_path / "gelu.py")}, set_files([tmp_path]))
+    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+    assert found.calibration is not None and set(found.calibration.faults) == {"residual", "head", "scale"}
+    assert found.calibration.sensitive and found.calibration.noise < 1e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
     body, head, reason = BROKEN[what]

@@ -9,7 +9,7 @@ from fk_bench.core.rows import Machine, Status
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import report, results, selftest
-from fk_bench.evaluate.run.fidelity import fidelity
+from fk_bench.evaluate.run.fidelity import BOUNDS, calibration, fidelity
 from fk_bench.evaluate.run.items import PHASES, Measured, Round, checked_tokens, conclude
 from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.run.search import Dropped, Found
@@ -166,3 +166,40 @@ def test_page_and_line_hold_the_score(tmp_path):
     assert "coverage 0.167" in line and line in page
     assert "gelu (import): SyntaxError: &lt;b&gt;" in page
     assert "not run" in page
+
+
+def test_second_run_lies_within_the_interval_of_the_first():
+    first, second = (measured(SUITE.entries[0], speed) for speed in (1.1, 1.105))
+    for phase in PHASES:
+        low, high = first.ci95[phase]
+        assert low <= getattr(second.outcome, phase) <= high and high - low < 0.1
+
+
+def scale(noise=0.004, unplanted=None, **found):
+    return calibration("images", {"again": 0.0, "reorder": noise}, found, unplanted or {})
+
+
+def test_bound_shrinks_until_the_least_fault_is_seen():
+    wide, narrow = scale(residual=0.6, scale=0.3), scale(residual=0.6, scale=0.011)
+    assert wide.bound == BOUNDS["images"] and narrow.noise < narrow.bound < BOUNDS["images"]
+    assert wide.sensitive and narrow.sensitive
+    assert narrow.correctness(0.011) < 0.9 <= narrow.correctness(0.006)
+    assert fidelity("images", [0.004], [0.0], narrow).correctness > 0.99
+    assert fidelity("images", [0.011], [0.0], narrow).correctness < 0.9
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (scale(scale=0.003), "the planted fault scale is no larger"),
+        (scale(scale=0.5, unplanted={"head": "packed"}), "head could not be planted: packed"),
+        (scale(), "no fault was planted"),
+    ],
+)
+def test_insensitive_item_counts_as_not_valid(made, told):
+    found = measured(SUITE.entries[-1])
+    found.calibration, found.outcome = made, None
+    conclude(found)
+    assert found.outcome is None and found.reason is Reason.INSENSITIVE and told in found.text
+    row = rows_of(found)[-1]
+    assert row.status is Status.INVALID and score([row]).kept.overall.valid == 0

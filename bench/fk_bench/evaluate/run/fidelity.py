@@ -7,15 +7,16 @@ images  |found - wanted| / |wanted| of one call of each round, drawn after the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fk_bench.quality.calibration import correctness, noise_of
+from fk_bench.quality.calibration import Calibration, correctness, noise_of
 
 UNITS = {"text": "nats per token", "images": "relative error"}
 BOUNDS = {"text": 0.1, "images": 0.1}  # discrepancies at which correctness is 0
+SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,28 @@ class Fidelity:
         )
 
 
-def fidelity(kind: str, found: Sequence[float], own: Sequence[float]) -> Fidelity:
-    """found, own: discrepancies of the rounds, of the set and of the baseline itself."""
+def fidelity(
+    kind: str, found: Sequence[float], own: Sequence[float], scale: Calibration | None = None
+) -> Fidelity:
+    """found, own: discrepancies of the rounds, of the set and of the baseline itself. scale: of `calibration`."""
     noise = noise_of([min(d, 1.0) for d in own])
+    bound = BOUNDS[kind]
+    if scale is not None:
+        noise, bound = max(noise, scale.noise), scale.bound
     discrepancy = float(np.mean(found))
-    return Fidelity(kind, discrepancy, noise, correctness(discrepancy, noise, BOUNDS[kind]))
+    c = correctness(discrepancy, noise, bound) if noise < bound else float(discrepancy <= noise)
+    return Fidelity(kind, discrepancy, noise, c)
+
+
+def calibration(
+    kind: str, runs: Mapping[str, float], faults: Mapping[str, float], unplanted: Mapping[str, str]
+) -> Calibration:
+    """The scale of an item from discrepancies of the baseline from itself, and with planted faults.
+
+    The bound is the kind's, or less: so that the smallest fault, if it is above the noise, gives c < 0.9.
+    """
+    noise = noise_of([min(d, 1.0) for d in runs.values()])
+    bound = BOUNDS[kind]
+    if faults and (least := min(faults.values())) > noise:
+        bound = min(bound, noise + SEEN * (least - noise))
+    return Calibration(noise, bound, dict(faults), dict(unplanted), dict(runs))

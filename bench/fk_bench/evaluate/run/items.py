@@ -17,11 +17,12 @@ from fk_bench.core.stats import paired_ratio
 from fk_bench.evaluate.macro_eval import Outcome
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import checkpoints
-from fk_bench.evaluate.run.fidelity import Fidelity, fidelity
+from fk_bench.evaluate.run.fidelity import Fidelity, calibration, fidelity
 from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
 from fk_bench.evaluate.run.side import Launcher, Side, SideFailed
 from fk_bench.evaluate.suites import Entry, Model, Suite
-from fk_bench.quality.calibration import THRESHOLD
+from fk_bench.quality import faults
+from fk_bench.quality.calibration import THRESHOLD, Calibration
 
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
@@ -49,6 +50,7 @@ class Measured:
     rounds: list[Round] = field(default_factory=list)
     outcome: Outcome | None = None
     fidelity: Fidelity | None = None
+    calibration: Calibration | None = None  # of images
     ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
     live: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
@@ -96,6 +98,35 @@ class Work:
         judge.call("prepare", batch=count, seed=seed, calls=calls)
         judge.call("run")
         return [relative_error(done.output, output(judge, which))]
+
+
+def calibrated(work: Work, base: Side) -> Calibration | None:
+    """The scale of an item of images, from the baseline repeated, with sums in another order, and with planted faults.
+
+    None for text, whose noise is the baseline's own in the rounds.
+    """
+    if work.text:
+        return None
+    runs: dict[str, float] = {}
+    found: dict[str, float] = {}
+    unplanted: dict[str, str] = {}
+    seed = random.Random(f"{work.seed} calibration").randrange(1 << 30)
+
+    def made() -> np.ndarray:
+        base.call("prepare", batch=work.entry.workload.latency, seed=seed, calls=1)
+        base.call("run")
+        return output(base, 0)
+
+    reference = made()
+    runs["again"] = relative_error(made(), reference)
+    for fault in (faults.REORDER, *faults.FAULTS):
+        answer = base.call("plant", fault=fault)
+        if answer.get("planted"):
+            (found if fault in faults.FAULTS else runs)[fault] = relative_error(made(), reference)
+            base.call("plant", fault="")
+        elif answer.get("concerns") and fault != faults.REORDER:  # which is no fault
+            unplanted[fault] = str(answer.get("reason"))
+    return calibration("images", runs, found, unplanted)
 
 
 @dataclass(frozen=True)
@@ -243,7 +274,8 @@ class ItemRun:
             self.say(f"{self.entry.name}: {phase} measured")
         live = mine.call("live").get("live")
         result.live = {str(k): int(v) for k, v in live.items()} if isinstance(live, dict) else {}
-        result.fidelity = fidelity(self.entry.workload.kind, other, own)
+        scale = result.calibration = calibrated(self.work, base)
+        result.fidelity = fidelity(self.entry.workload.kind, other, own, scale)
         conclude(result)
 
     def _own(self, done: Done, base: Side) -> float:
@@ -266,9 +298,20 @@ def conclude(result: Measured) -> None:
         result.reason, result.text = Reason.NOT_DEPLOYED, "no candidate ran"
         return
     assert result.fidelity is not None
+    if (scale := result.calibration) is not None and not scale.sensitive:
+        result.reason, result.text = Reason.INSENSITIVE, insensitive(scale)
+        return
     result.outcome = Outcome(speeds["throughput"], speeds["latency"], result.fidelity.correctness)
     if result.fidelity.correctness < THRESHOLD:
         result.reason, result.text = Reason.INCORRECT, str(result.fidelity)
+
+
+def insensitive(scale: Calibration) -> str:
+    parts = [
+        f"the planted fault {f} is no larger than the host's own {scale.noise:.3g}" for f in scale.unseen
+    ]
+    parts += [f"{fault} could not be planted: {why}" for fault, why in scale.unplanted.items()]
+    return "; ".join(parts) or "no fault was planted"
 
 
 def _nothing_left(found: Found) -> tuple[Reason, str]:
@@ -290,6 +333,7 @@ class Prober:
         done = self._work(self.judge)
         self.compiled = self._served(self.judge)  # before it scores: the set's process does not
         self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge)) for d in done]
+        self.scale = calibrated(self.run.work, self.judge)
 
     def found(self, retry: bool) -> Found:
         if retry:
@@ -326,7 +370,7 @@ class Prober:
                 side.call("watch")
                 done = self._work(side)
                 apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
-                found = fidelity(run.entry.workload.kind, apart, self.noise)
+                found = fidelity(run.entry.workload.kind, apart, self.noise, self.scale)
                 if found.correctness < THRESHOLD:
                     return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
                 answer = side.call("live")

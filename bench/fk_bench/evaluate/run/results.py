@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ STATUS = {
     Reason.IMPORT: Status.COMPILE_ERROR, Reason.COMPILE: Status.COMPILE_ERROR, Reason.RUN_TIME: Status.RUNTIME_ERROR,
     Reason.TIME_LIMIT: Status.TIMEOUT, Reason.MEMORY_LIMIT: Status.OOM, Reason.INCORRECT: Status.WRONG,
     Reason.UNSUPPORTED: Status.UNSUPPORTED, Reason.UNUSED: Status.SKIPPED,
+    Reason.INSENSITIVE: Status.INVALID,
 }  # fmt: skip
 COMPARED = ("python", "torch", "triton", "transformers", "timm", "diffusers", "vllm", "sglang", "fastkernels")
 
@@ -103,6 +105,10 @@ def item_rows(
             "latency_speedup": o.latency,
             "correctness": o.correctness,
         }
+    if found.calibration is not None:
+        case["unplanted"] = dict(found.calibration.unplanted)
+        metrics |= {f"fault_{name}": d for name, d in found.calibration.faults.items() if math.isfinite(d)}
+        metrics |= {"bound": found.calibration.bound}
     if found.fidelity is not None:
         metrics |= {"discrepancy": found.fidelity.discrepancy, "noise": found.fidelity.noise}
     status = Status.OK if found.reason is None else STATUS.get(found.reason, Status.FAILED)

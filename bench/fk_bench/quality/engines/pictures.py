@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fk_bench.e2e.pictures.subjects import Pipeline, Subject, open_subject
-from fk_bench.quality import faults
+from fk_bench.quality.planting import Planting
 from fk_bench.quality.structured import LOGITS
 
 
@@ -27,7 +27,7 @@ class Engine:
         self.stock: Subject = opened
         if options["load_format"] == "dummy":
             self.sharpen()
-        self.undo: dict[str, torch.Tensor] = {}
+        self.planting = Planting(self.stock.parts())
         self.subject = opened.copy()
         self.ready()
 
@@ -60,27 +60,9 @@ class Engine:
         if self.device == "cuda":
             self.subject.compile(None)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        parts = self.stock.parts().items()
-        return {f"{part}.{name}": t for part, module in parts for name, t in module.state_dict().items()}
-
-    def heads(self) -> int:
-        """Of the first attention layer; all parts of a model share its weights between copies."""
-        for part in self.stock.parts().values():
-            for module in part.modules():
-                heads = getattr(module, "num_heads", getattr(module, "heads", 0))
-                if isinstance(heads, int) and heads > 1:
-                    return heads
-        return 0
-
-    @torch.inference_mode()
     def plant(self, fault: str) -> None:
         """Change weights in place, or with '' restore them; copies share them. Raises CannotPlant."""
-        weights = self.weights()
-        changed = faults.planted(fault, weights, weights.__getitem__, self.heads()) if fault else self.undo
-        self.undo = {n: weights[n].clone() for n in changed} if fault else {}
-        for name, value in changed.items():
-            weights[name].copy_(value)
+        self.planting.plant(fault)
 
     @torch.inference_mode()
     def encode(self, seeds: list[int]) -> torch.Tensor:

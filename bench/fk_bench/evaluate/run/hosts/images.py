@@ -9,6 +9,8 @@ import torch
 
 from fk_bench.e2e.pictures import subjects
 from fk_bench.evaluate.run.hosts.patched import Patched
+from fk_bench.quality.faults import CannotPlant, NoHeads
+from fk_bench.quality.planting import Planting
 
 
 class Images(Patched):
@@ -24,6 +26,7 @@ class Images(Patched):
         self.target = self.subject.target
         self._inputs: list[dict[str, Any]] = []
         self._outputs: list[torch.Tensor] = []
+        self._planting: Planting | None = None
 
     def patch(self, files: dict[str, str]) -> dict[str, Any]:
         """As in any host, and then compile what the host runs compiled."""
@@ -52,6 +55,15 @@ class Images(Patched):
         """The result of one call of the last round: float32 as base64."""
         values = self._outputs[call].float().cpu().contiguous()
         return {"output": b64encode(values.numpy().tobytes()).decode()}
+
+    def plant(self, fault: str) -> dict[str, Any]:
+        """Plant a fault, or with '' undo it. Returns {"planted": bool, "reason": why not, "concerns": bool}."""
+        self._planting = self._planting or Planting(self.subject.parts())
+        try:
+            self._planting.plant(fault)
+        except CannotPlant as error:
+            return {"planted": False, "concerns": not isinstance(error, NoHeads), "reason": str(error)[:300]}
+        return {"planted": True}
 
 
 def _rolled(value: Any, places: int) -> Any:
