@@ -90,6 +90,14 @@ COMMANDS = {
         "board.command:submit_check_command",
         "whether a board takes a submission: files, licence, rows",
     ),
+    "agents-table": (
+        "board.agents_table:agents_table_command",
+        "kernels of agents and libraries compared by level, mode and kind of baseline",
+    ),
+    "track": (
+        "track.command:track_command",
+        "log runs into MLflow; candidates with their scores and parents: show, best, diff",
+    ),
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",

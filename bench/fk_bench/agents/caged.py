@@ -47,7 +47,14 @@ def _init(config: dict[str, Any], found: cage.CageOptions, report: cage.Report, 
     """Process 1 of the namespace: builds the root, starts the command, reaps orphans until it ends."""
     cage.settle(found, report, room)
     if report["mounts"].startswith("on"):
-        _writable(config["folder"])
+        try:
+            _writable(config["folder"])
+        except OSError as error:
+            print(
+                f"the task folder cannot be made writable in the cage: {error}; use --no-cage",
+                file=sys.stderr,
+            )
+            return NOT_STARTED
     runner = os.fork()
     if runner == 0:
         try:

@@ -26,6 +26,7 @@ from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
 from fk_bench.kernels.judge.processes.zygote import ZygoteError
+from fk_bench.track import store
 
 INDEPENDENT, SEQUENTIAL = "independent", "sequential"
 MODES = (INDEPENDENT, SEQUENTIAL)
@@ -73,6 +74,9 @@ def agent_loop_command(
     ] = None,
     no_cage: Annotated[
         bool, typer.Option("--no-cage", help="run the command as this user; candidates stay caged")
+    ] = False,
+    track: Annotated[
+        bool, typer.Option("--track", help="log the run into MLflow (also with MLFLOW_TRACKING_URI)")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="folder of the run")] = None,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
@@ -124,6 +128,8 @@ def agent_loop_command(
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
     page = transcript.write(run)
+    if store.wanted(track):
+        store.track(run)
     if not json:
         table(f"Tasks of {label['agent']}", transcript.COLUMNS, [transcript.cells(r) for r in done])
     ok = all(r.status is Status.OK for r in done)

@@ -36,10 +36,8 @@ RULES = """\
 - Caching results, skipping work and recognizing the judge are found and lose the attempt."""
 TEXT = """\
 # Task: a faster `{op}`
-
 {about}
-
-Edit `{op}.py`, which is the stub to start from. Keep the name of the function{classes}, arguments, shapes and dtypes.
+Edit `{op}.py`, which is the stub to start from. Keep names, arguments, shapes and dtypes.
 
 | file | content |
 | --- | --- |
@@ -157,8 +155,8 @@ def write(
 
 def statement(op: str, budget: Budget, device: str, cases: Sequence[Any], below: bool) -> str:
     """The task as text, for a person or a language model."""
-    spec = registry.get(op)
     about = "" if "." in op else (registry.op_module(op).__doc__ or "").strip().partition("\n\n")[0]
+    about = f"\n{about}\n" if about else ""
     limits = [
         f"{budget.seconds:g} seconds" if budget.seconds else "",
         f"{budget.attempts} attempts" if budget.attempts else "",
@@ -170,7 +168,7 @@ def statement(op: str, budget: Budget, device: str, cases: Sequence[Any], below:
         for c in cases
     ]  # fmt: skip
     return TEXT.format(
-        op=op, about=about, classes="" if spec.op is None else " or class",
+        op=op, about=about,
         below="| `below/*.py` | winners of lower levels, which run inside this op |\n" if below else "",
         budget=", ".join(limits) or "none", device=device, rules=RULES, cases="\n".join(lines),
     )  # fmt: skip

@@ -44,7 +44,8 @@ def cells(row: Row) -> list[str]:
 def line(row: Row) -> str:
     """A task in one line."""
     m = row.metrics
-    said = f"{row.status.value}, {m.get('attempts', 0):.0f} attempts in {m.get('seconds', 0):.0f} s"
+    count = f"{m.get('attempts', 0):.0f}"
+    said = f"{row.status.value}, {count} attempt{'' if count == '1' else 's'} in {m.get('seconds', 0):.0f} s"
     if "speedup_geomean" in m:
         said += f", speedup {_number(m['speedup_geomean'])}{_interval(row)} on cases that no attempt saw"
     return said + (f": {printable(row.reason)}" if row.reason else "")

@@ -8,6 +8,8 @@ NEEDS = {
     " `fk-bench tune linear`; `fk-bench tune all` measures every op that is dispatched by shape",
     "patch-compare": "give models, as in `fk-bench patch-compare qwen2.5-7b`, or all; or with --out the folder of an"
     " earlier run, whose rows are shown",
+    "track": "give folders of runs, as in `fk-bench track fk-bench-runs/agents-1`, or show [OP], best OP, or"
+    " diff DIGEST DIGEST",
     "agent-loop": "give an agent and ops, as in `fk-bench agent-loop --command ./improve.sh --ops rms_norm`, or a known"
     " agent, as in `fk-bench agent-loop --agent codex --ops rms_norm --budget 20m`",
 }

@@ -26,6 +26,7 @@ from fk_bench.evaluate.adapters.sets import LIBRARIES, read_set
 from fk_bench.info import model_blocks
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
+from fk_bench.track import store
 
 MOST_NAMES = 100  # of cases, in a message
 AGAINST = ("production", "host", "reference")
@@ -118,6 +119,9 @@ def kernels_command(
     python: Annotated[
         list[str] | None, typer.Option(help="candidate=PATH or baseline=PATH of an interpreter")
     ] = None,
+    track: Annotated[
+        bool, typer.Option("--track", help="log the run into MLflow (also with MLFLOW_TRACKING_URI)")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="directory of the run")] = None,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> int:
@@ -192,11 +196,12 @@ def kernels_command(
     try:
         if identity:
             return _identity(names, options, run, json)
-        return (
-            _cheats(options, run, json, tuple(cheat or ()))
-            if cheats
-            else _judge(names, candidates, options, run, json, damaged, task, timings)
-        )
+        if cheats:
+            return _cheats(options, run, json, tuple(cheat or ()))
+        status = _judge(names, candidates, options, run, json, damaged, task, timings)
+        if store.wanted(track):
+            store.track(run)
+        return status
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.agents.conftest import BLOCKS, CASE, OP, begin, row
+from bench.agents.conftest import BLOCKS, CASE, CHEATS, OP, begin, row
 from fk_bench.agents.loop import BadSource, Command, Loop, take
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Status, read
+from fk_bench.track.store import Store
 
 # The agent sees its task folder and the feedback alone: it tries block sizes and keeps the fastest right one.
 TUNER = f'''
@@ -31,12 +32,15 @@ for block in (4, 4096):
 file.write_text(SOURCE.format(block=min(times, key=times.get)))
 print("visible:", *(str(p) for p in ("{{hidden}}", "TASK.md") if pathlib.Path(p).exists()))
 '''
-CHEATS = ("stale_memory", "early_exit", "claims_skipped", "compile_only", "patched_reference")
 
 
-def run(*words: str) -> tuple[int, dict[str, object], str]:
+def run(*words: str, **env: str) -> tuple[int, dict[str, object], str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fk_bench.cli", *words], capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "fk_bench.cli", *words],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -50,7 +54,7 @@ def test_autotuner_improves_a_slow_stub_end_to_end(tmp_path: Path) -> None:
     status, last, said = run(
         "agent-loop", "--command", f"python3 -c {shlex.quote(script)}", "--ops", OP, "--begin", str(begin_folder),
         "--case", CASE, "--final", "held-out", "--rounds", "3", "--attempts", "5", "--suffix", "a", "--out", str(out),
-        "--json",
+        "--json", MLFLOW_TRACKING_URI=(tmp_path / "mlflow").as_uri(),
     )  # fmt: skip
     assert status == 0 and last["ok"], said
     rows, warnings = read(out / "rows.jsonl")
@@ -71,6 +75,10 @@ def test_autotuner_improves_a_slow_stub_end_to_end(tmp_path: Path) -> None:
         assert (out / "set" / f"{OP}.py").read_text() != BLOCKS.format(block=1)
         final = [r for r in rows if r.command == "kernels" and r.kind == "case"]
         assert final and all(r.case["source"] == "held-out" for r in final)
+    tracked = Store((tmp_path / "mlflow").as_uri()).candidates(OP)
+    assert [(c.stage, c.digest) for c in tracked][:3] == [
+        ("stub" if r.case["stub"] else "attempt", r.case["digest"]) for r in tried
+    ]
     page = (out / "transcript.html").read_text()
     assert "attempt 2" in page and "BLOCK = 4096" in page and "Feedback" in page
 

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.agents.conftest import BLOCKS, CASE, OP
+from bench.agents.conftest import BLOCKS, CASE, CHEATS, OP
 from fk_bench.agents.mcp_server import TOOLS, Tasks, server_of
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import read
 from mcp import Client, StdioServerParameters, stdio_client
-
-CHEATS = ("aliases_input", "skip_one")
 
 
 def value(answer: Any) -> Any:
@@ -28,7 +26,7 @@ def value(answer: Any) -> Any:
 
 
 def test_client_submits_profiles_and_finishes(tmp_path: Path, settings: Callable[..., Settings]) -> None:
-    """A right source, two cheats that gain nothing, the history, and the score on cases that no attempt saw."""
+    """A right source, five cheats that gain nothing, the history, and the score on cases that no attempt saw."""
 
     async def talk(found: Tasks) -> None:
         async with Client(server_of(found)) as client:
@@ -46,9 +44,9 @@ def test_client_submits_profiles_and_finishes(tmp_path: Path, settings: Callable
             last = value(await client.call_tool("submit", {"op": OP, "source": "def ("}))
             assert last["verdict"] in ("rejected", "compile_error") and last["left"]["attempts"] == 0
             over = value(await client.call_tool("submit", {"op": OP, "source": "x = 1"}))
-            assert over["verdict"] == "not judged" and "4 attempts" in over["reason"]
+            assert over["verdict"] == "not judged" and "7 attempts" in over["reason"]
             history = value(await client.call_tool("history", {"op": OP}))
-            assert [h["attempt"] for h in history] == [0, 1, 2, 3, 4]
+            assert [h["attempt"] for h in history] == list(range(8))
             final = value(await client.call_tool("finish", {"op": OP}))
             assert final["best"] in (None, 1)
             closed = await client.call_tool("submit", {"op": OP, "source": "x = 2"})
@@ -56,12 +54,12 @@ def test_client_submits_profiles_and_finishes(tmp_path: Path, settings: Callable
             unknown = await client.call_tool("get_task", {"op": "rms_nrm"})
             assert unknown.is_error and OP in unknown.content[0].text
 
-    with Session(tmp_path, settings(attempts=4)) as session:
+    with Session(tmp_path, settings(attempts=7)) as session:
         found = Tasks(session, [OP])
         asyncio.run(talk(found))
         found.close()
     rows, _ = read(tmp_path / "rows.jsonl")
-    assert [r.kind for r in rows if r.command == "agent-loop"] == ["attempt"] * 5 + ["task"]
+    assert [r.kind for r in rows if r.command == "agent-loop"] == ["attempt"] * 8 + ["task"]
 
 
 def test_command_serves_on_standard_streams(tmp_path: Path) -> None:

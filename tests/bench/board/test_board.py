@@ -280,3 +280,17 @@ def test_changed_checkout_and_foreign_rows_are_refused(
     )
     (folder / "rows.jsonl").unlink()
     assert "has no rows" in refused(folder, capsys)
+
+
+def test_agents_table_splits_by_level_and_baseline(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        case_row("rms_norm", "a", 2.0, baseline="vllm"), case_row("rms_norm", "b", None, Status.WRONG, baseline="vllm"),
+        case_row("rms_norm", "c", 0.5, baseline="inductor"), case_row("rms_norm", "d", 3.0, baseline="reference"),
+        case_row("rms_norm", "e", None, Status.SKIPPED),
+    ]  # fmt: skip
+    main_status(["agents-table", str(run("x", rows)), "--json"], 0)
+    lines = {line["baseline"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert set(lines) == {"vendor or hand-written", "compiled", "eager"}
+    vendor = lines["vendor or hand-written"]
+    assert (vendor["cases"], vendor["right"], vendor["speedup"], vendor["fast_1"]) == (2, 0.5, 2.0, 0.5)
+    assert lines["compiled"]["fast_1"] == 0.0 and lines["eager"]["fast_2"] == 1.0

@@ -1,0 +1,126 @@
+"""Runs in a local store of MLflow: lineage of candidates, the best one, differences, and stores that are down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench.cli import main
+from fk_bench.core.rows import Machine, Row, Status, Subject, append
+from fk_bench.track import store
+from fk_bench.track.store import Store, TrackError
+
+OP = "rms_norm"
+
+
+def row(command: str, kind: str, status: Status = Status.OK, file: Path | None = None, **more: Any) -> Row:
+    metrics = more.pop("metrics", {})
+    return Row(
+        run_id="r1", command=command, status=status, machine=Machine(cpu="cpu"), metrics=metrics,
+        subject=Subject(op=OP, candidate=None if file is None else str(file)), case={"kind": kind, "level": 1, **more},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An agent's run: a stub, a faster attempt, a wrong one made from it, and the final score of the faster one."""
+    folder = tmp_path / "run"
+    files = []
+    for n in range(3):
+        files.append(folder / "attempts" / str(n) / f"{OP}.py")
+        files[-1].parent.mkdir(parents=True)
+        files[-1].write_text(f"BLOCK = {n}\n")
+    tried = [
+        (0, None, "aaa0", Status.OK, 0.5),
+        (1, 0, "bbb1", Status.OK, 2.0),
+        (2, 1, "ccc2", Status.WRONG, 9.0),
+    ]
+    rows = [
+        row(
+            "agent-loop", "attempt", status, files[n], attempt=n, parent=parent, digest=digest, stub=n == 0,
+            metrics={"speedup_geomean": speedup}, agent="tuner",
+        )
+        for n, parent, digest, status, speedup in tried
+    ]  # fmt: skip
+    rows += [
+        row("agent-loop", "attempt", Status.FAILED, lost=True),
+        row("agent-loop", "task", file=files[1], best=1, digest="bbb1", metrics={"speedup_geomean": 1.8}),
+        row("agent-loop", "run", metrics={"tasks": 1.0}),
+    ]
+    append(folder / "rows.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    return (tmp_path / "mlflow").as_uri()
+
+
+def track(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    main_status = 0
+    try:
+        main(["track", *words, "--json"])
+    except SystemExit as ended:
+        main_status = int(ended.code or 0)
+    out = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (main_status == 0) is out["ok"]
+    return out
+
+
+def test_lineage_leads_from_the_best_to_the_stub(
+    run: Path, uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = track([str(run), "--uri", uri], capsys)["logged"]
+    assert logged == {str(run): 5}
+    assert track([str(run), "--uri", uri], capsys)["logged"] == {str(run): 0}  # once is enough
+    shown = track(["show", OP, "--uri", uri], capsys)["candidates"]
+    assert [(c["digest"], c["parent"], c["stage"]) for c in shown] == [
+        ("aaa0", "", "stub"), ("bbb1", "aaa0", "attempt"), ("ccc2", "bbb1", "attempt"), ("bbb1", "bbb1", "final"),
+    ]  # fmt: skip
+    best = track(["best", OP, "--uri", uri], capsys)
+    assert best["best"]["speedup"] == 1.8  # the final score, not that of an attempt or of a wrong one
+    assert best["lineage"] == ["bbb1", "bbb1", "aaa0"]
+    changed = track(["diff", "aaa", "ccc", "--uri", uri], capsys)
+    assert changed["changed_lines"] == 5 and [s["digest"] for s in changed["sides"]] == ["aaa0", "ccc2"]
+
+
+def test_source_is_kept(run: Path, uri: str) -> None:
+    kept = Store(uri)
+    kept.log(run)
+    assert {kept.source(c) for c in kept.candidates(OP)} == {"BLOCK = 0\n", "BLOCK = 1\n", "BLOCK = 2\n"}
+
+
+def test_unknown_names_are_errors(run: Path, uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Store(uri).log(run)
+    assert "no single digest" in track(["diff", "aaa", "zzz", "--uri", uri], capsys)["error"]
+    assert "no right candidate of silu" in track(["best", "silu", "--uri", uri], capsys)["error"]
+    assert "takes DIGEST DIGEST" in track(["diff", "aaa", "--uri", uri], capsys)["error"]
+    assert "there is no run nothing" in track(["nothing", "--uri", uri], capsys)["error"]
+
+
+def test_server_that_is_down_is_said_once(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that logs itself goes on."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    said = store.track(run, "http://127.0.0.1:9")
+    assert "127.0.0.1:9" in said
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(TrackError, match=r"fastkernels\[mlflow\]"):
+        Store(uri)
+
+
+def test_variable_or_flag_starts_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    assert not store.wanted(False) and store.wanted(True)
+    monkeypatch.setenv(store.VARIABLE, "file:///somewhere")
+    assert store.wanted(False)
