@@ -124,3 +124,31 @@ def test_variable_or_flag_starts_tracking(monkeypatch: pytest.MonkeyPatch) -> No
     assert not store.wanted(False) and store.wanted(True)
     monkeypatch.setenv(store.VARIABLE, "file:///somewhere")
     assert store.wanted(False)
+
+
+def test_eval_logs_its_scores(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finished:
+        """An evaluation whose items have all been measured."""
+
+        def __init__(self, suite: Any, sets: Any, run: Path, *_: Any) -> None:
+            self.run_folder = run
+
+        def resume(self, force: bool) -> None: ...
+
+        def run(self, *_: Any) -> None: ...
+
+        def finish(self, json_only: bool, self_test: bool) -> bool:
+            score = row("eval", "score", set="mine", metrics={"score": 0.9})
+            append(self.run_folder / "rows.jsonl", [score])
+            return True
+
+    monkeypatch.setattr("fk_bench.evaluate.run.command.Evaluation", Finished)
+    monkeypatch.setenv(store.VARIABLE, uri)
+    candidates = tmp_path / "mine"
+    candidates.mkdir()
+    (candidates / f"{OP}.py").write_text(f"def {OP}(x, weight, eps):\n    return x\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "smoke", "--set", f"mine={candidates}", "--out", str(tmp_path / "out"), "--track"])
+    assert ended.value.code == 0
+    (logged,) = Store(uri)._search("tags.`fk.command` = 'eval'")
+    assert logged.data.tags["fk.set"] == "mine" and logged.data.metrics["score"] == 0.9

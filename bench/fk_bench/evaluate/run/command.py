@@ -24,6 +24,7 @@ from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
 from fk_bench.serving.config import ConfigError
+from fk_bench.track import store
 
 SELFTEST = "do-nothing"
 
@@ -74,6 +75,9 @@ def eval_command(
         Path | None,
         typer.Option(help="folder of the run (default: fk-bench-runs/eval-TIME); with rows, it is continued"),
     ] = None,
+    track: Annotated[
+        bool, typer.Option("--track", help="log the run into MLflow (also with MLFLOW_TRACKING_URI)")
+    ] = False,
     json_only: Annotated[
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
@@ -138,6 +142,8 @@ def eval_command(
             print(f"interrupted: finished items are kept; continue with --out {run}", file=sys.stderr)
             raise SystemExit(130) from None
         ok = evaluation.finish(json_only, self_test)
+        if store.wanted(track):
+            store.track(run)
     if not ok:
         raise SystemExit(1)
 
