@@ -358,6 +358,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"expand": 1, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "chunk_size": 8},
     ),
 }
+# Of flash-linear-attention; see fla_models.py
+FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gla": ("GLA", {"num_heads": 4}),
+    "retnet": ("RetNet", {"num_heads": 4, "expand_v": 1.5}),
+    "rwkv7": (
+        "RWKV7",
+        {"decay_low_rank_dim": 24, "a_low_rank_dim": 20, "gate_low_rank_dim": 40, "v_low_rank_dim": 12},
+    ),
+}
+RECURRENT.update(FLA)
 KINDS.update(RECURRENT)
 
 
@@ -388,6 +398,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2_one_group": (
         "mamba2", {"n_groups": 1, "use_bias": True, "use_conv_bias": False},
     ),
+    "gla_conv": (
+        "gla", {"use_short_conv": True, "num_kv_heads": 2, "clamp_min": -0.03, "fuse_norm": False},
+    ),
+    "gla_hybrid": (
+        "gla",
+        {
+            "num_hidden_layers": 3, "use_output_gate": False, "intermediate_size": None, "attn": [
+                {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "window_size": 8},
+                {"layers": [2], "num_heads": 2, "rope_theta": 500.0},
+            ],
+        },
+    ),
+    "retnet_groups": ("retnet", {"num_kv_heads": 2, "use_output_gate": False, "tie_word_embeddings": True}),
+    "rwkv7_wide": (
+        "rwkv7",
+        {"value_dim": 256, "norm_first": False, "norm_bias": False, "fuse_norm": False, "intermediate_size": None},
+    ),
     "qwen3_next_bias": ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "kimi_linear_query": ("kimi_linear", {"q_lora_rank": 40, "n_group": 2, "topk_group": 1}),
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),
@@ -395,6 +422,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
 }  # fmt: skip
+
+
+def model_class(prefix: str) -> Any:
+    """The class of transformers with this prefix, or one of fla_models.py."""
+    import transformers
+
+    from support import fla_models
+
+    name = f"{prefix}ForCausalLM"
+    return getattr(fla_models, name, None) or getattr(transformers, name)
 
 
 def make_tiny(
@@ -414,9 +451,8 @@ def make_tiny(
         return folder
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    import transformers
 
-    cls = getattr(transformers, f"{prefix}ForCausalLM")
+    cls = model_class(prefix)
     computed = {name for name in fields if isinstance(getattr(cls.config_class, name, None), property)}
     model = cls(cls.config_class(**{name: v for name, v in fields.items() if name not in computed}))
     generator = torch.Generator().manual_seed(seed)

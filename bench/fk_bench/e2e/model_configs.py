@@ -57,17 +57,13 @@ def _check_generates(model: str, architecture: str) -> None:
 
 def _of_type(kind: str, fields: Mapping[str, Any]) -> Any:
     """The config with these fields; others have transformers' defaults."""
-    from fastkernels.models.common.config import plain
+    from fastkernels.models.common.config import of_type, plain
 
     names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
     found = plain({**fields, "model_type": kind, "architectures": names})
     if found is not None:  # importing transformers takes seconds
         return found
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(kind, **fields)
-    config.architectures = names
-    return config
+    return of_type(kind, names, fields)
 
 
 def _read(model: str, path: Path) -> Any:

@@ -41,7 +41,7 @@ TABLE: dict[str, Activation] = {
         f"{_VLLM}:VllmGELUTanh", "gelu_and_mul", f"{_VLLM}:VllmGeluAndMul", {"approximate": "tanh"}, ("tanh",),
     ),
     "quick_gelu": Activation(("quick_gelu",), "quick_gelu", f"{_VLLM}:VllmQuickGELU"),
-    "relu2": Activation(("relu2",), "relu2", f"{_VLLM}:VllmReLUSquaredActivation"),
+    "relu2": Activation(("relu2", "sqrelu"), "relu2", f"{_VLLM}:VllmReLUSquaredActivation"),
     "relu": Activation(("relu",), "relu", "torch.nn:ReLU"),
 }  # fmt: skip
 NAMES = {

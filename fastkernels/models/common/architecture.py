@@ -39,6 +39,8 @@ class Architecture:
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
                     always read by transformers
     config_defaults values of fields that config.json may leave out
+    own_config      "module:function" that maps the table of a config.json to the fields of a config, for a model type that
+                    transformers does not have
     fast_tokenizer  AutoTokenizer selects the generic fast tokenizer class for this model type
     public          {hub id: config fields} of public checkpoints, for estimates without a download
     """
@@ -65,6 +67,7 @@ class Architecture:
     sizes: Mapping[str, str] = field(default_factory=dict)
     config_fields: tuple[str, ...] | None = None
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_config: str = ""
     fast_tokenizer: bool = False
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ COMMON = (
     "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALL_DTYPES = {**DTYPES, "float64": torch.float64}
 # transformers translates these into other fields, or they need code that is not ours.
 NOT_PLAIN = ("auto_map", "quantization_config", "partial_rotary_factor", "text_config")
 
@@ -30,7 +32,7 @@ class PlainConfig(SimpleNamespace):
         """The fields of a config.json."""
         older = ("rope_theta", "rope_scaling", "torch_dtype")  # which others replace
         made = {name: value for name, value in vars(self).items() if name not in older}
-        return {**made, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {**made, "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch.")}
 
 
 def read(folder: Path) -> PlainConfig | None:
@@ -47,7 +49,11 @@ def plain(raw: Any) -> PlainConfig | None:
 
     None unless a model file declares `config_fields` for the model type, every field without a default is given with
     a value of its type, and no field requests a feature that our models lack. transformers handles those cases.
+    A model type that transformers does not have is read as its model file declares it (`own_config`).
     """
+    if isinstance(raw, dict) and (own := _with_own_config(raw.get("model_type"))) is not None:
+        dtype = ALL_DTYPES.get(raw.get("dtype") or raw.get("torch_dtype"))
+        return PlainConfig(**{**registry.load(own.own_config)(raw), "dtype": dtype})
     arch = _arch_of(raw)
     if arch is None:
         return None
@@ -64,15 +70,28 @@ def plain(raw: Any) -> PlainConfig | None:
 
 
 def from_transformers(folder: Path) -> Any:
-    """transformers' config of a folder, also where the model type is an alias. No code of the checkpoint is run."""
+    """The whole config of a folder, also where the model type is an alias. No code of the checkpoint is run."""
+    raw = json.loads((folder / "config.json").read_text())
+    if _with_own_config(raw.get("model_type")) is not None:
+        return plain(raw)
     from transformers import AutoConfig
 
-    raw = json.loads((folder / "config.json").read_text())
     name, known = (raw.get("architectures") or [""])[0], registry.by_architecture()
     if name in known and raw.get("model_type") in known[name].arch.aliases:
         fields = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
         return AutoConfig.for_model(known[name].arch.model_type, name_or_path=str(folder), **fields)
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def of_type(kind: str, architectures: Sequence[str], fields: Mapping[str, Any]) -> Any:
+    """The config of a model type with these fields; others have their defaults."""
+    if _with_own_config(kind) is not None:
+        return plain({**fields, "model_type": kind, "architectures": list(architectures)})
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(kind, **fields)
+    made.architectures = list(architectures)
+    return made
 
 
 def text_model(config: Any) -> Any:
@@ -88,6 +107,12 @@ def text_model(config: Any) -> Any:
     text.architectures = [found.arch.names[0]]
     log.info("%s: only the text model %s is used", names[0], text.architectures[0])
     return text
+
+
+def _with_own_config(kind: Any) -> Architecture | None:
+    """The architecture of a model type that transformers does not have."""
+    found = (m.arch for m in registry.models().values() if m.arch.own_config)
+    return next((arch for arch in found if arch.model_type == kind), None)
 
 
 def _arch_of(raw: Any) -> Architecture | None:

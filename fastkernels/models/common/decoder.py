@@ -305,6 +305,7 @@ class DecoderMlp(nn.Module):
     def __init__(self, mlp: Mlp, hidden: int, prefix: str, reduce: bool = True) -> None:
         super().__init__()
         self.gated = mlp.gated
+        self.shift = state_layers.TokenShift(1, hidden) if mlp.shift else None
         if mlp.gated:
             self.gate_up_proj = VllmMergedColumnParallelLinear(
                 hidden, [mlp.intermediate] * 2, bias=mlp.bias, prefix=f"{prefix}.gate_up_proj"
@@ -328,6 +329,8 @@ class DecoderMlp(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shift is not None:
+            (x,) = self.shift(x)
         if self.with_gelu and (len(x) > FEW or not x.is_cuda) and _fuses(linear_gelu, (linear, gelu), x):
             inner = linear_gelu(x, self.up_proj.weight, self.up_proj.bias, "tanh")
         else:
@@ -418,7 +421,7 @@ def numbered_expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
 
 def _attention(a: Mixer, hidden: int, prefix: str, source: nn.Module | None = None) -> nn.Module:
     if isinstance(a, Recurrent):
-        return state_layers.make(a, make_norm, hidden, prefix)
+        return state_layers.make(a, make_norm, hidden, prefix, source)
     if isinstance(a, LatentAttention):
         shared = source if isinstance(source, DecoderLatentAttention) else None
         return DecoderLatentAttention(a, make_norm, hidden, prefix, shared)
@@ -513,6 +516,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
         self.embed_tokens.__dict__["scale"] = d.embedding_scale  # for random weights
+        self.embed_norm = None if d.embedding_norm is None else make_norm(d.embedding_norm, d.hidden)
         self.positions = d.positions
         if d.positions is not None:
             rows = d.positions.count + d.positions.offset
@@ -538,6 +542,8 @@ class DecoderModel(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
+        if self.embed_norm is not None:
+            hidden = self.embed_norm(hidden)
         if self.positions is not None:
             hidden = hidden + self.embed_positions(positions + self.positions.offset)
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)

@@ -337,18 +337,104 @@ class KimiDelta(Recurrent):
         return {f"{self.heads} heads of the delta rule": self.heads}
 
 
+@dataclass(frozen=True)
+class LinearAttention(Recurrent):
+    """Linear attention with a decay: GLA (arXiv 2312.06635) or retention (arXiv 2307.08621).
+
+    kernel                   1: no short convolution of queries, keys and values
+    heads, key_size          of queries; kv_heads: of keys and values, each of which serves the same number of heads
+    value_size               of a head's values, and of the output's gate
+    rank                     channels of the projection to the decays of each channel of a key, whose log-sigmoid is
+                             divided by `normalizer` and is at least `least_decay`; None: retention's constant decays,
+                             one for each head
+    rope                     of queries and keys; None: no positions
+    norm, norm_name          of each head's output, before its gate, and its name in the checkpoint
+    gated                    the output has a gate
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    rank: int | None = None
+    normalizer: float = 1.0
+    least_decay: float | None = None
+    rope: Mapping[str, Any] | None = None
+    max_positions: int = 0
+    norm: Norm = Norm()
+    norm_name: str = "g_norm"
+    gated: bool = True
+
+    @property
+    def conv_channels(self) -> int:
+        channels = self.heads * self.key_size + self.kv_heads * (self.key_size + self.value_size)
+        return channels if self.kernel > 1 else 0
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.heads, self.key_size, self.value_size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        heads = {f"{self.heads} heads of linear attention": self.heads}
+        return heads | {f"{self.kv_heads} key heads of linear attention": self.kv_heads}
+
+
+@dataclass(frozen=True)
+class Rwkv7(Recurrent):
+    """RWKV-7's time mixing (arXiv 2503.14456): a delta rule whose erased and written directions differ.
+
+    kernel                   tokens that each projection reads a mix of
+    heads, key_size          of queries and keys, together the channels of the stream
+    value_size               of a head's values, and of the output's gate
+    decay_rank, rate_rank, gate_rank  channels of the projections to decays, to the rates of the delta rule, and to the
+                             gate
+    value_rank               channels of the projection to the part of the first layer's values in this layer's; None:
+                             the first layer
+    key_eps                  added to the squared length of the erased direction before its root
+    norm                     of each head's output, with a weight and bias of its own
+    """
+
+    kernel: int = 2
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    decay_rank: int = 0
+    rate_rank: int = 0
+    gate_rank: int = 0
+    value_rank: int | None = None
+    key_eps: float = 1e-6
+    norm: Norm = Norm("layer", bias=True)
+
+    @property
+    def conv_channels(self) -> int:
+        return self.heads * self.key_size
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.heads, self.key_size, self.value_size
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {f"{self.heads} heads of RWKV-7": self.heads}
+
+
 Mixer = Attention | LatentAttention | Recurrent
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(norm(act(gate(x)) * up(x))), or without a gate down(norm(act(up(x)))). inner_norm: None leaves it out."""
+    """down(norm(act(gate(x)) * up(x))), or without a gate down(norm(act(up(x)))). inner_norm: None leaves it out.
+
+    shift  x is a mix of a token and the one before it, with a learned weight for each channel (RWKV)
+    """
 
     intermediate: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
     inner_norm: Norm | None = None
+    shift: bool = False
 
 
 @dataclass(frozen=True)
@@ -517,6 +603,7 @@ class Decoder:
     tied              the head's weight is the embedding's
     head_bias         the head has a bias
     embedding_scale   multiplies the embedding; logits_scale multiplies the logits
+    embedding_norm    the norm of the embedding (RWKV); None: none
     logits_softcap    cap * tanh(logit / cap); 0: none
     layer_input       what each layer reads of a token itself; None: nothing
     positions         learned positions; None: none
@@ -533,6 +620,7 @@ class Decoder:
     logits_softcap: float = 0.0
     layer_input: LayerInput | None = None
     positions: Positions | None = None
+    embedding_norm: Norm | None = None
 
 
 def head_size(config: Any) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.models.common import build
+from fastkernels.models.common import config as config_file
 from fastkernels.models.common.registry import by_architecture, describe, find, models
 
 
@@ -20,8 +21,6 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
            config.json
     Raises UnknownName, CheckpointError.
     """
-    from transformers import AutoConfig
-
     if (Path(model) / "config.json").is_file():
         config = build.load_config(Path(model))
         config.num_hidden_layers = _layers(config)
@@ -30,9 +29,9 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     if found is None:
         raise registry.UnknownName("model", model, models())
     names, sizes = [found.arch.names[0]], dict(next(iter(found.arch.public.values()), {}))
-    whole = AutoConfig.for_model(found.arch.model_type, architectures=names, **sizes)
+    whole = config_file.of_type(found.arch.model_type, names, sizes)
     sizes["num_hidden_layers"] = _layers(whole)
-    config = AutoConfig.for_model(found.arch.model_type, architectures=names, **sizes)
+    config = config_file.of_type(found.arch.model_type, names, sizes)
     return build.skeleton(Path(), config, dtype)
 
 

@@ -21,6 +21,7 @@ from fastkernels.models.common.description import (
     LatentAttention,
     Layer,
     LayerInput,
+    LinearAttention,
     Mamba,
     Mamba2,
     Mixer,
@@ -28,6 +29,7 @@ from fastkernels.models.common.description import (
     Norm,
     ParallelExperts,
     Recurrent,
+    Rwkv7,
 )
 from fastkernels.models.common.quantization import Quantization
 
@@ -88,7 +90,7 @@ class Item:
 class Plan:
     """All modules of a model in the order in which they run; `str(plan)` has one line for each.
 
-    tied: the head's weight is the embedding's and counts once.
+    tied: the head's weight is the embedding's and counts once. mlp_state: numbers that MLPs keep of a sequence.
     """
 
     architecture: str
@@ -97,6 +99,7 @@ class Plan:
     items: tuple[Item, ...]
     attentions: tuple[Mixer, ...]
     tied: bool
+    mlp_state: int = 0
 
     @property
     def parameters(self) -> int:
@@ -118,9 +121,10 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of a sequence in all recurrent layers: those of recurrences are in float32."""
+        """Bytes of the states of a sequence in all layers: those of recurrences are in float32."""
         own = [a for a in self.attentions if isinstance(a, Recurrent)]
-        return sum(4 * prod(a.state) + SIZES[self.dtype] * a.conv_channels * (a.kernel - 1) for a in own)
+        others = self.mlp_state + sum(a.conv_channels * (a.kernel - 1) for a in own)
+        return sum(4 * prod(a.state) for a in own) + SIZES[self.dtype] * others
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values that the next token of a sequence reads: windows and sparse attention bound them."""
@@ -160,7 +164,9 @@ def plan(model: Any, dtype: str = "") -> Plan:
     formats = quantization.read(config)
     items = tuple(_in_format(item, formats, arch, SIZES[dtype]) for item in _items(described, arch))
     attentions = tuple(layer.attention for layer in described.layers)
-    return Plan(names[0], arch.category, dtype, items, attentions, described.tied)
+    shifts = sum(isinstance(layer.mlp, Mlp) and layer.mlp.shift for layer in described.layers)
+    mlp_state = shifts * described.hidden
+    return Plan(names[0], arch.category, dtype, items, attentions, described.tied, mlp_state)
 
 
 def _in_format(item: Item, formats: Quantization | None, arch: Architecture, dtype_bytes: int) -> Item:
@@ -191,6 +197,8 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
     table: dict[str, tuple[int, ...]] = {"weight": (d.vocab, d.hidden)}
     embed, head = "model.embed_tokens", "lm_head"
     yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), d.hidden)
+    if d.embedding_norm is not None:
+        yield _norm(d.embedding_norm, "model.embed_norm", d.hidden, arch)
     if d.positions is not None:
         path, rows = "model.embed_positions", d.positions.count + d.positions.offset
         own: dict[str, tuple[int, ...]] = {"weight": (rows, d.hidden)}
@@ -348,6 +356,10 @@ def _recurrent(a: Recurrent, hidden: int, path: str, arch: Architecture) -> Iter
         yield from _mamba2(a, hidden, path, arch)
     elif isinstance(a, GatedDelta):
         yield from _gated_delta(a, hidden, path, arch)
+    elif isinstance(a, LinearAttention):
+        yield from _linear_attention(a, hidden, path, arch)
+    elif isinstance(a, Rwkv7):
+        yield from _rwkv7(a, hidden, path, arch)
     else:
         assert isinstance(a, KimiDelta)
         yield from _kimi_delta(a, hidden, path, arch)
@@ -403,6 +415,51 @@ def _kimi_delta(a: KimiDelta, hidden: int, path: str, arch: Architecture) -> Ite
     yield _linear(f"{path}.o_proj", hidden, wide, False, "rows", arch)
 
 
+def _linear_attention(a: LinearAttention, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    rows = a.heads * a.key_size + a.kv_heads * (a.key_size + a.value_size)
+    yield _linear(f"{path}.qkv_proj", rows, hidden, False, "heads", arch)
+    if a.kernel > 1:
+        yield _conv(a, False, path, arch)
+    if a.rank is not None:
+        yield _linear(f"{path}.gk_proj.0", a.rank, hidden, False, "", arch)
+        yield _linear(f"{path}.gk_proj.1", a.kv_heads * a.key_size, a.rank, True, "heads", arch)
+    if a.rope is not None:
+        arguments = {"head_size": a.key_size, "is_neox_style": True, **a.rope}
+        yield Item(f"{path}.rotary_emb", "rotary_emb", arguments)
+    sizes = {"num_heads": a.heads, "num_kv_heads": a.kv_heads, "sizes": (a.key_size, a.value_size)}
+    yield Item(path, "gated_linear_attention", sizes, layout="heads")
+    if a.gated:
+        yield _linear(f"{path}.g_proj", a.heads * a.value_size, hidden, False, "heads", arch)
+    yield _gated_norm(a.norm, f"{path}.{a.norm_name}", a.value_size, "", arch)
+    yield _linear(f"{path}.o_proj", hidden, a.heads * a.value_size, False, "rows", arch)
+
+
+def _rwkv7(a: Rwkv7, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    keys, values = a.heads * a.key_size, a.heads * a.value_size
+    yield _shift(f"{path}.shifts", 6, hidden, arch)
+    for name, rows in (("r_proj", keys), ("k_proj", keys), ("v_proj", values)):
+        yield _linear(f"{path}.{name}", rows, hidden, False, "heads", arch)
+    ranks = {"w": (a.decay_rank, keys), "v": (a.value_rank, values), "a": (a.rate_rank, keys), "g": (a.gate_rank, values)}
+    for name, (rank, rows) in ranks.items():
+        if rank is not None:
+            lora = f"{path}.{name}_lora.lora"
+            yield _linear(f"{lora}.0", rank, hidden, False, "", arch)
+            yield _linear(f"{lora}.2", rows, rank, name != "g", "heads", arch)
+    yield Item(f"{path}.kappa", "l2_norm", {"eps": a.key_eps})
+    sizes = {"num_heads": a.heads, "sizes": (a.key_size, a.value_size)}
+    shapes: dict[str, tuple[int, ...]] = {"k_k": (keys,), "k_a": (keys,), "r_k": (a.heads, a.key_size)}
+    yield _of_layer("rwkv7", sizes, shapes, path, "heads", arch)
+    yield _norm(a.norm, f"{path}.g_norm", values, arch, "heads")
+    yield _linear(f"{path}.o_proj", hidden, values, False, "rows", arch)
+
+
+def _shift(path: str, count: int, hidden: int, arch: Architecture) -> Item:
+    return Item(
+        path, "causal_conv1d", {"channels": hidden, "width": 2}, {"weight": (count, hidden)},
+        keys=_keys(f"{path}.weight", arch),
+    )  # fmt: skip
+
+
 def _conv(a: Recurrent, bias: bool, path: str, arch: Architecture) -> Item:
     shapes: dict[str, tuple[int, ...]] = {"weight": (a.conv_channels, a.kernel)}
     if bias:
@@ -440,6 +497,8 @@ def _indexer(a: LatentAttention, x: Indexer, hidden: int, path: str, arch: Archi
 
 def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
     n, name = (2, "gate_up_proj") if mlp.gated else (1, "up_proj")
+    if mlp.shift:
+        yield _shift(f"{path}.shift", 1, hidden, arch)
     yield _linear(f"{path}.{name}", n * mlp.intermediate, hidden, mlp.bias, "columns", arch)
     yield Item(f"{path}.act_fn", *activations.op_of(mlp.activation, mlp.gated))
     if mlp.inner_norm is not None:

@@ -40,12 +40,8 @@ def config_of(given: Mapping[str, Any]) -> Any:
     plain = config_file.plain(dict(given))
     if plain is not None:
         return plain
-    from transformers import AutoConfig
-
     rest = {name: value for name, value in given.items() if name not in ("model_type", "architectures")}
-    made = AutoConfig.for_model(given["model_type"], **rest)
-    made.architectures = list(given["architectures"])
-    return made
+    return config_file.of_type(given["model_type"], given["architectures"], rest)
 
 
 def small(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Ranks share the heads, or for Mamba the channels. The engine binds `states`; see
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,21 +17,37 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import get_forward_context
 from fastkernels.core.layer_state import StateSpec
-from fastkernels.models.common.description import GatedDelta, KimiDelta, Mamba, Mamba2, Norm, Recurrent
+from fastkernels.models.common.description import (
+    GatedDelta,
+    KimiDelta,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    Norm,
+    Recurrent,
+    Rwkv7,
+)
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmMergedColumnParallelLinear,
     VllmQKVParallelLinear,
+    VllmReplicatedLinear,
     VllmRowParallelLinear,
 )
+from fastkernels.overrides.norm.l2_norm import l2_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm_gated import rms_norm_gated
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
+from fastkernels.overrides.recurrence.gated_linear_attention import gated_linear_attention
 from fastkernels.overrides.recurrence.kda import kda
 from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
+from fastkernels.overrides.recurrence.rwkv7 import rwkv7
 from fastkernels.overrides.recurrence.ssd import ssd
+from fastkernels.overrides.rope.vllm import get_rope
 
 MakeNorm = Callable[[Norm, int], nn.Module]
+LEAST_DECAY = -math.exp(-0.5)  # the logarithm of RWKV-7's smallest decay
 
 
 class Part:
@@ -78,11 +95,26 @@ def rates(part: Part, *more: int, what: str) -> nn.Parameter:
     return vector([part], *more, what=what, fill=-1.0, convert=lambda t: -t.exp())
 
 
-class StateLayer(nn.Module):
-    """A layer with a short convolution and a recurrence, whose states the engine binds as `states`."""
+class Stateful(nn.Module):
+    """A module whose states the engine binds as `states`."""
 
     keeps: StateSpec
     states: dict[str, torch.Tensor] | None = None
+
+    def bound_states(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """The states, and what ops read of the step's batch."""
+        m, states = get_forward_context(), self.states
+        if states is None or m.state_slots is None or m.fresh is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no state: set states = {{name: tensor [slots, ...]}} as `keeps` declares"
+                " them, and state_slots and fresh of the step's AttentionMetadata"
+            )
+        return states, (m.cu_seqlens_q, m.state_slots, m.fresh)
+
+
+class StateLayer(Stateful):
+    """A layer with a short convolution and a recurrence."""
+
     ops: tuple[str, ...] = ()
 
     def _keep(self, channels: int, kernel: int, state: tuple[int, ...]) -> None:
@@ -92,13 +124,8 @@ class StateLayer(nn.Module):
 
     def _bound(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """The states of the convolution and the recurrence, and what ops read of the step's batch."""
-        m, states = get_forward_context(), self.states
-        if states is None or m.state_slots is None or m.fresh is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no state: set states = {{name: tensor [slots, ...]}} as `keeps` declares"
-                " them, and state_slots and fresh of the step's AttentionMetadata"
-            )
-        return states["conv"], states["recurrent"], (m.cu_seqlens_q, m.state_slots, m.fresh)
+        states, batch = self.bound_states()
+        return states["conv"], states["recurrent"], batch
 
 
 class Conv(nn.Module):
@@ -122,13 +149,14 @@ class GatedNorm(nn.Module):
         self.eps, self.size, self.gate_first, self.activation = norm.eps, size, gate_first, activation
         self.weight = vector([part], what="the channels of the gated norm", dtype=None)
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x, gate: [..., channels] to the same."""
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """x, gate: [..., channels] to the same; None: without a gate."""
         if self.size <= x.shape[-1]:
             return rms_norm_gated(
                 x, self.weight, gate, self.eps, self.size, not self.gate_first, self.activation
             )
         # One group on several ranks
+        assert gate is not None
         wide = x.float() * F.silu(gate.float())
         squares = parallel.all_reduce(wide.square().sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight.float()).to(x.dtype)
@@ -327,14 +355,203 @@ class KimiDeltaLayer(StateLayer):
         return self.o_proj(y.flatten(-2))[0]
 
 
+class LinearAttentionLayer(StateLayer):
+    """Linear attention with a decay for each channel (GLA), or with a constant one for each head (RetNet)."""
+
+    def __init__(self, a: LinearAttention, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
+        super().__init__()
+        self.described, ranks = a, parallel.get_tp_size()
+        heads, kv_heads = parallel.divide(a.heads, ranks, "heads"), parallel.divide(a.kv_heads, ranks, "heads")
+        self.groups, values = a.heads // a.kv_heads, a.heads * a.value_size
+        self.qkv_proj = VllmQKVParallelLinear(
+            hidden, a.key_size, a.heads, a.kv_heads, bias=False, prefix=f"{prefix}.qkv_proj",
+            v_head_size=a.value_size,
+        )  # fmt: skip
+        self.sizes = [heads * a.key_size, kv_heads * a.key_size, kv_heads * a.value_size]
+        self.ops = ("gated_linear_attention", "rms_norm_gated")
+        self.conv1d: Conv | None = None
+        state = (heads, a.key_size, a.value_size)
+        if a.kernel > 1:
+            parts = [Part(size * ranks) for size in self.sizes]
+            what = f"{a.heads} and {a.kv_heads} heads of {a.key_size}, and {a.kv_heads} of {a.value_size}"
+            self.conv1d = Conv(parts, a.kernel, False, what)
+            self.ops += ("causal_conv1d",)
+            self._keep(sum(self.sizes), a.kernel, state)
+        else:
+            self.keeps = StateSpec({"recurrent": (state, torch.float32)})
+        if a.rank is None:
+            first = heads * parallel.get_tp_rank()
+            own = torch.arange(first, first + heads, dtype=torch.float32)
+            self.register_buffer("decay", torch.log1p(-torch.exp2(-5.0 - own)), persistent=False)
+        else:
+            self.gk_proj = nn.ModuleList([
+                VllmReplicatedLinear(hidden, a.rank, bias=False, prefix=f"{prefix}.gk_proj.0"),
+                VllmColumnParallelLinear(a.rank, a.kv_heads * a.key_size, prefix=f"{prefix}.gk_proj.1"),
+            ])  # fmt: skip
+        self.rotary_emb: Any = None
+        if a.rope is not None:
+            self.rotary_emb = get_rope(a.key_size, a.max_positions, True, a.rope)
+        self.g_proj = (
+            VllmColumnParallelLinear(hidden, values, bias=False, prefix=f"{prefix}.g_proj")
+            if a.gated
+            else None
+        )
+        norm = GatedNorm(a.norm, Part(a.value_size, copies=True), a.value_size, gate_first=False)
+        self.add_module(a.norm_name, norm)
+        self.o_proj = VllmRowParallelLinear(values, hidden, bias=False, prefix=f"{prefix}.o_proj")
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        a, (states, batch) = self.described, self.bound_states()
+        qkv = self.qkv_proj(hidden_states)[0]
+        if self.conv1d is not None:
+            qkv = self.conv1d(qkv, states["conv"], batch)
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+        q, k = (t.unflatten(-1, (-1, a.key_size)) for t in (q, k))
+        v, g = v.unflatten(-1, (-1, a.value_size)), self._decay(hidden_states)
+        if self.groups > 1:
+            k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+            g = g.repeat_interleave(self.groups, dim=1) if g.dim() == 3 else g
+        y = gated_linear_attention(q, k, v, g, states["recurrent"], *batch, a.key_size**-0.5)
+        gate = None
+        if self.g_proj is not None:
+            gate = self.g_proj(hidden_states)[0].unflatten(-1, (-1, a.value_size))
+        return self.o_proj(getattr(self, a.norm_name)(y, gate).flatten(-2))[0]
+
+    def _decay(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The logarithms of the decays, in float32: [T, heads, key_size] or [heads]."""
+        a = self.described
+        if a.rank is None:
+            return self.decay
+        low, high = self.gk_proj
+        g = F.logsigmoid(high(low(hidden_states)[0])[0].float()) / a.normalizer
+        g = g if a.least_decay is None else g.clamp_min(a.least_decay)
+        return g.unflatten(-1, (-1, a.key_size))
+
+
+class TokenShift(Stateful):
+    """`count` mixes of each token and the one before it in its sequence, with a learned weight for each channel."""
+
+    ops = ("causal_conv1d",)
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        parts = [Part(1, copies=True)] * count
+        self.weight = vector(parts, hidden, what=f"{hidden} channels", dtype=None)
+        before = torch.tensor([1.0, 0.0]).expand(hidden, 2)  # x[t - 1] and x[t]
+        self.register_buffer("before", before.contiguous(), persistent=False)
+        self.keeps = StateSpec({"conv": ((hidden, 1), None)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, H] to [count, T, H]: x + weight * (the token before - x)."""
+        states, batch = self.bound_states()
+        before = causal_conv1d(x, self.before, None, states["conv"], *batch, "none")
+        return torch.lerp(x, before, self.weight[:, None])
+
+
+class LowRank(nn.Module):
+    """A product of two matrices with an activation between them: x [T, H] to this rank's part of [T, size]."""
+
+    def __init__(
+        self, hidden: int, rank: int, size: int, bias: bool, prefix: str, activation: type[nn.Module] = nn.Identity
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.lora = nn.ModuleList([
+            VllmReplicatedLinear(hidden, rank, bias=False, prefix=f"{prefix}.lora.0"),
+            activation(),
+            VllmColumnParallelLinear(rank, size, bias=bias, prefix=f"{prefix}.lora.2"),
+        ])  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, activation, high = self.lora
+        return high(activation(low(x)[0]))[0]
+
+
+class HeadNorm(nn.Module):
+    """LayerNorm of each head with a weight and bias of its own: [T, heads, size] to the same."""
+
+    def __init__(self, norm: Norm, heads: int, size: int) -> None:
+        super().__init__()
+        self.eps, part, what = norm.eps, Part(heads * size), f"{heads} heads of {size}"
+        self.weight = vector([part], what=what, dtype=None)
+        self.bias = vector([part], what=what, dtype=None, fill=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (t.view(x.shape[1:]) for t in (self.weight, self.bias))
+        return torch.addcmul(bias, layer_norm(x, None, None, self.eps), weight)
+
+
+class FirstValues:
+    """The values of the step in the first layer: [T, channels of this rank]."""
+
+    values: torch.Tensor | None = None
+
+
+class Rwkv7Layer(Stateful):
+    """RWKV-7's time mixing. The layers of a model share the values of the first one.
+
+    before: the block of the layer before
+    """
+
+    ops = ("l2_norm", "rwkv7", "layer_norm")
+
+    def __init__(
+        self, a: Rwkv7, make_norm: MakeNorm, hidden: int, prefix: str, before: Rwkv7Layer | None = None
+    ) -> None:
+        super().__init__()
+        self.described, heads = a, Part(a.heads)
+        keys, values = a.heads * a.key_size, a.heads * a.value_size
+        self.shifts = TokenShift(6, hidden)
+        for name, size in (("r_proj", keys), ("k_proj", keys), ("v_proj", values)):
+            self.add_module(name, VllmColumnParallelLinear(hidden, size, bias=False, prefix=f"{prefix}.{name}"))
+        self.w_lora = LowRank(hidden, a.decay_rank, keys, True, f"{prefix}.w_lora", nn.Tanh)
+        self.a_lora = LowRank(hidden, a.rate_rank, keys, True, f"{prefix}.a_lora")
+        self.g_lora = LowRank(hidden, a.gate_rank, values, False, f"{prefix}.g_lora", nn.Sigmoid)
+        self.v_lora = (
+            None if a.value_rank is None else LowRank(hidden, a.value_rank, values, True, f"{prefix}.v_lora")
+        )  # fmt: skip
+        what = f"{a.heads} heads of {a.key_size}"
+        self.k_k, self.k_a = (vector([Part(keys)], what=what, dtype=None) for _ in range(2))
+        self.r_k = vector([heads], a.key_size, what=what, dtype=None)
+        self.g_norm = HeadNorm(a.norm, a.heads, a.value_size)
+        self.o_proj = VllmRowParallelLinear(values, hidden, bias=False, prefix=f"{prefix}.o_proj")
+        self.keeps = StateSpec({"recurrent": ((heads.own, a.key_size, a.value_size), torch.float32)})
+        self.first = FirstValues() if before is None else before.first
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        a, (states, batch) = self.described, self.bound_states()
+        by_key, by_value = (-1, a.key_size), (-1, a.value_size)
+        xr, xw, xk, xv, xa, xg = self.shifts(hidden_states)
+        r, k, v = self.r_proj(xr)[0], self.k_proj(xk)[0], self.v_proj(xv)[0]
+        if self.v_lora is None:
+            self.first.values = v
+        else:
+            assert self.first.values is not None
+            v = torch.lerp(v, self.first.values, self.v_lora(xv).sigmoid())
+        decay = LEAST_DECAY * self.w_lora(xw).float().sigmoid()
+        rate, gate = self.a_lora(xa).sigmoid(), self.g_lora(xg)
+        erased = l2_norm((k * self.k_k).unflatten(-1, by_key), a.key_eps)
+        k = torch.addcmul(k, k * (rate - 1), self.k_a)
+        r, k, decay, rate = (t.unflatten(-1, by_key) for t in (r, k, decay, rate))
+        v = v.unflatten(-1, by_value)
+        y = rwkv7(r, decay, k, v, -erased, erased * rate, states["recurrent"], *batch)
+        own = (r * k * self.r_k).sum(-1, keepdim=True)  # of a token's value in its own output
+        y = torch.addcmul(self.g_norm(y), own, v).flatten(-2) * gate
+        return self.o_proj(y)[0]
+
+
 LAYERS: dict[type[Recurrent], Any] = {
     Mamba: MambaLayer,
     Mamba2: Mamba2Layer,
     GatedDelta: GatedDeltaLayer,
     KimiDelta: KimiDeltaLayer,
+    LinearAttention: LinearAttentionLayer,
 }
 
 
-def make(a: Recurrent, make_norm: MakeNorm, hidden: int, prefix: str) -> nn.Module:
-    """The layer of a description."""
+def make(a: Recurrent, make_norm: MakeNorm, hidden: int, prefix: str, before: nn.Module | None) -> nn.Module:
+    """The layer of a description. before: that of the layer before"""
+    if isinstance(a, Rwkv7):
+        return Rwkv7Layer(a, make_norm, hidden, prefix, before if isinstance(before, Rwkv7Layer) else None)
     return LAYERS[type(a)](a, make_norm, hidden, prefix)

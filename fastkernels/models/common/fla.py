@@ -1,0 +1,136 @@
+"""Configs of flash-linear-attention's models, which transformers does not have, and what their descriptions share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastkernels.models.common import description as d
+
+# Fields of all its models with their defaults
+FIELDS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "hidden_ratio": 4, "intermediate_size": None,
+    "max_position_embeddings": 2048, "fuse_norm": True, "attn": None, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+# The same of its models of linear attention
+LINEAR: dict[str, Any] = {
+    "num_kv_heads": None, "feature_map": None, "use_short_conv": False, "conv_size": 4, "use_output_gate": True,
+    "hidden_act": "swish", "elementwise_affine": True, "norm_eps": 1e-6, "attnres_block_size": None,
+}  # fmt: skip
+SPECS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")  # of layers with attention
+ROUND = 256  # the sizes of gated MLPs
+
+
+def fields(raw: Mapping[str, Any], *defaults: Mapping[str, Any], positions: bool = False) -> dict[str, Any]:
+    """The fields of a config.json with defaults, and `layer_types` and `sliding_window` if `attn` names layers.
+
+    positions: all layers have some. Without, and without layers of attention, the length of a sequence has no limit.
+    Raises Unsupported for an `attn` that is not supported.
+    """
+    made = {**FIELDS, **{k: v for each in defaults for k, v in each.items()}, **raw}
+    specs = _specs(made)
+    if not specs:
+        return made if positions else {**made, "max_position_embeddings": None}
+    types = ["linear_attention"] * made["num_hidden_layers"]
+    windows = {spec["window_size"] for spec in specs} - {None}
+    if len(windows) > 1:
+        raise d.Unsupported(f"config.attn={made['attn']!r}: windows of several sizes are not supported")
+    for spec in specs:
+        for i in spec["layers"]:
+            types[i] = "full_attention" if spec["window_size"] is None else "sliding_attention"
+    return {**made, "layer_types": types, "sliding_window": next(iter(windows), None)}
+
+
+def _specs(made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tables in `attn` with all their fields."""
+    attn, count = made["attn"], made["num_hidden_layers"]
+    if attn is None:
+        return []
+    usual = {"num_kv_heads": None, "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+    tables = attn if isinstance(attn, list) else [attn]
+    taken: set[int] = set()
+    for table in tables:
+        layers = table.get("layers") if isinstance(table, Mapping) else None
+        numbers = layers if isinstance(layers, list) else [None]
+        ok = isinstance(table, Mapping) and set(table) <= set(SPECS)
+        ok = ok and all(type(i) is int and 0 <= i < count and i not in taken for i in numbers)
+        if not ok or type(table.get("num_heads")) is not int:
+            raise d.Unsupported(
+                f"config.attn={attn!r} is not supported, only tables with `layers`, numbers below {count} of which each"
+                f" occurs once, `num_heads`, and optionally {', '.join(SPECS[2:])}"
+            )
+        taken.update(numbers)
+    return [{**usual, **table} for table in tables]
+
+
+def positive(config: Any, *names: str) -> None:
+    """Raise Unsupported for a field that is not an integer above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise d.Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
+
+
+def mlp_size(config: Any, gated: bool) -> int:
+    """config.intermediate_size, or by hidden_ratio: 2/3 of it with a gate, in steps of 256, or of 32 without."""
+    if config.intermediate_size is not None:
+        positive(config, "intermediate_size")
+        return int(config.intermediate_size)
+    size = int(config.hidden_size * (config.hidden_ratio or 4) * (2 / 3 if gated else 1))
+    step = ROUND if gated else 32
+    return step * -(-size // step)
+
+
+def linear_decoder(config: Any, **differs: Any) -> d.Decoder:
+    """The decoder of linear attention with the sizes of a config. differs: fields of LinearAttention
+
+    Raises Unsupported.
+    """
+    d.refuse(config, hidden_act="silu", feature_map=None, elementwise_affine=True, attnres_block_size=None)
+    norm, heads = d.Norm(eps=config.norm_eps), config.num_heads
+    positive(config, "num_heads")
+    kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads
+    if type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
+        raise d.Unsupported(f"config.num_kv_heads={kv_heads!r} is not supported, only divisors of num_heads={heads}")
+    fused = config.fuse_norm and config.use_output_gate
+    mixer = d.LinearAttention(
+        config.conv_size if config.use_short_conv else 1, heads=heads, kv_heads=kv_heads,
+        key_size=_head_size(config, "expand_k"), value_size=_head_size(config, "expand_v"), norm=norm,
+        norm_name="g_norm_swish_gate" if fused else "g_norm", gated=bool(config.use_output_gate), **differs,
+    )  # fmt: skip
+    mlp = d.Mlp(mlp_size(config, gated=True), d.activation(config))
+    attentions = {i: _attention(config, spec) for spec in _specs(vars(config)) for i in spec["layers"]}
+    layers = tuple(
+        d.Layer(
+            attentions.get(i, mixer), mlp, before_attention=norm, before_mlp=norm,
+            names={"self_attn": "attn", "before_attention": "attn_norm", "before_mlp": "mlp_norm"},
+        )
+        for i in range(config.num_hidden_layers)
+    )  # fmt: skip
+    return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))
+
+
+def _head_size(config: Any, name: str) -> int:
+    """The size of a head, of which all have hidden_size times a factor."""
+    factor = getattr(config, name)
+    whole = config.hidden_size * factor if isinstance(factor, (int, float)) else 0
+    if whole <= 0 or whole % config.num_heads:
+        raise d.Unsupported(
+            f"config.{name}={factor!r} is not supported, only factors of hidden_size={config.hidden_size} that give"
+            f" multiples of num_heads={config.num_heads}"
+        )
+    return int(whole) // int(config.num_heads)
+
+
+def _attention(config: Any, spec: Mapping[str, Any]) -> d.Attention:
+    heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
+    if heads < 1 or config.hidden_size % heads or type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
+        raise d.Unsupported(
+            f"config.attn={spec!r}: num_heads must divide hidden_size={config.hidden_size}, and num_kv_heads must"
+            " divide num_heads"
+        )
+    return d.Attention(
+        heads, kv_heads, config.hidden_size // heads, bias=spec["qkv_bias"], window=spec["window_size"],
+        rope={"rope_type": "default", "rope_theta": spec["rope_theta"]}, max_positions=config.max_position_embeddings,
+    )  # fmt: skip
