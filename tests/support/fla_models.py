@@ -318,16 +318,8 @@ class RetNetForCausalLM(_LinearModel):
 class RWKV7ForCausalLM(_Model):
     config_class = RWKV7Config
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Heads, and the sizes of a key and a value."""
-        c = self.config
-        heads = c.hidden_size // c.head_dim
-        value = c.value_dim[0] if isinstance(c.value_dim, list) else c.value_dim or c.hidden_size
-        return heads, c.head_dim, value // heads
-
     def shapes(self) -> Shapes:
-        c, (heads, key, value) = self.config, self.sizes()
-        hidden, values = c.hidden_size, heads * value
+        c, hidden = self.config, self.config.hidden_size
         inner = c.intermediate_size or 32 * math.ceil(hidden * c.hidden_ratio / 32)
         norms = ["norm"] + [f"layers.{i}.{n}_norm" for i in range(c.num_hidden_layers) for n in ("attn", "ffn")]
         norms += ["layers.0.pre_norm"] if c.norm_first else []
@@ -344,23 +336,19 @@ class RWKV7ForCausalLM(_Model):
                 yield f"{name}.attn.x_{x}", (1, 1, hidden)
             yield f"{name}.attn.k_k", (hidden,)
             yield f"{name}.attn.k_a", (hidden,)
-            yield f"{name}.attn.r_k", (heads, key)
-            for x, n in {"r": hidden, "k": hidden, "v": values}.items():
-                yield f"{name}.attn.{x}_proj.weight", (n, hidden)
-            yield f"{name}.attn.o_proj.weight", (hidden, values)
-            yield f"{name}.attn.g_norm.weight", (values,)
-            yield f"{name}.attn.g_norm.bias", (values,)
-            loras = {
-                "w": (c.decay_low_rank_dim, hidden), "v": (c.v_low_rank_dim, values), "a": (c.a_low_rank_dim, hidden),
-                "g": (c.gate_low_rank_dim, values),
-            }  # fmt: skip
-            for x, (rank, n) in loras.items():
+            yield f"{name}.attn.r_k", (hidden // c.head_dim, c.head_dim)
+            for x in "rkvo":
+                yield f"{name}.attn.{x}_proj.weight", (hidden, hidden)
+            yield f"{name}.attn.g_norm.weight", (hidden,)
+            yield f"{name}.attn.g_norm.bias", (hidden,)
+            loras = {"w": c.decay_low_rank_dim, "a": c.a_low_rank_dim, "g": c.gate_low_rank_dim}
+            for x, rank in {**loras, "v": c.v_low_rank_dim}.items():
                 if x == "v" and i == 0:
                     continue
                 yield f"{name}.attn.{x}_lora.lora.0.weight", (rank, hidden)
-                yield f"{name}.attn.{x}_lora.lora.2.weight", (n, rank)
+                yield f"{name}.attn.{x}_lora.lora.2.weight", (hidden, rank)
                 if x != "g":
-                    yield f"{name}.attn.{x}_lora.lora.2.bias", (n,)
+                    yield f"{name}.attn.{x}_lora.lora.2.bias", (hidden,)
 
     def block(self, i: int, x: T, at: int, state: dict[str, T], token: dict[str, T]) -> T:
         w, eps = self.weights.below(f"layers.{i}"), self.config.norm_eps
@@ -376,7 +364,7 @@ class RWKV7ForCausalLM(_Model):
         return self.weights.layer_norm("norm", x, self.config.norm_eps)
 
     def mix(self, w: Weights, x: T, state: dict[str, T], token: dict[str, T]) -> T:
-        heads, key, value = self.sizes()
+        by_head = (-1, self.config.head_dim)
         before, state["x"] = state.get("x", torch.zeros_like(x)), x
         xr, xw, xk, xv, xa, xg = (x + (before - x) * w[f"x_{n}"].flatten() for n in "rwkvag")
         lora = lambda n, x, act=lambda y: y: w.linear(f"{n}_lora.lora.2", act(w.linear(f"{n}_lora.lora.0", x)))  # noqa: E731
@@ -385,17 +373,17 @@ class RWKV7ForCausalLM(_Model):
             v = v + (token["v"] - v) * lora("v", xv).sigmoid()
         else:
             token["v"] = v
-        decay = torch.exp(-math.exp(-0.5) * lora("w", xw, torch.tanh).sigmoid()).view(heads, key)
+        decay = torch.exp(-math.exp(-0.5) * lora("w", xw, torch.tanh).sigmoid()).view(by_head)
         rate, gate = lora("a", xa).sigmoid(), lora("g", xg, torch.sigmoid)
-        kappa = (k * w["k_k"]).view(heads, key)
+        kappa = (k * w["k_k"]).view(by_head)
         kappa = kappa / (kappa.square().sum(-1, keepdim=True) + (1e-6 if self.config.fuse_norm else 0)).sqrt()
-        k = (k * (1 + (rate - 1) * w["k_a"])).view(heads, key)
-        r, v, rate = r.view(heads, key), v.view(heads, value), rate.view(heads, key)
-        old = state.get("S", torch.zeros(heads, value, key, dtype=x.dtype))
+        k = k * (1 + (rate - 1) * w["k_a"])
+        r, k, v, rate = (t.view(by_head) for t in (r, k, v, rate))
+        old = state.get("S", torch.zeros(*v.shape, k.shape[-1], dtype=x.dtype))
         moved = torch.diag_embed(decay) - kappa[..., None] * (rate * kappa)[:, None]
         state["S"] = old @ moved + v[..., None] * k[:, None]
         y = torch.einsum("hvk,hk->hv", state["S"], r)
-        y = F.layer_norm(y, (value,), eps=key * self.config.norm_eps).flatten()
+        y = F.layer_norm(y, by_head[1:], eps=by_head[1] * self.config.norm_eps).flatten()
         y = y * w["g_norm.weight"] + w["g_norm.bias"]
         y = y + ((r * k * w["r_k"]).sum(-1, keepdim=True) * v).flatten()
         return w.linear("o_proj", y * gate)

@@ -411,9 +411,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "retnet_groups": ("retnet", {"num_kv_heads": 2, "use_output_gate": False, "tie_word_embeddings": True}),
-    "rwkv7_wide": (
-        "rwkv7",
-        {"value_dim": 256, "norm_first": False, "norm_bias": False, "fuse_norm": False, "intermediate_size": None},
+    "rwkv7_no_bias": (
+        "rwkv7", {"norm_first": False, "norm_bias": False, "fuse_norm": False, "intermediate_size": None},
     ),
     "qwen3_next_bias": ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
     "kimi_linear_query": ("kimi_linear", {"q_lora_rank": 40, "n_group": 2, "topk_group": 1}),

@@ -385,8 +385,7 @@ class Rwkv7(Recurrent):
     """RWKV-7's time mixing (arXiv 2503.14456): a delta rule whose erased and written directions differ.
 
     kernel                   tokens that each projection reads a mix of
-    heads, key_size          of queries and keys, together the channels of the stream
-    value_size               of a head's values, and of the output's gate
+    heads, head_size         of queries, keys, values and the output's gate, together the channels of the stream
     decay_rank, rate_rank, gate_rank  channels of the projections to decays, to the rates of the delta rule, and to the
                              gate
     value_rank               channels of the projection to the part of the first layer's values in this layer's; None:
@@ -397,8 +396,7 @@ class Rwkv7(Recurrent):
 
     kernel: int = 2
     heads: int = 0
-    key_size: int = 0
-    value_size: int = 0
+    head_size: int = 0
     decay_rank: int = 0
     rate_rank: int = 0
     gate_rank: int = 0
@@ -408,11 +406,11 @@ class Rwkv7(Recurrent):
 
     @property
     def conv_channels(self) -> int:
-        return self.heads * self.key_size
+        return self.heads * self.head_size
 
     @property
     def state(self) -> tuple[int, ...]:
-        return self.heads, self.key_size, self.value_size
+        return self.heads, self.head_size, self.head_size
 
     @property
     def shared(self) -> dict[str, int]:

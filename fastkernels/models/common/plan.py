@@ -435,22 +435,19 @@ def _linear_attention(a: LinearAttention, hidden: int, path: str, arch: Architec
 
 
 def _rwkv7(a: Rwkv7, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
-    keys, values = a.heads * a.key_size, a.heads * a.value_size
     yield _shift(f"{path}.shifts", 6, hidden, arch)
-    for name, rows in (("r_proj", keys), ("k_proj", keys), ("v_proj", values)):
-        yield _linear(f"{path}.{name}", rows, hidden, False, "heads", arch)
-    ranks = {"w": (a.decay_rank, keys), "v": (a.value_rank, values), "a": (a.rate_rank, keys), "g": (a.gate_rank, values)}
-    for name, (rank, rows) in ranks.items():
+    for name in ("r_proj", "k_proj", "v_proj"):
+        yield _linear(f"{path}.{name}", hidden, hidden, False, "heads", arch)
+    for name, rank in {"w": a.decay_rank, "v": a.value_rank, "a": a.rate_rank, "g": a.gate_rank}.items():
         if rank is not None:
-            lora = f"{path}.{name}_lora.lora"
-            yield _linear(f"{lora}.0", rank, hidden, False, "", arch)
-            yield _linear(f"{lora}.2", rows, rank, name != "g", "heads", arch)
+            yield _linear(f"{path}.{name}_lora.lora.0", rank, hidden, False, "", arch)
+            yield _linear(f"{path}.{name}_lora.lora.2", hidden, rank, name != "g", "heads", arch)
     yield Item(f"{path}.kappa", "l2_norm", {"eps": a.key_eps})
-    sizes = {"num_heads": a.heads, "sizes": (a.key_size, a.value_size)}
-    shapes: dict[str, tuple[int, ...]] = {"k_k": (keys,), "k_a": (keys,), "r_k": (a.heads, a.key_size)}
+    sizes = {"num_heads": a.heads, "head_size": a.head_size}
+    shapes: dict[str, tuple[int, ...]] = {"k_k": (hidden,), "k_a": (hidden,), "r_k": (a.heads, a.head_size)}
     yield _of_layer("rwkv7", sizes, shapes, path, "heads", arch)
-    yield _norm(a.norm, f"{path}.g_norm", values, arch, "heads")
-    yield _linear(f"{path}.o_proj", hidden, values, False, "rows", arch)
+    yield _norm(a.norm, f"{path}.g_norm", hidden, arch, "heads")
+    yield _linear(f"{path}.o_proj", hidden, hidden, False, "rows", arch)
 
 
 def _shift(path: str, count: int, hidden: int, arch: Architecture) -> Item:

@@ -451,16 +451,16 @@ class TokenShift(Stateful):
 
 
 class LowRank(nn.Module):
-    """A product of two matrices with an activation between them: x [T, H] to this rank's part of [T, size]."""
+    """A product of two matrices with an activation between them: x [T, H] to this rank's part of [T, H]."""
 
     def __init__(
-        self, hidden: int, rank: int, size: int, bias: bool, prefix: str, activation: type[nn.Module] = nn.Identity
-    ) -> None:  # fmt: skip
+        self, hidden: int, rank: int, bias: bool, prefix: str, activation: type[nn.Module] = nn.Identity
+    ) -> None:
         super().__init__()
         self.lora = nn.ModuleList([
             VllmReplicatedLinear(hidden, rank, bias=False, prefix=f"{prefix}.lora.0"),
             activation(),
-            VllmColumnParallelLinear(rank, size, bias=bias, prefix=f"{prefix}.lora.2"),
+            VllmColumnParallelLinear(rank, hidden, bias=bias, prefix=f"{prefix}.lora.2"),
         ])  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -501,27 +501,25 @@ class Rwkv7Layer(Stateful):
     ) -> None:
         super().__init__()
         self.described, heads = a, Part(a.heads)
-        keys, values = a.heads * a.key_size, a.heads * a.value_size
         self.shifts = TokenShift(6, hidden)
-        for name, size in (("r_proj", keys), ("k_proj", keys), ("v_proj", values)):
-            self.add_module(name, VllmColumnParallelLinear(hidden, size, bias=False, prefix=f"{prefix}.{name}"))
-        self.w_lora = LowRank(hidden, a.decay_rank, keys, True, f"{prefix}.w_lora", nn.Tanh)
-        self.a_lora = LowRank(hidden, a.rate_rank, keys, True, f"{prefix}.a_lora")
-        self.g_lora = LowRank(hidden, a.gate_rank, values, False, f"{prefix}.g_lora", nn.Sigmoid)
-        self.v_lora = (
-            None if a.value_rank is None else LowRank(hidden, a.value_rank, values, True, f"{prefix}.v_lora")
-        )  # fmt: skip
-        what = f"{a.heads} heads of {a.key_size}"
-        self.k_k, self.k_a = (vector([Part(keys)], what=what, dtype=None) for _ in range(2))
-        self.r_k = vector([heads], a.key_size, what=what, dtype=None)
-        self.g_norm = HeadNorm(a.norm, a.heads, a.value_size)
-        self.o_proj = VllmRowParallelLinear(values, hidden, bias=False, prefix=f"{prefix}.o_proj")
-        self.keeps = StateSpec({"recurrent": ((heads.own, a.key_size, a.value_size), torch.float32)})
+        self.r_proj, self.k_proj, self.v_proj = (
+            VllmColumnParallelLinear(hidden, hidden, bias=False, prefix=f"{prefix}.{name}_proj") for name in "rkv"
+        )
+        self.w_lora = LowRank(hidden, a.decay_rank, True, f"{prefix}.w_lora", nn.Tanh)
+        self.a_lora = LowRank(hidden, a.rate_rank, True, f"{prefix}.a_lora")
+        self.g_lora = LowRank(hidden, a.gate_rank, False, f"{prefix}.g_lora", nn.Sigmoid)
+        self.v_lora = None if a.value_rank is None else LowRank(hidden, a.value_rank, True, f"{prefix}.v_lora")
+        what = f"{a.heads} heads of {a.head_size}"
+        self.k_k, self.k_a = (vector([Part(hidden)], what=what, dtype=None) for _ in range(2))
+        self.r_k = vector([heads], a.head_size, what=what, dtype=None)
+        self.g_norm = HeadNorm(a.norm, a.heads, a.head_size)
+        self.o_proj = VllmRowParallelLinear(hidden, hidden, bias=False, prefix=f"{prefix}.o_proj")
+        self.keeps = StateSpec({"recurrent": ((heads.own, a.head_size, a.head_size), torch.float32)})
         self.first = FirstValues() if before is None else before.first
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         a, (states, batch) = self.described, self.bound_states()
-        by_key, by_value = (-1, a.key_size), (-1, a.value_size)
+        by_head = (-1, a.head_size)
         xr, xw, xk, xv, xa, xg = self.shifts(hidden_states)
         r, k, v = self.r_proj(xr)[0], self.k_proj(xk)[0], self.v_proj(xv)[0]
         if self.v_lora is None:
@@ -531,10 +529,9 @@ class Rwkv7Layer(Stateful):
             v = torch.lerp(v, self.first.values, self.v_lora(xv).sigmoid())
         decay = LEAST_DECAY * self.w_lora(xw).float().sigmoid()
         rate, gate = self.a_lora(xa).sigmoid(), self.g_lora(xg)
-        erased = l2_norm((k * self.k_k).unflatten(-1, by_key), a.key_eps)
+        erased = l2_norm((k * self.k_k).unflatten(-1, by_head), a.key_eps)
         k = torch.addcmul(k, k * (rate - 1), self.k_a)
-        r, k, decay, rate = (t.unflatten(-1, by_key) for t in (r, k, decay, rate))
-        v = v.unflatten(-1, by_value)
+        r, k, v, decay, rate = (t.unflatten(-1, by_head) for t in (r, k, v, decay, rate))
         y = rwkv7(r, decay, k, v, -erased, erased * rate, states["recurrent"], *batch)
         own = (r * k * self.r_k).sum(-1, keepdim=True)  # of a token's value in its own output
         y = torch.addcmul(self.g_norm(y), own, v).flatten(-2) * gate

@@ -33,19 +33,16 @@ def describe(config: Any) -> d.Decoder:
             f"config.head_dim={size} with num_heads={config.num_heads} is not supported, only sizes whose product is"
             f" hidden_size={hidden}"
         )
-    values = config.value_dim if isinstance(config.value_dim, list) else [config.value_dim or hidden] * count
-    if len(set(values)) > 1 or type(values[0]) is not int or values[0] < 1 or values[0] % hidden:
-        raise d.Unsupported(
-            f"config.value_dim={config.value_dim!r} is not supported, only one multiple of hidden_size={hidden}"
-        )
+    if config.value_dim not in (None, hidden, [hidden] * count):
+        raise d.Unsupported(f"config.value_dim={config.value_dim!r} is not supported, only hidden_size={hidden}")
     norm = d.Norm("layer", config.norm_eps, bool(config.norm_bias))
     mlp = d.Mlp(fla.mlp_size(config, gated=False), "relu2", gated=False, shift=True)
     decay, rate, gate, mixed = (getattr(config, name) for name in RANKS)
     layers = tuple(
         d.Layer(
             d.Rwkv7(
-                heads=heads, key_size=size, value_size=values[0] // heads, decay_rank=decay, rate_rank=rate,
-                gate_rank=gate, value_rank=mixed if i else None, key_eps=1e-6 if config.fuse_norm else 1e-24,
+                heads=heads, head_size=size, decay_rank=decay, rate_rank=rate, gate_rank=gate,
+                value_rank=mixed if i else None, key_eps=1e-6 if config.fuse_norm else 1e-24,
                 norm=d.Norm("layer", size * config.norm_eps, True),
             ),
             mlp, before_attention=norm, before_mlp=norm,
