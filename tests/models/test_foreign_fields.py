@@ -98,6 +98,13 @@ FIELDS: dict[str, list[Any]] = {
     "use_routing_bias": [False],
     "index_topk": [3],
     "layer_norm_epsilon": [0.1],
+    "norm_eps": [0.1],
+    "clamp_min": [-0.01],
+    "use_gk": [False],
+    "gate_logit_normalizer": [8],
+    "attnres_block_size": [2],
+    "elementwise_affine": [False],
+    "value_dim": [256],
     "time_step_limit": [[0.5, 0.9]],
 }  # fmt: skip
 FAST = (
