@@ -1,13 +1,13 @@
 """GLA, RetNet and RWKV-7 by the equations of their papers, one token at a time in float64.
 
-Names and shapes of parameters, and fields of configs with their defaults, are those of flash-linear-attention. Importing
-this module makes the classes known to transformers' Auto classes.
+Names and shapes of parameters, and fields of configs with their defaults, are those of flash-linear-attention.
+Importing this module makes the classes known to transformers' Auto classes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -188,7 +188,12 @@ class _LinearModel(_Model):
         """Heads, key heads, and the sizes of a key and a value."""
         c = self.config
         kv = c.num_kv_heads or c.num_heads
-        return c.num_heads, kv, int(c.hidden_size * c.expand_k) // c.num_heads, int(c.hidden_size * c.expand_v) // c.num_heads
+        return (
+            c.num_heads,
+            kv,
+            int(c.hidden_size * c.expand_k) // c.num_heads,
+            int(c.hidden_size * c.expand_v) // c.num_heads,
+        )
 
     def spec(self, i: int) -> dict[str, Any] | None:
         """Of a layer with attention."""
@@ -210,7 +215,11 @@ class _LinearModel(_Model):
             name = f"layers.{i}"
             yield f"{name}.attn_norm.weight", (hidden,)
             yield f"{name}.mlp_norm.weight", (hidden,)
-            for part, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+            for part, shape in {
+                "gate": (inner, hidden),
+                "up": (inner, hidden),
+                "down": (hidden, inner),
+            }.items():
                 yield f"{name}.mlp.{part}_proj.weight", shape
             mixer = self.mixer_shapes() if (spec := self.spec(i)) is None else self.attention_shapes(spec)
             yield from ((f"{name}.attn.{part}", shape) for part, shape in mixer)
@@ -241,7 +250,9 @@ class _LinearModel(_Model):
         own, normed = w.below("attn"), w.rms("attn_norm", x, eps)
         x = x + (self.mix(own, normed, at, state) if spec is None else attend(own, normed, at, state, spec))
         y = w.rms("mlp_norm", x, eps)
-        return x + w.linear("mlp.down_proj", F.silu(w.linear("mlp.gate_proj", y)) * w.linear("mlp.up_proj", y))
+        return x + w.linear(
+            "mlp.down_proj", F.silu(w.linear("mlp.gate_proj", y)) * w.linear("mlp.up_proj", y)
+        )
 
     def last(self, x: T) -> T:
         return self.weights.rms("norm", x, self.config.norm_eps)
@@ -321,7 +332,9 @@ class RWKV7ForCausalLM(_Model):
     def shapes(self) -> Shapes:
         c, hidden = self.config, self.config.hidden_size
         inner = c.intermediate_size or 32 * math.ceil(hidden * c.hidden_ratio / 32)
-        norms = ["norm"] + [f"layers.{i}.{n}_norm" for i in range(c.num_hidden_layers) for n in ("attn", "ffn")]
+        norms = ["norm"] + [
+            f"layers.{i}.{n}_norm" for i in range(c.num_hidden_layers) for n in ("attn", "ffn")
+        ]
         norms += ["layers.0.pre_norm"] if c.norm_first else []
         for name in norms:
             yield f"{name}.weight", (hidden,)
@@ -367,7 +380,10 @@ class RWKV7ForCausalLM(_Model):
         by_head = (-1, self.config.head_dim)
         before, state["x"] = state.get("x", torch.zeros_like(x)), x
         xr, xw, xk, xv, xa, xg = (x + (before - x) * w[f"x_{n}"].flatten() for n in "rwkvag")
-        lora = lambda n, x, act=lambda y: y: w.linear(f"{n}_lora.lora.2", act(w.linear(f"{n}_lora.lora.0", x)))  # noqa: E731
+
+        def lora(n: str, x: T, act: Callable[[T], T] = lambda y: y) -> T:
+            return w.linear(f"{n}_lora.lora.2", act(w.linear(f"{n}_lora.lora.0", x)))
+
         r, k, v = w.linear("r_proj", xr), w.linear("k_proj", xk), w.linear("v_proj", xv)
         if "v" in token:
             v = v + (token["v"] - v) * lora("v", xv).sigmoid()

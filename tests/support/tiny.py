@@ -426,7 +426,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def model_class(prefix: str) -> Any:
     """The class of transformers with this prefix, or one of fla_models.py."""
     import transformers
-
     from support import fla_models
 
     name = f"{prefix}ForCausalLM"

@@ -39,8 +39,8 @@ class Architecture:
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
                     always read by transformers
     config_defaults values of fields that config.json may leave out
-    own_config      "module:function" that maps the table of a config.json to the fields of a config, for a model type that
-                    transformers does not have
+    own_config      "module:function" that maps the table of a config.json to the fields of a config, for a model
+                    type that transformers does not have
     fast_tokenizer  AutoTokenizer selects the generic fast tokenizer class for this model type
     public          {hub id: config fields} of public checkpoints, for estimates without a download
     """

@@ -52,7 +52,7 @@ def plain(raw: Any) -> PlainConfig | None:
     A model type that transformers does not have is read as its model file declares it (`own_config`).
     """
     if isinstance(raw, dict) and (own := _with_own_config(raw.get("model_type"))) is not None:
-        dtype = ALL_DTYPES.get(raw.get("dtype") or raw.get("torch_dtype"))
+        dtype = ALL_DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
         return PlainConfig(**{**registry.load(own.own_config)(raw), "dtype": dtype})
     arch = _arch_of(raw)
     if arch is None:

@@ -181,6 +181,9 @@ class LatentAttention:
         return 2 * self.heads * (2 * self.rank + self.rope_size) * self._chosen(context) + scored * context
 
 
+NO_POSITIONS: Mapping[str, Any] | None = None
+
+
 @dataclass(frozen=True)
 class Recurrent:
     """Base of mixers that keep a state of fixed size for each sequence instead of the keys of its tokens.
@@ -190,7 +193,8 @@ class Recurrent:
 
     kernel: int = 4
     # Fields of other mixers
-    window = rope = None
+    window = None
+    rope = NO_POSITIONS
     interleaved = False
     kv_channels = max_positions = 0
 

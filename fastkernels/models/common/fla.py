@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,11 @@ LINEAR: dict[str, Any] = {
     "num_kv_heads": None, "feature_map": None, "use_short_conv": False, "conv_size": 4, "use_output_gate": True,
     "hidden_act": "swish", "elementwise_affine": True, "norm_eps": 1e-6, "attnres_block_size": None,
 }  # fmt: skip
-SPECS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")  # of layers with attention
-ROUND = 256  # the sizes of gated MLPs
+# Of layers with attention
+SPEC: dict[str, Any] = {
+    "layers": None, "num_heads": None, "num_kv_heads": None, "qkv_bias": False, "window_size": None,
+    "rope_theta": 10000.0,
+}  # fmt: skip
 
 
 def fields(raw: Mapping[str, Any], *defaults: Mapping[str, Any], positions: bool = False) -> dict[str, Any]:
@@ -47,21 +51,22 @@ def _specs(made: Mapping[str, Any]) -> list[dict[str, Any]]:
     attn, count = made["attn"], made["num_hidden_layers"]
     if attn is None:
         return []
-    usual = {"num_kv_heads": None, "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
-    tables = attn if isinstance(attn, list) else [attn]
-    taken: set[int] = set()
-    for table in tables:
-        layers = table.get("layers") if isinstance(table, Mapping) else None
-        numbers = layers if isinstance(layers, list) else [None]
-        ok = isinstance(table, Mapping) and set(table) <= set(SPECS)
-        ok = ok and all(type(i) is int and 0 <= i < count and i not in taken for i in numbers)
-        if not ok or type(table.get("num_heads")) is not int:
+    specs, taken = [], []
+    for table in attn if isinstance(attn, list) else [attn]:
+        spec = (
+            {**SPEC, **table} if isinstance(table, Mapping) and isinstance(table.get("layers"), list) else {}
+        )
+        numbers = [spec.get("num_heads"), spec.get("num_kv_heads") or 1, spec.get("window_size") or 1]
+        ok = spec.keys() == SPEC.keys() and all(type(n) is int and n > 0 for n in numbers)
+        ok = ok and type(spec["qkv_bias"]) is bool and type(spec["rope_theta"]) in (int, float)
+        taken += spec.get("layers", [])
+        if not ok or any(type(i) is not int or not 0 <= i < count or taken.count(i) > 1 for i in taken):
             raise d.Unsupported(
-                f"config.attn={attn!r} is not supported, only tables with `layers`, numbers below {count} of which each"
-                f" occurs once, `num_heads`, and optionally {', '.join(SPECS[2:])}"
+                f"config.attn={attn!r} is not supported, only tables with `layers`, numbers below {count} of which"
+                " each occurs once, `num_heads`, and optionally num_kv_heads, qkv_bias, window_size, rope_theta"
             )
-        taken.update(numbers)
-    return [{**usual, **table} for table in tables]
+        specs.append(spec)
+    return specs
 
 
 def positive(config: Any, *names: str) -> None:
@@ -77,9 +82,8 @@ def mlp_size(config: Any, gated: bool) -> int:
     if config.intermediate_size is not None:
         positive(config, "intermediate_size")
         return int(config.intermediate_size)
-    size = int(config.hidden_size * (config.hidden_ratio or 4) * (2 / 3 if gated else 1))
-    step = ROUND if gated else 32
-    return step * -(-size // step)
+    size, step = config.hidden_size * (config.hidden_ratio or 4), 256 if gated else 32
+    return step * -(-int(size * 2 / 3 if gated else size) // step)
 
 
 def linear_decoder(config: Any, **differs: Any) -> d.Decoder:
@@ -87,19 +91,21 @@ def linear_decoder(config: Any, **differs: Any) -> d.Decoder:
 
     Raises Unsupported.
     """
-    d.refuse(config, hidden_act="silu", feature_map=None, elementwise_affine=True, attnres_block_size=None)
+    d.refuse(config, hidden_act="swish", feature_map=None, elementwise_affine=True, attnres_block_size=None)
     norm, heads = d.Norm(eps=config.norm_eps), config.num_heads
-    positive(config, "num_heads")
+    positive(config, "num_heads", "conv_size")
     kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads
     if type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
-        raise d.Unsupported(f"config.num_kv_heads={kv_heads!r} is not supported, only divisors of num_heads={heads}")
+        raise d.Unsupported(
+            f"config.num_kv_heads={kv_heads!r} is not supported, only divisors of num_heads={heads}"
+        )
     fused = config.fuse_norm and config.use_output_gate
     mixer = d.LinearAttention(
         config.conv_size if config.use_short_conv else 1, heads=heads, kv_heads=kv_heads,
-        key_size=_head_size(config, "expand_k"), value_size=_head_size(config, "expand_v"), norm=norm,
-        norm_name="g_norm_swish_gate" if fused else "g_norm", gated=bool(config.use_output_gate), **differs,
+        key_size=_head_size(config, "expand_k", even="rope" in differs), value_size=_head_size(config, "expand_v"),
+        norm=norm, norm_name="g_norm_swish_gate" if fused else "g_norm", gated=bool(config.use_output_gate), **differs,
     )  # fmt: skip
-    mlp = d.Mlp(mlp_size(config, gated=True), d.activation(config))
+    mlp = d.Mlp(mlp_size(config, gated=True))
     attentions = {i: _attention(config, spec) for spec in _specs(vars(config)) for i in spec["layers"]}
     layers = tuple(
         d.Layer(
@@ -111,21 +117,22 @@ def linear_decoder(config: Any, **differs: Any) -> d.Decoder:
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))
 
 
-def _head_size(config: Any, name: str) -> int:
+def _head_size(config: Any, name: str, even: bool = False) -> int:
     """The size of a head, of which all have hidden_size times a factor."""
     factor = getattr(config, name)
-    whole = config.hidden_size * factor if isinstance(factor, (int, float)) else 0
-    if whole <= 0 or whole % config.num_heads:
+    whole = config.hidden_size * factor if type(factor) in (int, float) else 0
+    size, rest = divmod(round(whole), config.num_heads)
+    if size < 1 or rest or not math.isclose(whole, round(whole)) or (even and size % 2):
         raise d.Unsupported(
             f"config.{name}={factor!r} is not supported, only factors of hidden_size={config.hidden_size} that give"
-            f" multiples of num_heads={config.num_heads}"
+            f" multiples of num_heads={config.num_heads}{', with an even size of heads' if even else ''}"
         )
-    return int(whole) // int(config.num_heads)
+    return size
 
 
 def _attention(config: Any, spec: Mapping[str, Any]) -> d.Attention:
     heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
-    if heads < 1 or config.hidden_size % heads or type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
+    if config.hidden_size % heads or heads % kv_heads:
         raise d.Unsupported(
             f"config.attn={spec!r}: num_heads must divide hidden_size={config.hidden_size}, and num_kv_heads must"
             " divide num_heads"

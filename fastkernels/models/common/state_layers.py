@@ -358,10 +358,12 @@ class KimiDeltaLayer(StateLayer):
 class LinearAttentionLayer(StateLayer):
     """Linear attention with a decay for each channel (GLA), or with a constant one for each head (RetNet)."""
 
+    decay: torch.Tensor
+
     def __init__(self, a: LinearAttention, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
         super().__init__()
         self.described, ranks = a, parallel.get_tp_size()
-        heads, kv_heads = parallel.divide(a.heads, ranks, "heads"), parallel.divide(a.kv_heads, ranks, "heads")
+        heads, kv_heads = (parallel.divide(n, ranks, "heads") for n in (a.heads, a.kv_heads))
         self.groups, values = a.heads // a.kv_heads, a.heads * a.value_size
         self.qkv_proj = VllmQKVParallelLinear(
             hidden, a.key_size, a.heads, a.kv_heads, bias=False, prefix=f"{prefix}.qkv_proj",
@@ -495,6 +497,7 @@ class Rwkv7Layer(Stateful):
     """
 
     ops = ("l2_norm", "rwkv7", "layer_norm")
+    first: FirstValues
 
     def __init__(
         self, a: Rwkv7, make_norm: MakeNorm, hidden: int, prefix: str, before: Rwkv7Layer | None = None
@@ -503,12 +506,15 @@ class Rwkv7Layer(Stateful):
         self.described, heads = a, Part(a.heads)
         self.shifts = TokenShift(6, hidden)
         self.r_proj, self.k_proj, self.v_proj = (
-            VllmColumnParallelLinear(hidden, hidden, bias=False, prefix=f"{prefix}.{name}_proj") for name in "rkv"
+            VllmColumnParallelLinear(hidden, hidden, bias=False, prefix=f"{prefix}.{name}_proj")
+            for name in "rkv"
         )
         self.w_lora = LowRank(hidden, a.decay_rank, True, f"{prefix}.w_lora", nn.Tanh)
         self.a_lora = LowRank(hidden, a.rate_rank, True, f"{prefix}.a_lora")
         self.g_lora = LowRank(hidden, a.gate_rank, False, f"{prefix}.g_lora", nn.Sigmoid)
-        self.v_lora = None if a.value_rank is None else LowRank(hidden, a.value_rank, True, f"{prefix}.v_lora")
+        self.v_lora = (
+            None if a.value_rank is None else LowRank(hidden, a.value_rank, True, f"{prefix}.v_lora")
+        )
         what = f"{a.heads} heads of {a.head_size}"
         self.k_k, self.k_a = (vector([Part(hidden)], what=what, dtype=None) for _ in range(2))
         self.r_k = vector([heads], a.head_size, what=what, dtype=None)

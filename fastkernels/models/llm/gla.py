@@ -13,7 +13,14 @@ RANK, NORMALIZER = 16, 16  # fixed there
 
 
 def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"expand_k": 0.5, "expand_v": 1.0, "num_heads": 4, "clamp_min": None}
+    own = {
+        "expand_k": 0.5,
+        "expand_v": 1.0,
+        "num_heads": 4,
+        "clamp_min": None,
+        "use_gk": True,
+        "use_gv": False,
+    }
     return fla.fields(raw, fla.LINEAR, own)
 
 

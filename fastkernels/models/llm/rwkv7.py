@@ -34,7 +34,9 @@ def describe(config: Any) -> d.Decoder:
             f" hidden_size={hidden}"
         )
     if config.value_dim not in (None, hidden, [hidden] * count):
-        raise d.Unsupported(f"config.value_dim={config.value_dim!r} is not supported, only hidden_size={hidden}")
+        raise d.Unsupported(
+            f"config.value_dim={config.value_dim!r} is not supported, only hidden_size={hidden}"
+        )
     norm = d.Norm("layer", config.norm_eps, bool(config.norm_bias))
     mlp = d.Mlp(fla.mlp_size(config, gated=False), "relu2", gated=False, shift=True)
     decay, rate, gate, mixed = (getattr(config, name) for name in RANKS)
@@ -66,7 +68,7 @@ ARCH = Architecture(
     parts={
         "attn.x_r": "attn.shift_r.weight", "attn.x_w": "attn.shift_w.weight", "attn.x_k": "attn.shift_k.weight",
         "attn.x_v": "attn.shift_v.weight", "attn.x_a": "attn.shift_a.weight", "attn.x_g": "attn.shift_g.weight",
-        "attn.x_x": "attn.shifts.weight",  # all six, in checkpoints of 2025
+        "attn.x_x": "attn.shifts.weight",  # all six, in the first checkpoints
         "ffn.x_k": "ffn.shift.weight", "ffn.key": "ffn.up_proj", "ffn.value": "ffn.down_proj",
     },
     unused=("model.layers.0.attn.v_lora.*",),
