@@ -42,6 +42,7 @@ ARCH = Architecture(
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     sizes={"intermediate_size": "", "num_attention_heads": ""},
     own_config="fastkernels.models.llm.gla:fields",
+    fast_tokenizer=True,
     public={
         "fla-hub/gla-1.3B-100B": {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 32000, "num_heads": 4},
     },

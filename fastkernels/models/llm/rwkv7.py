@@ -75,6 +75,7 @@ ARCH = Architecture(
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     sizes={"intermediate_size": "", "num_attention_heads": ""},
     own_config="fastkernels.models.llm.rwkv7:fields",
+    fast_tokenizer=True,
     public={
         "fla-hub/rwkv7-2.9B-world": {
             "hidden_size": 2560, "num_hidden_layers": 32, "vocab_size": 65536, "decay_low_rank_dim": 96,
