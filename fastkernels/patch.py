@@ -42,7 +42,7 @@ class Request:
     candidates  {op: file}
     disable     ops that stay off
     strict      a fallback, an unknown host version or an unsupported module is an error
-    options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording)
+    options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording), and 'apply' (.applied)
     patch       the id of a patch. 'undo', 'report' and 'reset' with an id are about that patch alone: if it is not in
                 place, they change nothing and return no rows. Without an id they are about any
     """

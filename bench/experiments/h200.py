@@ -57,7 +57,8 @@ QUICK_CASES = (  # at least one of each op
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "gemma3_32", "mixtral_awq_32",
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
-    "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3",
+    "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3", "mamba_decode_32", "mamba2_decode_32", "gla_decode_32",
+    "qwen3_next_decode_32", "kimi_linear_decode_32", "rwkv7_decode_32",
 )  # fmt: skip
 EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
 LENGTHS = ("--input-len", "512", "--output-len", "128")
@@ -67,7 +68,7 @@ AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agre
 # Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
 SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep", "c": "moe,moe_fp8,sinks"}
 WORKS = {
-    "vllm": {**SHARED, "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,ray,pp,ep"},
+    "vllm": {**SHARED, "b": f"{SHARED['b']},ray", "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,pp,ep"},
     "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
 }
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells

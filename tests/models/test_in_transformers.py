@@ -32,16 +32,11 @@ def test_every_module_is_patched_or_has_a_reason(kind: str) -> None:
     norms = {name for name in before if "norm" in name.rpartition(".")[2]}
     assert norms and norms <= changed and active & NORMS
     # DeepSeek-V2 rotates complex numbers there; GPT-OSS has half of the cosines; Gemma 4 rotates one tensor a call;
-    # indexers have heads behind tokens; MPT has ALiBi
-    other = (
-        "mpt",
-        "deepseek_v2",
-        "gpt_oss",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "deepseek_v32",
-        "glm_moe_dsa",
-    )
+    # indexers have heads behind tokens; MPT has ALiBi; Mamba, Jamba and Kimi Linear have no positions
+    other = {
+        "mpt", "deepseek_v2", "gpt_oss", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "mamba",
+        "mamba2", "jamba", "kimi_linear",
+    }  # fmt: skip
     assert ("rotary_emb" in active) is (kind not in other)
     assert state(model).keys() == before.keys() and all(
         state(model)[name][0] is before[name][0] for name in norms

@@ -315,8 +315,8 @@ def _scaled(row: Row, outcome: Outcome, scale: float) -> Outcome:
     m = row.metrics
     if "discrepancy" not in m or "noise" not in m:
         return outcome
-    bound = BOUNDS["images" if "image" in str(row.case.get("category")) else "text"] * scale
-    return replace(outcome, correctness=correctness(m["discrepancy"], m["noise"], bound))
+    bound = m.get("bound", BOUNDS["images" if "image" in str(row.case.get("category")) else "text"]) * scale
+    return replace(outcome, correctness=correctness(m["discrepancy"], m["noise"], min(bound, 1.0)))
 
 
 def cell(entry: Entry, item: Item) -> tuple[str, str, str]:

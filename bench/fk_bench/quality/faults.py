@@ -22,15 +22,9 @@ import torch
 FAULTS = ("residual", "head", "scale")
 REORDER = "reorder"
 SCALE = 1.01
-ONE_PLUS = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "nemotron",
-    "qwen3_next",
-    "recurrent_gemma",
-)  # norms of weight + 1
+ONE_PLUS = (  # model types whose norms multiply by weight + 1
+    "gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", "qwen3_next", "recurrent_gemma",
+)  # fmt: skip
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ATTENTION = re.compile(
     r"(o_proj|out_proj|wo|attn\.proj|attention\.output\.dense|attention\.dense|attn\.c_proj|to_out\.0|attn_out|attn\.o"
@@ -38,7 +32,7 @@ _ATTENTION = re.compile(
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear)\.weight$|experts\.down_proj$"
+    r"|down_projs?|linear_2|output_linear)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
 # An MLP's last projection, and those before it.
@@ -63,19 +57,19 @@ def planted(
     names: Iterable[str],
     tensor: Callable[[str], torch.Tensor],
     heads: int,
-    one_plus: bool = False,
+    plus_one: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The changed weights of a model with a fault, or with REORDER.
 
     heads     of an attention layer; 0: the model has none
-    one_plus  norms multiply by weight + 1
+    plus_one  norms multiply by weight + 1
 
     Raises CannotPlant.
     """
     names = sorted(names)
     if fault == "scale":
         norms = {n: tensor(n) for n in names if _NORM.search(n)}
-        shift = {n: float(one_plus and n.endswith("weight")) for n in norms}
+        shift = {n: float(plus_one and n.endswith("weight")) for n in norms}
         found = {
             n: ((t.double() + shift[n]) * SCALE - shift[n]).to(t.dtype)
             for n, t in norms.items()
@@ -134,6 +128,11 @@ def _swapped(name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
     return found
 
 
+def one_plus(config: Mapping[str, Any]) -> bool:
+    """Whether the norms of a model with this config.json multiply by weight + 1."""
+    return config.get("model_type") in ONE_PLUS
+
+
 def heads_of(config: Mapping[str, Any]) -> int:
     """The attention heads of a config.json."""
     names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -155,10 +154,7 @@ def faulty_checkpoint(model: Path, fault: str, folder: Path) -> Path:
             return opened.get_tensor(name)
 
     config = json.loads((model / "config.json").read_text())
-    gemma = str(config.get("model_type", "")).startswith(
-        ("gemma", "recurrent_gemma")
-    ) and "gemma4" not in str(config.get("model_type"))
-    changed = planted(fault, where, tensor, heads_of(config), gemma)
+    changed = planted(fault, where, tensor, heads_of(config), one_plus(config))
     folder.mkdir()
     edited = {where[name] for name in changed}
     for file in model.iterdir():  # folders, too: an embedder has one that names its pooling

@@ -1,4 +1,4 @@
-"""Fields that vLLM applies to any model, in configs of models that transformers builds without them.
+"""Fields of a config that its model does not have: of those that vLLM applies to any model, and kinds of layers.
 
 A checkpoint with such a field has two meanings, so it is refused by name. Fields that both ignore are ignored.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common.description import Attention, Decoder, Unsupported, ambiguous
+from fastkernels.models.common.description import Attention, Decoder, Recurrent, Unsupported, ambiguous
 
 
 def check(config: Any, described: Decoder) -> None:
     """Raise Unsupported for a field of the config that vLLM applies, and that the description does not contain."""
+    _check_layer_types(config, described)
     _check_windows(config, described)
     scale = getattr(config, "logit_scale", None)
     if scale is not None and scale != described.logits_scale:
@@ -26,6 +27,16 @@ def check(config: Any, described: Decoder) -> None:
         raise Unsupported(ambiguous(config, "dual_chunk_attention_config", "has no chunks"))
     if getattr(config, "is_causal", None) is False:
         raise Unsupported("config.is_causal=False (bidirectional attention) is not supported, only True")
+
+
+def _check_layer_types(config: Any, described: Decoder) -> None:
+    kinds = zip(getattr(config, "layer_types", None) or (), described.layers, strict=False)
+    if any(
+        kind == "linear_attention" and not isinstance(layer.attention, Recurrent) for kind, layer in kinds
+    ):
+        raise Unsupported(
+            f"config.layer_types has linear_attention, which {config.architectures[0]} does not have"
+        )
 
 
 def _check_windows(config: Any, described: Decoder) -> None:

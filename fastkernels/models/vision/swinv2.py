@@ -301,5 +301,5 @@ ARCH = Architecture(
     renamed={"swinv2.": ""},
     absent="fastkernels.models.vision.swinv2:absent",
     unused=("embeddings.mask_token", "*.relative_coords_table", "*.relative_position_index"),
-    sizes={"num_attention_heads": ""},
+    sizes={"num_attention_heads": "", "num_heads": ""},
 )

@@ -14,6 +14,7 @@ from fastkernels.core.spec import OpSpec, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence import gated_delta_rule as rule
 from fastkernels.overrides.recurrence.chunks import solve
+from fastkernels.overrides.recurrence.gated_delta_rule import check, delta_rule
 from fastkernels.overrides.recurrence.packed import check_slots
 from fastkernels.overrides.recurrence.problem import DELTA, Problem
 
@@ -29,9 +30,9 @@ def reference(
     cu_seqlens: [B + 1]; slots, fresh: [B]. normalize: divide queries and keys by their length. Computed in at least
     float32. Returns the outputs [T, Hv, V] in v's dtype and the new state.
     """
-    rule.check("kda", q, k, v, g, beta, state, True)
+    check("kda", q, k, v, g, beta, state, True)
     check_slots("kda", v, state, cu_seqlens, slots, fresh)
-    return rule.delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
+    return delta_rule(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
 
 
 def _supports_triton(*args: Any) -> str | None:
@@ -42,7 +43,7 @@ def _triton(
     q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
     normalize: bool = False,
 ) -> T:  # fmt: skip
-    rule.check("kda", q, k, v, g, beta, state, True)
+    check("kda", q, k, v, g, beta, state, True)
     check_slots("kda", v, state, cu_seqlens, slots, fresh)
     return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, DELTA, scale, normalize, beta))
 

@@ -21,7 +21,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import all_ranks, call_recording, reports, versions
+from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
@@ -444,6 +444,10 @@ def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
     return call_recording.stop(dict(request.options), _rank_and_world()[0], _runner(scheduler).model)
 
 
+def _call_model(scheduler: Any, request: Request) -> dict[str, Any]:
+    return applied.apply(_runner(scheduler).model, request.options)
+
+
 def _compilations(scheduler: Any, request: Request) -> dict[str, Any]:
     return {"compilations": compilations.count()}
 
@@ -451,5 +455,5 @@ def _compilations(scheduler: Any, request: Request) -> dict[str, Any]:
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "trial_end": _trial_end, "report": _report, "reset": _reset,
     "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
-    "compilations": _compilations,
+    "compilations": _compilations, "apply": _call_model,
 }  # fmt: skip

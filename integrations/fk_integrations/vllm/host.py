@@ -26,7 +26,7 @@ from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import all_ranks, call_recording, reports, versions
+from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.host_op import HostOp
@@ -383,6 +383,10 @@ def _record_stop(worker: Any, request: Request) -> dict[str, Any]:
     return call_recording.stop(dict(request.options), _rank(worker), worker.get_model())
 
 
+def _call_model(worker: Any, request: Request) -> dict[str, Any]:
+    return applied.apply(worker.get_model(), request.options)
+
+
 def _compilations(worker: Any, request: Request) -> dict[str, Any]:
     return {"compilations": compilations.count()}
 
@@ -390,7 +394,7 @@ def _compilations(worker: Any, request: Request) -> dict[str, Any]:
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
     "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
     "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
-    "compilations": _compilations,
+    "compilations": _compilations, "apply": _call_model,
 }  # fmt: skip
 
 

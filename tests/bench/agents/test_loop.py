@@ -83,6 +83,7 @@ def test_autotuner_improves_a_slow_stub_end_to_end(tmp_path: Path) -> None:
     assert "attempt 2" in page and "BLOCK = 4096" in page and "Feedback" in page
 
 
+@pytest.mark.slow
 def test_five_cheats_gain_nothing_through_the_loop(tmp_path: Path, settings: Callable[..., Settings]) -> None:
     """Each is an attempt of one command; the scan is off, so that the judge itself decides."""
     given = settings(attempts=9)

@@ -25,6 +25,7 @@ def value(answer: Any) -> Any:
     return found.get("result", found) if isinstance(found, dict) else json.loads(answer.content[0].text)
 
 
+@pytest.mark.slow
 def test_client_submits_profiles_and_finishes(tmp_path: Path, settings: Callable[..., Settings]) -> None:
     """A right source, five cheats that gain nothing, the history, and the score on cases that no attempt saw."""
 

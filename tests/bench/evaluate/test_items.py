@@ -69,6 +69,8 @@ def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path):
     assert "ValueError: odd size" in dropped.text
     assert found.outcome is not None and found.outcome.correctness == 1.0
     assert all(found.live[op] for op in found.found.kept)
+    assert found.calibration is not None and found.calibration.sensitive and found.calibration.noise < 1e-4
+    assert set(found.calibration.faults) == {"residual", "head", "scale"}
     assert len(found.rounds) == 6 and all(r.seconds["set"] > 0 for r in found.rounds)
 
 
@@ -100,6 +102,17 @@ def test_image_item_sees_planted_faults(launcher, tmp_path):
     assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
     assert found.calibration is not None and set(found.calibration.faults) == {"residual", "head", "scale"}
     assert found.calibration.sensitive and found.calibration.noise < 1e-4
+
+
+@pytest.mark.slow
+def test_text_item_sees_an_error_of_one_percent(launcher, tmp_path):
+    """The likeliest tokens stay the same, but not their log probabilities."""
+    text = source("rms_norm").replace("    return out\n", "    return out.mul_(1.01)\n", 1)
+    (tmp_path / "rms_norm.py").write_text(text)
+    found = measure(launcher, {"rms_norm": tmp_path / "rms_norm.py"})
+    (dropped,) = found.found.dropped
+    assert (dropped.op, dropped.reason) == ("rms_norm", Reason.INCORRECT)
+    assert "nats of log probabilities" in dropped.text
 
 
 @pytest.mark.slow

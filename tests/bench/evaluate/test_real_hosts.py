@@ -105,6 +105,7 @@ def test_do_nothing_set_runs_whole(launcher, host, tmp_path):
     found = measure(launcher, host, selftest.write(host, tmp_path))
     assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
     assert {"rms_norm", "rotary_emb", "silu_and_mul"} <= {*found.found.kept}
+    assert found.calibration is not None and found.calibration.sensitive, found.calibration
     assert not found.found.dropped
 
 

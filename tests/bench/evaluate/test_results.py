@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 
 import pytest
@@ -10,7 +11,7 @@ from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import report, results, selftest
 from fk_bench.evaluate.run.fidelity import BOUNDS, calibration, fidelity
-from fk_bench.evaluate.run.items import PHASES, Measured, Round, checked_tokens, conclude
+from fk_bench.evaluate.run.items import PHASES, Measured, Round, checked_tokens, conclude, spread, worse
 from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.run.search import Dropped, Found
 from fk_bench.evaluate.run.side import SideFailed
@@ -203,3 +204,20 @@ def test_insensitive_item_counts_as_not_valid(made, told):
     assert found.outcome is None and found.reason is Reason.INSENSITIVE and told in found.text
     row = rows_of(found)[-1]
     assert row.status is Status.INVALID and score([row]).kept.overall.valid == 0
+
+
+@pytest.mark.parametrize("found", [None, [[0.5]], [[0.5, "x"]], [[0.5, math.nan]], [[0.5, -0.25], []]])
+def test_log_probabilities_of_another_shape_are_wrong(found):
+    assert spread(found, [[0.5, -0.5]]) == math.inf
+
+
+def test_spread_is_the_root_mean_square_over_all_tokens():
+    assert spread([[0.5], [1.0, -2.0]], [[0.5], [1.0, -2.3]]) == pytest.approx(math.sqrt(0.09 / 3))
+
+
+def test_worst_comparison_counts_and_its_bound_is_in_the_row():
+    found = measured(SUITE.entries[0])
+    narrow = calibration("logprobs", {"own": 0.001}, {"scale": 0.005}, {})
+    found.fidelity = worse(found.fidelity, fidelity("logprobs", [0.004], [0.001], narrow))
+    row = rows_of(found)[-1]
+    assert (row.case["compared"], row.metrics["bound"]) == ("logprobs", narrow.bound)

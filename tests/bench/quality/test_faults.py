@@ -71,7 +71,7 @@ def test_faults_change_exactly_their_weights() -> None:
     assert torch.equal(new[:, 8:], old[:, 8:])
     name = "model.layers.0.input_layernorm.weight"
     torch.testing.assert_close(found["scale"][name], given[name] * 1.01)
-    shifted = faults.planted("scale", given, given.__getitem__, 3, one_plus=True)[name]
+    shifted = faults.planted("scale", given, given.__getitem__, 3, plus_one=True)[name]
     torch.testing.assert_close(1 + shifted, (1 + given[name]) * 1.01)
 
 

@@ -15,6 +15,8 @@ SPOKEN_OF = {
     "TopkRouter": "grouped_topk",
     "ParallelLMHead": "embedding",
     "LogitsProcessor": "logits_processor",
+    "Conv1d": "causal_conv1d",
+    "Mixer": "mamba_scan",
     "FusedMoE": "fused_experts",
     "Experts": "fused_experts",
 }

@@ -1,8 +1,11 @@
 """Correctness of an item in [0, 1]: the discrepancy of its timed outputs, with the baseline's own as noise.
 
-text    nats per token by which the baseline prefers its likeliest token to the one that was generated, after the same
-        prefix: 0 for the greedy output of the same model. Tokens alone are believed, and a clean process scores them
-images  |found - wanted| / |wanted| of one call of each round, drawn after the round
+text      nats per token by which the baseline prefers its likeliest token to the one that was generated, after the
+          same prefix: 0 for the greedy output of the same model. Tokens alone are believed, and a clean process scores
+          them
+logprobs  root mean square of the difference between a token's log probability where it was generated, and that of the
+          baseline after the same prefix. Not timed: it sees errors that leave the likeliest token as it is
+images    |found - wanted| / |wanted| of one call of each round, drawn after the round
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import numpy as np
 
 from fk_bench.quality.calibration import Calibration, correctness, noise_of
 
-UNITS = {"text": "nats per token", "images": "relative error"}
-BOUNDS = {"text": 0.1, "images": 0.1}  # discrepancies at which correctness is 0
+UNITS = {"text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error"}
+BOUNDS = {"text": 0.1, "logprobs": 0.1, "images": 0.1}  # discrepancies at which correctness is 0
 SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 
@@ -27,6 +30,7 @@ class Fidelity:
     discrepancy: float
     noise: float
     correctness: float
+    bound: float
 
     def __str__(self) -> str:
         return (
@@ -45,7 +49,7 @@ def fidelity(
         noise, bound = max(noise, scale.noise), scale.bound
     discrepancy = float(np.mean(found))
     c = correctness(discrepancy, noise, bound) if noise < bound else float(discrepancy <= noise)
-    return Fidelity(kind, discrepancy, noise, c)
+    return Fidelity(kind, discrepancy, noise, c, bound)
 
 
 def calibration(

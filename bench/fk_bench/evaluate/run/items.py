@@ -27,6 +27,8 @@ from fk_bench.quality.calibration import THRESHOLD, Calibration
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
 CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a share of the machine's memory
+OWN = 2  # comparisons of the baseline with itself
+FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -50,7 +52,7 @@ class Measured:
     rounds: list[Round] = field(default_factory=list)
     outcome: Outcome | None = None
     fidelity: Fidelity | None = None
-    calibration: Calibration | None = None  # of images
+    calibration: Calibration | None = None  # of images, and of the log probabilities of text
     ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
     live: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
@@ -99,14 +101,40 @@ class Work:
         judge.call("run")
         return [relative_error(done.output, output(judge, which))]
 
+    def logprobs(self, side: Side, base: Side, key: str, fault: str = "") -> float:
+        """How far the log probabilities of generated tokens are from those of the baseline after the same prefixes.
 
-def calibrated(work: Work, base: Side) -> Calibration | None:
-    """The scale of an item of images, from the baseline repeated, with sums in another order, and with planted faults.
+        fault: planted in `side` while it generates
+        """
+        prefixes = [prompt for prompt, _ in self.entry.workload.lengths]
+        count, new = FORCED
+        longest = self.entry.workload.longest - max(prefixes)
+        lengths = [(n, min(new, longest)) for n in prefixes]
+        prompts, wanted = self.requests(count, lengths, f"logprobs {key}")
+        found = side.call("generate", prompts=prompts, lengths=wanted, logprobs=True)
+        if fault:
+            side.call("plant", fault="")
+        tokens = checked_tokens(found.get("tokens"), wanted, self.vocab)
+        scores = base.call("score", prompts=prompts, outputs=tokens)["scores"]
+        return spread(found.get("logprobs"), [[own for own, _ in request] for request in scores])
 
-    None for text, whose noise is the baseline's own in the rounds.
+
+def spread(found: Any, wanted: list[list[float]]) -> float:
+    """Root mean square of the differences; infinite for other shapes, and for what is not finite."""
+    try:
+        pairs = [(a, b) for f, w in zip(found, wanted, strict=True) for a, b in zip(f, w, strict=True)]
+        apart = np.array([float(a) - b for a, b in pairs])
+    except (TypeError, ValueError):
+        return math.inf
+    return float(np.sqrt(np.mean(np.square(apart)))) if np.isfinite(apart).all() else math.inf
+
+
+def calibrated(work: Work, base: Side) -> Calibration:
+    """The scale of an item, from the baseline repeated and with planted faults.
+
+    Images have sums in another order, too; the log probabilities of text are always compared with another way to
+    compute them: those of single steps with those of a whole sequence.
     """
-    if work.text:
-        return None
     runs: dict[str, float] = {}
     found: dict[str, float] = {}
     unplanted: dict[str, str] = {}
@@ -117,16 +145,22 @@ def calibrated(work: Work, base: Side) -> Calibration | None:
         base.call("run")
         return output(base, 0)
 
-    reference = made()
-    runs["again"] = relative_error(made(), reference)
-    for fault in (faults.REORDER, *faults.FAULTS):
+    if work.text:
+        runs |= {f"own {i}": work.logprobs(base, base, f"own {i}") for i in range(OWN)}
+    else:
+        reference = made()
+        runs["again"] = relative_error(made(), reference)
+    for fault in faults.FAULTS if work.text else (faults.REORDER, *faults.FAULTS):
         answer = base.call("plant", fault=fault)
         if answer.get("planted"):
-            (found if fault in faults.FAULTS else runs)[fault] = relative_error(made(), reference)
+            apart = (
+                work.logprobs(base, base, fault, fault) if work.text else relative_error(made(), reference)
+            )
+            (found if fault in faults.FAULTS else runs)[fault] = apart
             base.call("plant", fault="")
         elif answer.get("concerns") and fault != faults.REORDER:  # which is no fault
             unplanted[fault] = str(answer.get("reason"))
-    return calibration("images", runs, found, unplanted)
+    return calibration("logprobs" if work.text else "images", runs, found, unplanted)
 
 
 @dataclass(frozen=True)
@@ -275,12 +309,22 @@ class ItemRun:
         live = mine.call("live").get("live")
         result.live = {str(k): int(v) for k, v in live.items()} if isinstance(live, dict) else {}
         scale = result.calibration = calibrated(self.work, base)
-        result.fidelity = fidelity(self.entry.workload.kind, other, own, scale)
+        if self.work.text:
+            apart = self.work.logprobs(mine, base, "set")
+            result.fidelity = worse(
+                fidelity("text", other, own), fidelity("logprobs", [apart], [scale.noise], scale)
+            )
+        else:
+            result.fidelity = fidelity("images", other, own, scale)
         conclude(result)
 
     def _own(self, done: Done, base: Side) -> float:
         """The baseline's discrepancy from itself."""
         return statistics.fmean(self.work.discrepancy(done, base))
+
+
+def worse(*found: Fidelity) -> Fidelity:
+    return min(found, key=lambda f: f.correctness)
 
 
 def conclude(result: Measured) -> None:
@@ -370,7 +414,14 @@ class Prober:
                 side.call("watch")
                 done = self._work(side)
                 apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
-                found = fidelity(run.entry.workload.kind, apart, self.noise, self.scale)
+                if run.work.text:
+                    logprobs = run.work.logprobs(side, self.judge, f"probe {sorted(ops)}")
+                    found = worse(
+                        fidelity("text", apart, self.noise),
+                        fidelity("logprobs", [logprobs], [self.scale.noise], self.scale),
+                    )
+                else:
+                    found = fidelity("images", apart, self.noise, self.scale)
                 if found.correctness < THRESHOLD:
                     return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
                 answer = side.call("live")

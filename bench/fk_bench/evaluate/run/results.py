@@ -108,9 +108,9 @@ def item_rows(
     if found.calibration is not None:
         case["unplanted"] = dict(found.calibration.unplanted)
         metrics |= {f"fault_{name}": d for name, d in found.calibration.faults.items() if math.isfinite(d)}
-        metrics |= {"bound": found.calibration.bound}
-    if found.fidelity is not None:
-        metrics |= {"discrepancy": found.fidelity.discrepancy, "noise": found.fidelity.noise}
+    if (f := found.fidelity) is not None:
+        case["compared"] = f.kind
+        metrics |= {"discrepancy": f.discrepancy, "noise": f.noise, "bound": f.bound}
     status = Status.OK if found.reason is None else STATUS.get(found.reason, Status.FAILED)
     made.append(context.row(
         name, case, subject, status=status, reason=found.text, metrics=metrics, baseline=item.host,

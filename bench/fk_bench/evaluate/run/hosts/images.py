@@ -9,7 +9,6 @@ import torch
 
 from fk_bench.e2e.pictures import subjects
 from fk_bench.evaluate.run.hosts.patched import Patched
-from fk_bench.quality.faults import CannotPlant, NoHeads
 from fk_bench.quality.planting import Planting
 
 
@@ -57,13 +56,9 @@ class Images(Patched):
         return {"output": b64encode(values.numpy().tobytes()).decode()}
 
     def plant(self, fault: str) -> dict[str, Any]:
-        """Plant a fault, or with '' undo it. Returns {"planted": bool, "reason": why not, "concerns": bool}."""
+        """`Planting.answer` of the model's parts."""
         self._planting = self._planting or Planting(self.subject.parts())
-        try:
-            self._planting.plant(fault)
-        except CannotPlant as error:
-            return {"planted": False, "concerns": not isinstance(error, NoHeads), "reason": str(error)[:300]}
-        return {"planted": True}
+        return self._planting.answer(fault)
 
 
 def _rolled(value: Any, places: int) -> Any:

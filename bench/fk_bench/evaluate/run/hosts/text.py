@@ -1,4 +1,4 @@
-"""Engines that generate text: greedy, of exact lengths, and scores of given tokens after the same prefix."""
+"""Engines that generate text: greedy, of exact lengths; scores of given tokens after the same prefix; faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from fastkernels.patch import Request, find_host
 from fk_bench.evaluate.run.hosts.patched import Patched
+from fk_bench.quality import planting
 
 Ids = list[list[int]]
 Scores = list[list[list[float]]]  # of each request and token: its log probability, and that of the likeliest
@@ -17,7 +19,23 @@ def _tables(entries: list[Any], ids: list[int]) -> list[list[float]]:
     return [[e[t].logprob, max(v.logprob for v in e.values())] for e, t in zip(entries, ids, strict=True)]
 
 
-class Engine(Patched):
+class Remote(Patched):
+    """A host whose model is in processes of its own."""
+
+    remote = True
+
+    def plant(self, fault: str) -> dict[str, Any]:
+        """The first refusal of a rank, else {"planted": True}."""
+        options = {"function": f"{planting.__name__}:plant", "arguments": {"fault": fault}}
+        replies = find_host(self.target).call(self.target, Request("apply", options=options))
+        return _together([r["result"] for r in replies])
+
+
+def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((a for a in answers if not a["planted"]), answers[0])
+
+
+class Engine(Remote):
     """vLLM or our engine: both have LLM and SamplingParams."""
 
     def __init__(self, options: dict[str, Any]):
@@ -40,9 +58,20 @@ class Engine(Patched):
     def _run(self, prompts: Ids, params: list[Any]) -> Any:
         return self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
-    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
-        outputs = self._run(prompts, [self._params(max_tokens=n) for n in lengths])
-        return {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
+        more = {"logprobs": 1} if logprobs else {}
+        outputs = [
+            o.outputs[0] for o in self._run(prompts, [self._params(max_tokens=n, **more) for n in lengths])
+        ]
+        found: dict[str, Any] = {"tokens": [list(o.token_ids) for o in outputs]}
+        if logprobs:
+            found["logprobs"] = [[own for own, _ in _tables(o.logprobs, list(o.token_ids))] for o in outputs]
+        return found
+
+    def plant(self, fault: str) -> dict[str, Any]:
+        if self.remote:
+            return super().plant(fault)
+        return _together(self.target.llm_engine.executor.call(planting.plant_in_runner, fault))
 
     def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
         whole = [p + o for p, o in zip(prompts, outputs, strict=True)]
@@ -56,19 +85,21 @@ class Engine(Patched):
         }
 
 
-class SGLang(Patched):
-    remote = True
-
+class SGLang(Remote):
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
         from fk_bench.e2e import offline
 
         _, _, self.target = offline.sglang(options)
 
-    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
+    def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
         params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in lengths]
-        found = self.target.generate(input_ids=prompts, sampling_params=params)
-        return {"tokens": [list(o["output_ids"]) for o in found]}
+        more = {"return_logprob": True} if logprobs else {}
+        outputs = self.target.generate(input_ids=prompts, sampling_params=params, **more)
+        found: dict[str, Any] = {"tokens": [list(o["output_ids"]) for o in outputs]}
+        if logprobs:
+            found["logprobs"] = [[t[0] for t in o["meta_info"]["output_token_logprobs"]] for o in outputs]
+        return found
 
     def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
         whole = [p + o for p, o in zip(prompts, outputs, strict=True)]
@@ -104,15 +135,22 @@ class Transformers(Patched):
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     @torch.inference_mode()
-    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
+    def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
         ids, mask = self._padded(prompts)
         most = max(lengths)
         out = self.target.generate(
             input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=most, min_new_tokens=most,
-            pad_token_id=0, eos_token_id=None,
+            pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, output_logits=logprobs,
         )  # fmt: skip
-        new = out[:, ids.shape[1] :].tolist()
-        return {"tokens": [row[:n] for row, n in zip(new, lengths, strict=True)]}
+        new = out.sequences[:, ids.shape[1] :]  # [B, T]
+        found: dict[str, Any] = {"tokens": _cut(new, lengths)}
+        if logprobs:
+            tables = torch.stack(out.logits, 1).float().log_softmax(-1)  # [B, T, V]
+            found["logprobs"] = _cut(tables.gather(2, new[..., None])[..., 0], lengths)
+        return found
+
+    def plant(self, fault: str) -> dict[str, Any]:
+        return planting.plant(self.target, fault)
 
     @torch.inference_mode()
     def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
@@ -124,3 +162,8 @@ class Transformers(Patched):
             own = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
             scores.append([[a, b] for a, b in zip(own.tolist(), table.amax(-1).tolist(), strict=True)])
         return {"scores": scores}
+
+
+def _cut(rows: torch.Tensor, lengths: list[int]) -> list[list[Any]]:
+    """The first values of each row: [B, T] -> lists of these lengths."""
+    return [row[:n] for row, n in zip(rows.tolist(), lengths, strict=True)]
