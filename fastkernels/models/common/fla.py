@@ -33,7 +33,7 @@ def fields(raw: Mapping[str, Any], *defaults: Mapping[str, Any], positions: bool
     Raises Unsupported for an `attn` that is not supported.
     """
     made = {**FIELDS, **{k: v for each in defaults for k, v in each.items()}, **raw}
-    specs = _specs(made)
+    specs = _specs(made) if type(made["num_hidden_layers"]) is int else []  # others are refused later
     if not specs:
         return made if positions else {**made, "max_position_embeddings": None}
     types = ["linear_attention"] * made["num_hidden_layers"]
@@ -53,9 +53,8 @@ def _specs(made: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     specs, taken = [], []
     for table in attn if isinstance(attn, list) else [attn]:
-        spec = (
-            {**SPEC, **table} if isinstance(table, Mapping) and isinstance(table.get("layers"), list) else {}
-        )
+        known = isinstance(table, Mapping) and isinstance(table.get("layers"), list)
+        spec = {**SPEC, **table} if known else {}
         numbers = [spec.get("num_heads"), spec.get("num_kv_heads") or 1, spec.get("window_size") or 1]
         ok = spec.keys() == SPEC.keys() and all(type(n) is int and n > 0 for n in numbers)
         ok = ok and type(spec["qkv_bias"]) is bool and type(spec["rope_theta"]) in (int, float)

@@ -150,7 +150,7 @@ class GatedNorm(nn.Module):
         self.weight = vector([part], what="the channels of the gated norm", dtype=None)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """x, gate: [..., channels] to the same; None: without a gate."""
+        """x, gate: [..., channels] to the same. gate: None, if there is none."""
         if self.size <= x.shape[-1]:
             return rms_norm_gated(
                 x, self.weight, gate, self.eps, self.size, not self.gate_first, self.activation
@@ -374,7 +374,7 @@ class LinearAttentionLayer(StateLayer):
         self.conv1d: Conv | None = None
         state = (heads, a.key_size, a.value_size)
         if a.kernel > 1:
-            parts = [Part(size * ranks) for size in self.sizes]
+            parts = [Part(size * ranks) for size in self.sizes]  # of all ranks
             what = f"{a.heads} and {a.kv_heads} heads of {a.key_size}, and {a.kv_heads} of {a.value_size}"
             self.conv1d = Conv(parts, a.kernel, False, what)
             self.ops += ("causal_conv1d",)

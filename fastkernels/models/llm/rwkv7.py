@@ -18,8 +18,9 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         {"head_dim": 64, "num_heads": None, "value_dim": None, "norm_first": True, "norm_bias": True, "norm_eps": 1e-5},
         {"hidden_act": "sqrelu", **dict(zip(RANKS, (64, 64, 128, 16), strict=True))},
     )  # fmt: skip
-    if made["head_dim"] is None and made["num_heads"]:
-        made["head_dim"] = made["hidden_size"] // made["num_heads"]
+    sizes = made["hidden_size"], made["num_heads"]
+    if made["head_dim"] is None and all(type(n) is int and n > 0 for n in sizes):
+        made["head_dim"] = sizes[0] // sizes[1]
     return made
 
 
