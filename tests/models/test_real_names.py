@@ -42,6 +42,7 @@ LARGE = (
     "zai-org/GLM-5",
     "Qwen/Qwen3-Next-80B-A3B-Instruct (4 layers)",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct (5 layers)",
+    "fla-hub/rwkv7-1.5B-world",
 )  # many keys
 every_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in RECORDED]
