@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import FLA, make_tiny
 
+from fastkernels.engine.cache.state_cache import state_bytes, state_layers
 from fastkernels.models.common import build, checks, registry
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import CheckpointError
@@ -87,8 +88,8 @@ def test_missing_fields_have_the_defaults_of_the_library(folders: Path, tmp_path
         ("retnet", {"elementwise_affine": False}, "config.elementwise_affine=False is not supported, only True"),
         ("retnet", {"num_heads": 128}, "config.expand_k=1.0 is not supported"),
         ("rwkv7", {"hidden_act": "relu"}, "config.hidden_act='relu' is not supported, only 'sqrelu'"),
-        ("rwkv7", {"head_dim": 48}, "config.head_dim=48 with num_heads=None is not supported"),
-        ("rwkv7", {"num_heads": 8}, "config.head_dim=32 with num_heads=8 is not supported"),
+        ("rwkv7", {"head_dim": 48}, "config.head_dim=48 is not supported, only divisors of hidden_size=128"),
+        ("rwkv7", {"head_dim": None}, "config.head_dim=None is not supported, only integers above 0"),
         ("rwkv7", {"value_dim": [128, 256]}, "config.value_dim=[128, 256] is not supported, only hidden_size=128"),
         ("rwkv7", {"a_low_rank_dim": None}, "config.a_low_rank_dim=None is not supported, only integers above 0"),
         ("rwkv7", {"attn": SPEC}, "is not supported, only None"),
@@ -100,7 +101,7 @@ def test_unsupported_field_is_refused_by_name_and_value(
     folder = edited(folders / kind, tmp_path / "copy", **fields)
     with pytest.raises((Unsupported, CheckpointError)) as caught:
         plan(folder)
-    assert said in str(caught.value) and all(name in str(caught.value) for name in {*fields} - {"num_heads"})
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,22 @@ def test_layers_of_attention_limit_the_length(folders: Path, tmp_path: Path) -> 
     assert config.layer_types == ["linear_attention", "sliding_attention"]
     attention = registry.describe(config).layers[1].attention
     assert isinstance(attention, Attention) and (attention.window, attention.head_size) == (7, 32)
+
+
+def test_head_size_of_rwkv7_may_be_the_number_of_heads(folders: Path, tmp_path: Path) -> None:
+    """With both, the number of heads is ignored, as in the library."""
+    for name, fields in {"one": {"head_dim": None, "num_heads": 4}, "both": {"num_heads": 8}}.items():
+        config = build.load_config(edited(folders / "rwkv7", tmp_path / name, **fields))
+        assert registry.describe(config) == registry.describe(build.load_config(folders / "rwkv7"))
+
+
+@pytest.mark.parametrize("kind", FLA)
+def test_plan_has_the_bytes_of_all_states(folders: Path, tmp_path: Path, kind: str) -> None:
+    """In RWKV-7, MLPs have one, too; in GLA, a short convolution."""
+    folder = edited(folders / kind, tmp_path / "copy", **({"use_short_conv": True} if kind == "gla" else {}))
+    config = build.load_config(folder)
+    layers = state_layers([*build.skeleton(folder, config, torch.bfloat16).modules()])
+    assert plan(config, "bfloat16").state_bytes == state_bytes(layers, torch.bfloat16) > 0
 
 
 @torch.inference_mode()

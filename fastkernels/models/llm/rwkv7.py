@@ -28,12 +28,8 @@ def describe(config: Any) -> d.Decoder:
     d.refuse(config, hidden_act="sqrelu", attn=None)
     fla.positive(config, "head_dim", *RANKS)
     hidden, size, count = config.hidden_size, config.head_dim, config.num_hidden_layers
-    heads = hidden // size
-    if hidden % size or config.num_heads not in (None, heads):
-        raise d.Unsupported(
-            f"config.head_dim={size} with num_heads={config.num_heads} is not supported, only sizes whose product is"
-            f" hidden_size={hidden}"
-        )
+    if hidden % size:
+        raise d.Unsupported(f"config.head_dim={size} is not supported, only divisors of hidden_size={hidden}")
     if config.value_dim not in (None, hidden, [hidden] * count):
         raise d.Unsupported(
             f"config.value_dim={config.value_dim!r} is not supported, only hidden_size={hidden}"
@@ -44,7 +40,7 @@ def describe(config: Any) -> d.Decoder:
     layers = tuple(
         d.Layer(
             d.Rwkv7(
-                heads=heads, head_size=size, decay_rank=decay, rate_rank=rate, gate_rank=gate,
+                heads=hidden // size, head_size=size, decay_rank=decay, rate_rank=rate, gate_rank=gate,
                 value_rank=mixed if i else None, key_eps=1e-6 if config.fuse_norm else 1e-24,
                 norm=d.Norm("layer", size * config.norm_eps, True),
             ),
