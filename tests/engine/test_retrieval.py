@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fk_bench.info.verified import EMBEDDINGS
+from fk_bench.info.verified import EMBEDDINGS, SCORES
 from support.minilm import minilm_path
 from support.retrievers import (
     DOCUMENT,
@@ -84,10 +84,10 @@ def test_colbert_scores_equal_its_own_formula(colbert: Path) -> None:
         asked = colbert_vectors(colbert, query, True)
         want = [score_of(asked, document) for document in documents]
         found = [o.outputs.score for o in llm.score(query, GIVEN)]
-        np.testing.assert_allclose(found, want, atol=1e-4)
+        np.testing.assert_allclose(found, want, atol=SCORES)
     assert counters()["maxsim"]["calls"] > before
     want = [score_of(colbert_vectors(colbert, q, True), d) for q, d in zip(ASKED, documents, strict=False)]
-    np.testing.assert_allclose([o.outputs.score for o in llm.score(ASKED, GIVEN[:2])], want, atol=1e-4)
+    np.testing.assert_allclose([o.outputs.score for o in llm.score(ASKED, GIVEN[:2])], want, atol=SCORES)
     (plain,) = llm.encode(GIVEN[0])
     assert plain.outputs.data.shape == (len(GIVEN[0]) + 2, 24)  # no marker: all tokens
 
@@ -205,14 +205,14 @@ def test_cross_encoders_equal_transformers(tmp_path: Path, cls: str, fields: dic
     if labels > 1:
         ids = [encode_pair(tokenizer, ASKED[0], text)[0] for text in GIVEN]
         found = [o.outputs.probs for o in llm.classify(ids)]
-        np.testing.assert_allclose(found, logits.softmax(-1), atol=1e-4)
+        np.testing.assert_allclose(found, logits.softmax(-1), atol=SCORES)
         with pytest.raises(ValueError, match=r"one label or none; .* has a classifier of 3 labels"):
             llm.score(ASKED[0], GIVEN)
         return
     expected = logits if "sbert_ce_default_activation_function" in fields else logits.sigmoid()
     assert logits.std() > 0.01  # the documents differ
     np.testing.assert_allclose(
-        [o.outputs.score for o in llm.score(ASKED[0], GIVEN)], expected[:, 0], atol=1e-4
+        [o.outputs.score for o in llm.score(ASKED[0], GIVEN)], expected[:, 0], atol=SCORES
     )
     raw = [PoolingParams("classify", use_activation=False)] * 3
     made = [
@@ -220,7 +220,7 @@ def test_cross_encoders_equal_transformers(tmp_path: Path, cls: str, fields: dic
         for i, (t, p) in enumerate(zip(GIVEN, raw, strict=True))
     ]
     found = [o.outputs.score for o in llm._complete(made, False)]
-    np.testing.assert_allclose(found, logits[:, 0], atol=1e-4)
+    np.testing.assert_allclose(found, logits[:, 0], atol=SCORES)
 
 
 def test_unknown_activation_is_named(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_two_ranks_score_as_one(colbert: Path) -> None:
     one = [o.outputs.score for o in LLM(str(colbert), device="cpu").score(ASKED[0], GIVEN)]
     with LLM(str(colbert), device="cpu", tensor_parallel_size=2) as llm:
         two = [o.outputs.score for o in llm.score(ASKED[0], GIVEN)]
-    np.testing.assert_allclose(two, one, atol=1e-4)
+    np.testing.assert_allclose(two, one, atol=SCORES)
 
 
 def test_hidden_fields_of_metadata_are_ignored(colbert: Path) -> None:

@@ -1,4 +1,4 @@
-"""What makes scores or probabilities of a classifier's logits, as the checkpoint's config declares it."""
+"""Scores or probabilities of a classifier's logits, as the checkpoint's config declares them."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Encode(Runner):
     def _head(
         self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """What a task gives for all sequences; 'maxsim' the scores [queries, B]."""
+        """Compute a task for all sequences; 'maxsim' the scores [queries, B]."""
         kind, activated = task
         if kind == "embed":
             return (self.pooling if activated else replace(self.pooling, normalize=False))(hidden, starts)

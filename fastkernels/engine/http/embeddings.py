@@ -46,7 +46,7 @@ class Embeddings:
         self.context = context
 
     async def pooling(self, body: PoolingTaskRequest, raw: Request) -> Response:
-        """What a task gives for each input: a vector, or one for each token, or weights or probabilities."""
+        """The result of a task for each input: a vector, or one for each token, or weights or probabilities."""
         self.context.check_model(body.model)
         limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
         inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)

@@ -36,9 +36,9 @@ class Architecture:
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     first_position  config field behind whose value the positions begin: rows up to it in the position table are unused
-    heads           {file beside the weights: prefix of its keys}: heads in PyTorch's format that a checkpoint may have;
+    heads           {file: prefix of its keys}: heads in PyTorch's format that a checkpoint may have next to its weights;
                     config.heads lists those that it has
-    settings        {file of JSON beside the weights: config field that gets its content, None without the file}
+    settings        {file of JSON next to the weights: config field that gets its content, None without the file}
     sizes           {size: its name in config.json}, where it is not transformers' usual one ('' if it has none)
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
                     always read by transformers

@@ -40,7 +40,7 @@ def load_config(folder: Path) -> Any:
 
 
 def _read_files(config: Any, folder: Path, arch: Architecture) -> None:
-    """Set the config fields of ARCH.heads and ARCH.settings, from files beside the weights. Raises CheckpointError."""
+    """Set the config fields of ARCH.heads and ARCH.settings, from files next to the weights. Raises CheckpointError."""
     if arch.heads:
         config.heads = [name for name in arch.heads if (folder / name).is_file()]
     for name, field in arch.settings.items():
