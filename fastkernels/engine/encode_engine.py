@@ -68,6 +68,10 @@ class EncodeEngine(Engine):
                 f"task {params.task!r} needs the head in {missing[params.task]}, which {self.config.model} has not"
             )
         if params.dimensions is not None:
+            if params.task not in ("embed", "token_embed"):
+                raise ValueError(
+                    f"dimensions apply to vectors, got {params.dimensions} for task {params.task!r}"
+                )
             self._check_dimensions(params.dimensions)
         if self.images is not None:
             image = self.images.patches(prompt)
@@ -107,6 +111,10 @@ class EncodeEngine(Engine):
             request.kept[0] = ids[0] != config.bos_token_id
             request.kept[-1] &= ids[-1] != config.eos_token_id
         if params.task not in ("token_embed", "maxsim"):
+            if params.role:
+                raise ValueError(
+                    f"role {params.role!r} applies to vectors for MaxSim, the task 'token_embed', got {params.task!r}"
+                )
             return
         if (form := self.forms.get(params.role)) is not None:
             shaped = form.shape(ids)
@@ -160,12 +168,12 @@ class EncodeEngine(Engine):
             allowed = f"one of {', '.join(map(str, sizes))}" if sizes else f"1 to {most}"
             raise ValueError(f"dimensions must be {allowed}, got {wanted}")
 
-    def _cut(self, data: np.ndarray, size: int | None) -> np.ndarray:
-        """The first `size` values of vectors, of length 1 again if the model's vectors are."""
-        if size is None:
+    def _cut(self, data: np.ndarray, params: PoolingParams) -> np.ndarray:
+        """The first values of vectors, as many as params.dimensions; of length 1 again if the model's vectors are."""
+        if params.dimensions is None:
             return data
-        data = data[..., :size]
-        if not self.runner.pooling.normalize:
+        data = data[..., : params.dimensions]
+        if not self.runner.pooling.normalize or params.use_activation is False:
             return data
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
@@ -223,7 +231,7 @@ class EncodeEngine(Engine):
                 r.request_id,
                 r.prompt,
                 r.prompt_token_ids,
-                PoolingOutput(self._cut(_kept(r, data), r.params.dimensions)),
+                PoolingOutput(self._cut(_kept(r, data), r.params)),
                 num_tokens=r.num_tokens,
                 kept=r.kept,
             )

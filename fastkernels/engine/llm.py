@@ -111,7 +111,7 @@ class LLM:
                             are possible for other models
 
         A cross-encoder reads each pair, a model of late interaction compares tokens by MaxSim, and other encoders give
-        the cosine of two vectors. Raises ValueError for an unsupported request before anything runs.
+        the cosine of two vectors. Raises ValueError for an unsupported request.
         """
         self._check_kind("score", "Encode")
         engine, asked, given = self.llm_engine, _as_list(queries), _as_list(documents)

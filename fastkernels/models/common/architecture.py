@@ -36,7 +36,7 @@ class Architecture:
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     first_position  config field behind whose value the positions begin: rows up to it in the position table are unused
-    heads           {file: prefix of its keys}: heads in PyTorch's format that a checkpoint may have next to its weights;
+    heads           {file: prefix of its keys}: heads in PyTorch's format that may be next to the weights;
                     config.heads lists those that it has
     settings        {file of JSON next to the weights: config field that gets its content, None without the file}
     sizes           {size: its name in config.json}, where it is not transformers' usual one ('' if it has none)

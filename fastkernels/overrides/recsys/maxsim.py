@@ -69,7 +69,7 @@ def _check(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride"])
 def _maxsim_kernel(
     q_ptr, d_ptr, cu_q_ptr, cu_d_ptr, mask_ptr, out_ptr, q_stride, d_stride, D, out_stride,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
