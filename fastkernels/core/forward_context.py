@@ -28,6 +28,7 @@ class AttentionMetadata:
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
     state_slots    [B] int32: the slot of each sequence in `states` of the layers that keep some; 0 for padding
+    key_rows       of an encoder: the tokens that others see, sequence after sequence; seq_lens counts these. None: all
     fresh          [B] bool: whether the sequence begins in this step: its state is zero, whatever the slot holds
 
     `decode_only`: every sequence has exactly one query. Where some have none, there are fewer tokens than sequences.
@@ -47,6 +48,7 @@ class AttentionMetadata:
     groups: tuple[AttentionMetadata, ...] = ()
     state_slots: torch.Tensor | None = None
     fresh: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""

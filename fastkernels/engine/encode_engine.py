@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from fastkernels.engine.scheduling.encoding import (
     PoolingParams,
     PoolingRequestOutput,
 )
+from fastkernels.engine.tokenizer import encode_pair
+from fastkernels.models.common.retrieval import Form
 
 
 class EncodeEngine(Engine):
@@ -41,8 +45,12 @@ class EncodeEngine(Engine):
         prompt: Any,
         params: PoolingParams | None = None,
         priority: int = 0,
+        token_type_ids: Sequence[int] | None = None,
     ) -> EncodeRequest:
-        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams()."""
+        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams().
+
+        token_type_ids: of token ids, 1 for the second text of a pair.
+        """
         if params is not None and not isinstance(params, PoolingParams):
             raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
         params = params or PoolingParams()
@@ -50,7 +58,20 @@ class EncodeEngine(Engine):
             raise ValueError(
                 f"task 'classify' needs a model with a classifier, which {self.config.model} has not"
             )
+        missing = getattr(self.runner.model, "missing", {})
+        if params.task == "token_classify" and not hasattr(self.runner.model, "token_classify"):
+            raise ValueError(
+                f"task 'token_classify' needs a model with lexical weights, which {self.config.model} has not"
+            )
+        if params.task in missing:
+            raise ValueError(
+                f"task {params.task!r} needs the head in {missing[params.task]}, which {self.config.model} has not"
+            )
         if params.dimensions is not None:
+            if params.task not in ("embed", "token_embed"):
+                raise ValueError(
+                    f"dimensions apply to vectors, got {params.dimensions} for task {params.task!r}"
+                )
             self._check_dimensions(params.dimensions)
         if self.images is not None:
             image = self.images.patches(prompt)
@@ -58,13 +79,77 @@ class EncodeEngine(Engine):
         elif is_image(prompt) or is_video(prompt):
             raise ValueError("the prompt must be text or token ids: this model takes no images")
         else:
-            request = EncodeRequest(request_id, *self.token_ids_of(prompt), params, priority)
+            text, ids = self.token_ids_of(prompt)
+            types = token_type_ids if getattr(self.hf_config, "type_vocab_size", 1) > 1 else None
+            request = EncodeRequest(request_id, text, ids, params, priority, token_type_ids=types)
+            self._shape(request)
         if request.num_tokens > self.max_model_len:
             raise ValueError(
                 f"the prompt has {request.num_tokens} tokens, and the maximum input length is"
                 f" {self.max_model_len} tokens"
             )
         return request
+
+    def pair_request(
+        self, request_id: str, query: Any, document: Any, params: PoolingParams | None = None
+    ) -> EncodeRequest:
+        """A request of a cross-encoder for two texts. Raises ValueError, as make_request does."""
+        for text in (query, document):
+            if not isinstance(text, str):
+                raise ValueError(f"a cross-encoder scores pairs of texts, got {reprlib.repr(text)}")
+        if self.tokenizer is None:
+            raise ValueError("a pair of texts needs a tokenizer, which skip_tokenizer_init left out")
+        ids, types = encode_pair(self.tokenizer, query, document)
+        return self.make_request(request_id, ids, params or PoolingParams("classify"), token_type_ids=types)
+
+    def _shape(self, request: EncodeRequest) -> None:
+        """Give the request's tokens the form of its role, and choose the vectors that count. Raises ValueError."""
+        params, ids = request.params, request.prompt_token_ids
+        if params.task == "token_classify":  # weights of words: the special tokens around them do not count
+            config = self.hf_config
+            request.kept = np.ones(len(ids), bool)
+            request.kept[0] = ids[0] != config.bos_token_id
+            request.kept[-1] &= ids[-1] != config.eos_token_id
+        if params.task not in ("token_embed", "maxsim"):
+            if params.role:
+                raise ValueError(
+                    f"role {params.role!r} applies to vectors for MaxSim, the task 'token_embed', got {params.task!r}"
+                )
+            return
+        if (form := self.forms.get(params.role)) is not None:
+            shaped = form.shape(ids)
+            request.prompt_token_ids, request.seen, request.kept = shaped.ids, shaped.seen, shaped.kept
+        elif params.role or params.task == "maxsim":
+            head = getattr(self.runner.model, "missing", {}).get("late_interaction")
+            needed = f"the head in {head}" if head else "a model of late interaction"
+            if self.tokenizer is None and not head:
+                needed += " with its tokenizer"
+            raise ValueError(
+                f"role {params.role!r}, vectors for MaxSim, needs {needed}, which {self.config.model} has not"
+            )
+
+    @cached_property
+    def forms(self) -> Mapping[str, Form]:
+        """The forms of texts by role, for a model of late interaction; {} for others. Raises ValueError."""
+        make = getattr(self.runner.model, "forms", None)
+        return {} if make is None or self.tokenizer is None else make(self.tokenizer)
+
+    @property
+    def scored_by(self) -> str:
+        """How scores of texts are computed: 'cross-encoder', 'late-interaction' or 'bi-encoder', as vLLM says.
+
+        Raises ValueError for a model without scores of texts.
+        """
+        if self.num_labels > 1 or self.images is not None:
+            what = (
+                f"a classifier of {self.num_labels} labels"
+                if self.num_labels > 1
+                else f"{self.inputs}, not texts"
+            )
+            raise ValueError(
+                f"scores need a model of texts with one label or none; {self.config.model} has {what}"
+            )
+        return "cross-encoder" if self.num_labels else getattr(self.runner.model, "scored_by", "bi-encoder")
 
     @property
     def num_labels(self) -> int:
@@ -83,12 +168,12 @@ class EncodeEngine(Engine):
             allowed = f"one of {', '.join(map(str, sizes))}" if sizes else f"1 to {most}"
             raise ValueError(f"dimensions must be {allowed}, got {wanted}")
 
-    def _cut(self, data: np.ndarray, size: int | None) -> np.ndarray:
-        """The first `size` values of vectors, of length 1 again if the model's vectors are."""
-        if size is None:
+    def _cut(self, data: np.ndarray, params: PoolingParams) -> np.ndarray:
+        """The first values of vectors, as many as params.dimensions; of length 1 again if the model's vectors are."""
+        if params.dimensions is None:
             return data
-        data = data[..., :size]
-        if not self.runner.pooling.normalize:
+        data = data[..., : params.dimensions]
+        if not self.runner.pooling.normalize or params.use_activation is False:
             return data
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
@@ -126,9 +211,10 @@ class EncodeEngine(Engine):
         step = EncodeInput(
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
             np.array([r.num_features for r in batch], np.int32),
-            [r.params.task for r in batch],
+            [(r.params.task, r.params.use_activation is not False) for r in batch],
             np.concatenate([image.values for image in images]) if images else None,
             [image.grid for image in images],
+            **_more(batch),
         )
         try:
             found = self.executor.launch(step).result()
@@ -145,8 +231,37 @@ class EncodeEngine(Engine):
                 r.request_id,
                 r.prompt,
                 r.prompt_token_ids,
-                PoolingOutput(self._cut(data, r.params.dimensions)),
+                PoolingOutput(self._cut(_kept(r, data), r.params)),
                 num_tokens=r.num_tokens,
+                kept=r.kept,
             )
             for r, data in zip(batch, found, strict=True)
         ]
+
+
+def _kept(request: EncodeRequest, data: np.ndarray) -> np.ndarray:
+    """The rows of a task with one for each token that count."""
+    by_token = request.kept is not None and request.params.task in ("token_embed", "token_classify")
+    return data[request.kept] if by_token else data
+
+
+def _more(batch: Sequence[EncodeRequest]) -> dict[str, Any]:
+    """The fields of EncodeInput that only some tasks need."""
+    made: dict[str, Any] = {}
+    if any(r.token_type_ids is not None for r in batch):
+        made["token_type_ids"] = np.concatenate(
+            [
+                np.zeros(r.num_features, np.int64) if r.token_type_ids is None else r.token_type_ids
+                for r in batch
+            ]
+        )
+    if any(r.seen is not None for r in batch):
+        made["seen"] = np.array([r.num_features if r.seen is None else r.seen for r in batch], np.int64)
+    if any(r.params.query is not None for r in batch):
+        found = {id(r.params.query): r.params.query for r in batch if r.params.query is not None}
+        places = {key: i for i, key in enumerate(found)}
+        made |= {
+            "queries": list(found.values()), "query_of": [places.get(id(r.params.query), -1) for r in batch],
+            "kept": np.concatenate([np.ones(r.num_features, bool) if r.kept is None else r.kept for r in batch]),
+        }  # fmt: skip
+    return made

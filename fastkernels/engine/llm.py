@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from fastkernels.engine import scoring
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import is_integer, make_engine
 from fastkernels.engine.images import is_image
@@ -97,6 +98,47 @@ class LLM:
         """Probabilities of the classes of each prompt: `outputs.probs` is a list of floats. See `embed`."""
         return self.encode(prompts, "classify", use_tqdm=use_tqdm)
 
+    def score(
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[PoolingRequestOutput]:
+        """Score documents: `outputs.score` is a number, larger for a better match.
+
+        queries, documents  one query for all documents, or as many as documents. Texts, for a cross-encoder; token ids
+                            are possible for other models
+
+        A cross-encoder reads each pair, a model of late interaction compares tokens by MaxSim, and other encoders give
+        the cosine of two vectors. Raises ValueError for an unsupported request.
+        """
+        self._check_kind("score", "Encode")
+        engine, asked, given = self.llm_engine, _as_list(queries), _as_list(documents)
+        matched, how = scoring.pairs(asked, given), engine.scored_by
+        if how == "cross-encoder":
+            made = [engine.pair_request(str(next(self._ids)), asked[q], given[d]) for q, d in matched]
+            return self._complete(made, use_tqdm)
+        if how == "late-interaction":
+            own = [PoolingParams("token_embed", role="query")] * len(asked)
+            vectors = [o.outputs.data for o in self._run(asked, own, use_tqdm)]
+            each = [PoolingParams("maxsim", role="document", query=vectors[q]) for q, _ in matched]
+            return self._run(given, each, use_tqdm)
+        found = self._run([*asked, *given], [PoolingParams()] * (len(asked) + len(given)), use_tqdm)
+        outputs = found[len(asked) :]
+        for (q, _), output in zip(matched, outputs, strict=True):
+            output.outputs.data = scoring.cosine(found[q].outputs.data, output.outputs.data)
+        return outputs
+
+    def lexical_weights(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
+    ) -> list[dict[int, float]]:
+        """{token id: weight} of each prompt, for a model with lexical weights such as BGE-M3. See `embed`."""
+        found = self.encode(prompts, "token_classify", use_tqdm=use_tqdm)
+        tokenizer = self.get_tokenizer()
+        special = () if tokenizer is None else tuple(tokenizer.all_special_ids)
+        return [scoring.lexical_weights(o.kept_token_ids, o.outputs.data, special) for o in found]
+
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -122,7 +164,11 @@ class LLM:
         ids = [str(next(self._ids)) for _ in prompts]
         # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
         requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
-        done: dict[str, Any] = {}
+        return self._complete(requests, use_tqdm)
+
+    def _complete(self, requests: Sequence[Any], use_tqdm: Progress) -> list[Any]:
+        """The outputs of checked requests, in order."""
+        engine, done = self.llm_engine, dict[str, Any]()
         waiting = list(reversed(requests))
         bar = ProgressBar(use_tqdm, len(requests))
         try:
@@ -139,7 +185,7 @@ class LLM:
             raise
         finally:
             bar.close()
-        return [done[i] for i in ids]
+        return [done[request.request_id] for request in requests]
 
     def chat(
         self,

@@ -50,6 +50,26 @@ def encode(
     return ids[:before] + cut(ids[before : len(ids) - after], room, own) + ids[len(ids) - after :]
 
 
+def encode_pair(
+    tokenizer: Any, first: str, second: str, limit: int | None = None, side: str | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids and token types of a pair of texts, as a cross-encoder reads them.
+
+    limit  the most tokens; the longer text is cut, unless `side` says on which side the ids are, as in `cut`
+    """
+    whole = tokenizer(first, second, return_token_type_ids=True)
+    if limit is not None and len(whole.input_ids) > limit and side is None:
+        whole = tokenizer(first, second, return_token_type_ids=True, truncation=True, max_length=limit)
+    ids, types = list(whole.input_ids), list(whole.token_type_ids)
+    return (ids, types) if limit is None else (cut(ids, limit, side), cut(types, limit, side))
+
+
+def shortened(tokenizer: Any, text: str, limit: int) -> str:
+    """The beginning of a text that has at most `limit` tokens, without special ones."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return text if len(found.input_ids) <= limit else text[: found.offset_mapping[limit - 1][1]]
+
+
 def cut(ids: list[int], limit: int, side: str | None = None) -> list[int]:
     """The first `limit` tokens; with side 'left', the last ones."""
     if len(ids) <= limit:

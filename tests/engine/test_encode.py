@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fk_bench.info.verified import EMBEDDINGS
+from support.e5_small import e5_small_path
 from support.minilm import minilm_path
 from support.tiny import make_tiny_bert
 
@@ -77,6 +78,36 @@ def test_minilm_finds_the_similar_sentence(minilm: LLM) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_e5_small_equals_transformers() -> None:
+    llm, texts = LLM(str(e5_small_path()), device="cpu"), [f"query: {text}" for text in TEXTS]
+    vectors, hidden = reference(e5_small_path(), texts)
+    np.testing.assert_allclose([o.outputs.data for o in llm.embed(texts)], vectors, atol=1e-5)
+    for output, expected in zip(llm.encode(texts), hidden, strict=True):
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_e5_small_finds_translated_passages() -> None:
+    """A corpus in three languages: each question's answer is in another language than the question."""
+    llm = LLM(str(e5_small_path()), device="cpu")
+    questions = [
+        "How much protein should a woman eat?",
+        "Wie kocht man Kürbis?",
+        "Quelle est la capitale du Japon ?",
+    ]
+    passages = [
+        "Für Frauen werden 46 Gramm Eiweiß am Tag empfohlen.",
+        "Coupez la citrouille en morceaux et faites-la revenir à la poêle avec un peu d'ail.",
+        "Tokyo has been the seat of the Japanese government since 1868.",
+        "The stock fell by three percent on Monday.",
+        "Die Katze schläft auf dem Sofa.",
+    ]  # fmt: skip
+    asked = np.array([o.outputs.data for o in llm.embed([f"query: {q}" for q in questions])])
+    found = np.array([o.outputs.data for o in llm.embed([f"passage: {p}" for p in passages])])
+    assert (asked @ found.T).argmax(1).tolist() == [0, 1, 2]
+
+
 def test_a_batch_equals_single_requests(bert: Path) -> None:
     prompts = [[5, 6, 7], [9], list(range(4, 60)), [8, 8], [11] * 56]
     llm = LLM(str(bert), device="cpu")
@@ -117,18 +148,32 @@ def test_tiny_bert_on_the_gpu_equals_the_cpu(bert: Path, dtype: str, tolerance: 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"hidden_act": "gelu_new"}, {"hidden_act": "relu"}, {"layer_norm_eps": 0.1}, {"num_attention_heads": 2}],
-)
+    [
+        {"hidden_act": "gelu_new"}, {"hidden_act": "relu"}, {"layer_norm_eps": 0.1}, {"num_attention_heads": 2},
+        {"cls": "XLMRobertaModel", "type_vocab_size": 1}, {"cls": "XLMRobertaModel", "pad_token_id": 0},
+    ],
+)  # fmt: skip
 def test_tiny_bert_equals_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
     from transformers import AutoModel
 
     folder = make_tiny_bert(tmp_path, **fields)
-    ids = [[3, 5, 7, 9], [20, 21]]
+    ids = [[4, 5, 7, 9], [20, 21], list(range(10, 70))]
     model = AutoModel.from_pretrained(folder).eval()
     for prompt, output in zip(ids, LLM(str(folder), device="cpu").encode(ids), strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).last_hidden_state[0]
         np.testing.assert_allclose(output.outputs.data, expected.numpy(), atol=EMBEDDINGS)
+
+
+def test_unused_positions_shorten_inputs(tmp_path: Path) -> None:
+    """The position table has 128 rows. Those of padding_idx, 3, and before it are never read."""
+    llm = LLM(str(make_tiny_bert(tmp_path, cls="XLMRobertaModel")), device="cpu")
+    assert llm.llm_engine.max_model_len == 124
+    assert llm.embed([[5] * 124])[0].outputs.data.shape == (64,)
+    with pytest.raises(ValueError, match="has 125 tokens, and the maximum input length is 124"):
+        llm.embed([[5] * 125])
+    with pytest.raises(ValueError, match="max_model_len 128 is more than the model's 124"):
+        LLM(str(tmp_path), device="cpu", max_model_len=128)
 
 
 def test_prefixed_keys_are_loaded(bert: Path, tmp_path: Path) -> None:

@@ -493,21 +493,22 @@ def make_scripted(folder: str | Path, text: str) -> Path:
     return folder
 
 
-def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
+def make_tiny_bert(folder: str | Path, seed: int = 0, cls: str = "BertModel", **overrides: Any) -> Path:
     """A random float32 BertModel in `folder`, with a tokenizer: 2 layers of 4 heads, hidden size 64.
 
-    overrides: fields of transformers.BertConfig.
+    cls: another class of transformers with such fields; overrides: fields of its config.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    from transformers import BertConfig, BertModel
+    import transformers
 
-    folder = Path(folder)
+    folder, model_class = Path(folder), getattr(transformers, cls)
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 128,
+        "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 3,
     }  # fmt: skip
-    model = BertModel(BertConfig(**{**sizes, **overrides}))
+    model = model_class(model_class.config_class(**{**sizes, **overrides}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

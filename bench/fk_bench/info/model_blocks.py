@@ -27,7 +27,8 @@ def config_of(model: str) -> Any:
         kind, sizes = found.arch.model_type, dict(next(iter(found.arch.public.values()), {}))
     else:
         kind, sizes = PUBLIC[str(public)]
-    names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
+        found = next(m for m in models().values() if m.arch.model_type == kind)
+    names = [found.arch.names[0]]
     return shrunk.config_of({"dtype": "bfloat16", **sizes, "model_type": kind, "architectures": names})
 
 

@@ -28,7 +28,6 @@ COMING = {
     "recurrence": "linear attention and state-space models",
     "speculative": "speculative decoding",
     "structure": "structures of proteins",
-    "text_encoders": "text encoders other than BERT",
     "world_models": "world models",
 }
 

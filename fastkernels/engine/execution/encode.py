@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,11 +13,14 @@ import torch
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
 from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.activation import read_activation
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.images import READERS
 from fastkernels.models.common import registry
+from fastkernels.overrides.recsys.maxsim import maxsim
 
+Task: TypeAlias = tuple[str, bool]
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend")
 
 
@@ -25,15 +28,26 @@ CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_b
 class EncodeInput:
     """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
-    query_lens counts hidden states. tasks [B]: of PoolingParams. Instead of input_ids, a model of images or videos
-    has the patches [P, C * p * p] float32, image after image, and their grids (engine.images.Patches).
+    query_lens counts hidden states. tasks [B]: of PoolingParams, and whether their activation applies. Instead of
+    input_ids, a model of images or videos has the patches [P, C * p * p] float32, image after image, and their grids
+    (engine.images.Patches).
+
+    token_type_ids  [T]; None: all 0
+    seen            [B]: the first tokens of each sequence, which all its tokens attend to; None: all
+    kept            [T] bool: tokens whose vectors count for the task 'maxsim'
+    queries         vectors [n, D] float32 of the queries of that task; query_of [B]: the index of each sequence's
     """
 
     input_ids: np.ndarray
     query_lens: np.ndarray
-    tasks: Sequence[str]
+    tasks: Sequence[Task]
     patches: np.ndarray | None = None
     grids: Sequence[tuple[int, ...]] = ()
+    token_type_ids: np.ndarray | None = None
+    seen: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    queries: Sequence[np.ndarray] = ()
+    query_of: Sequence[int] = ()
 
 
 class Encode(Runner):
@@ -68,6 +82,8 @@ class Encode(Runner):
     def _loaded(self) -> None:
         if self.pooling.mode == "own":
             self.pooling = replace(self.pooling, own=self.model.pool)
+        if getattr(self.model, "num_labels", 0):
+            self.activation = read_activation(self.hf_config)
 
     def num_fitting_blocks(self) -> int:
         """See Runner: 0, since nothing is cached."""
@@ -90,21 +106,43 @@ class Encode(Runner):
             block_table=cu_seqlens.new_empty(len(step.query_lens), 0).int(), max_seqlen_q=longest,
             max_seqlen_k=longest, padded=False,
         )  # fmt: skip
+        if step.seen is not None and (step.seen < step.query_lens).any():
+            metadata = replace(
+                metadata, key_rows=self._to_device(np.flatnonzero(positions < np.repeat(step.seen, step.query_lens))),
+                seq_lens=self._to_device(step.seen).int(), max_seqlen_k=int(step.seen.max()),
+            )  # fmt: skip
         with forward_context(metadata):
             if step.patches is None:
-                hidden = self.model(self._to_device(step.input_ids), self._to_device(positions))
+                types = [] if step.token_type_ids is None else [self._to_device(step.token_type_ids)]
+                hidden = self.model(self._to_device(step.input_ids), self._to_device(positions), *types)
             else:
                 hidden = self.model(self._to_device(step.patches, np.float32), step.grids)
-            found = {"token_embed": hidden}
-            if "embed" in step.tasks:
-                found["embed"] = self.pooling(hidden, cu_seqlens)
-            if "classify" in step.tasks:
-                found["classify"] = self._probabilities(self.model.classify(hidden, cu_seqlens).float())
-        return EncodeStep(step, starts, {task: found[task] for task in step.tasks})
+            found = {task: self._head(step, task, hidden, cu_seqlens) for task in dict.fromkeys(step.tasks)}
+        return EncodeStep(step, starts, found)
 
-    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        multiple = getattr(self.hf_config, "problem_type", None) == "multi_label_classification"
-        return logits.sigmoid() if multiple else logits.softmax(-1)
+    def _head(
+        self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a task for all sequences; 'maxsim' the scores [queries, B]."""
+        kind, activated = task
+        if kind == "embed":
+            return (self.pooling if activated else replace(self.pooling, normalize=False))(hidden, starts)
+        if kind == "classify":
+            logits = self.model.classify(hidden, starts).float()
+            return self.activation(logits) if activated else logits
+        if kind == "token_classify":
+            return self.model.token_classify(hidden, activated)
+        vectors = self.model.token_embed(hidden, activated) if hasattr(self.model, "token_embed") else hidden
+        return vectors if kind == "token_embed" else self._scores(step, vectors, starts)
+
+    def _scores(self, step: EncodeInput, vectors: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        lens = np.array([len(query) for query in step.queries])
+        queries = self._to_device(np.concatenate(step.queries), np.float32)
+        kept = None if step.kept is None else self._to_device(step.kept, np.bool_)
+        return maxsim(
+            queries, vectors.float(), self._to_device(np.concatenate([[0], lens.cumsum()])).int(), starts.int(),
+            int(lens.max()), int(step.query_lens.max()), kept,
+        )  # fmt: skip
 
     def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
@@ -114,14 +152,15 @@ class Encode(Runner):
 class EncodeStep:
     """A launched forward pass (step.Pending). found: {task: what the model computed for all sequences}."""
 
-    def __init__(self, step: EncodeInput, starts: np.ndarray, found: Mapping[str, torch.Tensor]):
+    def __init__(self, step: EncodeInput, starts: np.ndarray, found: Mapping[Task, torch.Tensor]):
         self._step, self._starts, self._found = step, starts, found
 
     def result(self) -> list[np.ndarray]:
         """Per sequence in float32, as PoolingOutput.data. Waits for the device."""
         arrays = {task: tensor.float().cpu().numpy() for task, tensor in self._found.items()}
-        starts = self._starts
-        return [
-            arrays[task][starts[row] : starts[row + 1]] if task == "token_embed" else arrays[task][row]
-            for row, task in enumerate(self._step.tasks)
-        ]
+        return [self._of(row, task[0], arrays[task]) for row, task in enumerate(self._step.tasks)]
+
+    def _of(self, row: int, kind: str, found: np.ndarray) -> np.ndarray:
+        if kind in ("token_embed", "token_classify"):
+            return found[self._starts[row] : self._starts[row + 1]]
+        return found[self._step.query_of[row], row, None] if kind == "maxsim" else found[row]

@@ -1,4 +1,4 @@
-"""Routes of encoders: OpenAI's embeddings and vLLM's classification, of texts, images and videos."""
+"""Routes of encoders: OpenAI's embeddings, vLLM's classification and pooling, of texts, images and videos."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from fastkernels.engine.http.protocol import (
     ClassificationRequest,
     EmbeddingRequest,
     PoolingRequest,
+    PoolingTaskRequest,
 )
 from fastkernels.engine.http.streaming import unless_gone
 from fastkernels.engine.images import decode, decode_frames, is_image, is_video
 from fastkernels.engine.scheduling.encoding import PoolingParams
 from fastkernels.engine.tokenizer import cut
+
+# By how the model's scores are computed
+DEFAULT_TASKS = {"cross-encoder": "classify", "late-interaction": "token_embed", "bi-encoder": "embed"}
 
 
 class Embeddings:
@@ -35,10 +39,40 @@ class Embeddings:
     PATHS = (
         ("/v1/embeddings", "embeddings", schema.EMBEDDINGS),
         ("/classify", "classify", schema.CLASSIFICATION),
+        ("/pooling", "pooling", schema.POOLING),
     )
 
     def __init__(self, context: Context):
         self.context = context
+
+    async def pooling(self, body: PoolingTaskRequest, raw: Request) -> Response:
+        """The result of a task for each input: a vector, or one for each token, or weights or probabilities."""
+        self.context.check_model(body.model)
+        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
+        inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)
+        params = PoolingParams(
+            body.task or DEFAULT_TASKS[self._scored_by()], body.dimensions, body.use_activation,
+            body.input_type or "",
+        )  # fmt: skip
+        found = await self._run(body, params, inputs, raw)
+        if found is None:
+            return Response(status_code=499)
+        as_text = body.encoding_format == "base64"
+        data = [
+            {"index": i, "object": "pooling", "data": _base64(o.outputs.data) if as_text else o.outputs.data.tolist()}
+            for i, o in enumerate(found)
+        ]  # fmt: skip
+        answer = {
+            "id": f"pooling-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
+            "model": self.context.model_name, "data": data, "usage": usage(found),
+        }  # fmt: skip
+        return Response(to_json(answer), media_type="application/json")
+
+    def _scored_by(self) -> str:
+        engine: Any = self.context.llm.engine
+        return (
+            "cross-encoder" if engine.num_labels else getattr(engine.runner.model, "scored_by", "bi-encoder")
+        )
 
     async def embeddings(self, body: EmbeddingRequest, raw: Request) -> Response:
         """One vector for each input."""
@@ -51,7 +85,7 @@ class Embeddings:
         as_text = body.encoding_format == "base64"
         vectors = [_base64(o.outputs.data) if as_text else o.outputs.embedding for o in found]
         data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
-        answer = {"object": "list", "data": data, "model": self.context.model_name, "usage": _usage(found)}
+        answer = {"object": "list", "data": data, "model": self.context.model_name, "usage": usage(found)}
         return Response(to_json(answer), media_type="application/json")
 
     async def classify(self, body: ClassificationRequest, raw: Request) -> Response:
@@ -62,7 +96,8 @@ class Embeddings:
             raise ApiError(
                 404, f"/classify is not available: {self.context.model_name!r} has no classifier", "model"
             )
-        found = await self._run(body, PoolingParams("classify"), Inputs(self.context), raw)
+        params = PoolingParams("classify", use_activation=body.use_activation)
+        found = await self._run(body, params, Inputs(self.context), raw)
         if found is None:
             return Response(status_code=499)
         names = getattr(engine.hf_config, "id2label", None) or {}
@@ -73,7 +108,7 @@ class Embeddings:
             data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
         answer = {
             "id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
-            "model": self.context.model_name, "data": data, "usage": _usage(found),
+            "model": self.context.model_name, "data": data, "usage": usage(found),
         }  # fmt: skip
         return Response(to_json(answer), media_type="application/json")
 
@@ -94,17 +129,23 @@ class Embeddings:
                 requests.append(await asyncio.to_thread(make) if slow else make())
             except ValueError as error:
                 message = str(error)
-                if message.startswith("dimensions"):
-                    raise ApiError(400, message, "dimensions") from error
+                field = message.partition(" ")[0]
+                if field in ("dimensions", "task", "role"):
+                    raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
                 raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
-        outputs = await self.context.open(requests)
-        try:
-            found = await unless_gone(raw, outputs.rest())
-        finally:
-            outputs.close()
-        if found is None:
-            return None
-        return [output for _, output in sorted(found, key=lambda item: item[0])]
+        return await results(self.context, requests, raw)
+
+
+async def results(context: Context, requests: list[Any], raw: Request) -> list[Any] | None:
+    """The outputs of all requests, in order; None if the client has gone."""
+    outputs = await context.open(requests)
+    try:
+        found = await unless_gone(raw, outputs.rest())
+    finally:
+        outputs.close()
+    if found is None:
+        return None
+    return [output for _, output in sorted(found, key=lambda item: item[0])]
 
 
 class Inputs:
@@ -184,7 +225,8 @@ def _bytes(data: str) -> bytes:
         raise ValueError(f"not base64 behind the comma: {error}") from error
 
 
-def _usage(outputs: list[Any]) -> dict[str, int]:
+def usage(outputs: list[Any]) -> dict[str, int]:
+    """The tokens of all inputs."""
     tokens = sum(o.num_tokens for o in outputs)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 

@@ -19,7 +19,7 @@ from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.messages import ROLES, Message
 from fastkernels.engine.http.protocol import Conversation
 from fastkernels.engine.http.unserved import shown
-from fastkernels.engine.tokenizer import encode
+from fastkernels.engine.tokenizer import encode, encode_pair, shortened
 
 log = logging.getLogger("fastkernels")
 SMALL = 4096  # characters tokenized in the event loop (about 1 ms); longer texts go to a thread
@@ -64,6 +64,25 @@ class Prompts:
 
         limit, side: of tokenizer.encode.
         """
+        self._check_length(text, field, limit)
+        return await self._run(
+            len(text), functools.partial(encode, self.tokenizer, text, special, limit, side)
+        )
+
+    async def pair(
+        self, first: str, second: str, limit: int | None = None, side: str | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids and types of two texts for a cross-encoder; see tokenizer.encode_pair. Raises ApiError."""
+        self._check_length(first + second, "documents", limit)
+        work = functools.partial(encode_pair, self.tokenizer, first, second, limit, side)
+        return await self._run(len(first) + len(second), work)
+
+    async def shortened(self, text: str, limit: int) -> str:
+        """The beginning of a text that has at most `limit` tokens. Raises ApiError without a tokenizer."""
+        self._check_length(text, "documents", limit)
+        return await self._run(len(text), functools.partial(shortened, self.tokenizer, text, limit))
+
+    def _check_length(self, text: str, field: str, limit: int | None) -> None:
         if self.tokenizer is None:
             raise ApiError(400, f"{field} must be token ids: this server runs without a tokenizer", field)
         if len(text) > self.max_characters and limit is None:
@@ -73,9 +92,6 @@ class Prompts:
                 f" context length of {self.max_model_len} tokens",
                 field,
             )
-        return await self._run(
-            len(text), functools.partial(encode, self.tokenizer, text, special, limit, side)
-        )
 
     async def chat(
         self,

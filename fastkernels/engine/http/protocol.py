@@ -454,6 +454,11 @@ class TokenizeRequest(Conversation):
         return self
 
 
+UseActivation = Annotated[
+    bool | None, Field(description="False: vectors without normalization, logits instead of probabilities.")
+]
+
+
 class PoolingRequest(Body):
     """Common fields of embeddings and classification. Images and videos are content parts."""
 
@@ -482,6 +487,8 @@ class PoolingRequest(Body):
 class ClassificationRequest(PoolingRequest):
     """vLLM's /classify."""
 
+    use_activation: UseActivation = None
+
 
 class EmbeddingRequest(PoolingRequest):
     """OpenAI's embeddings, with vLLM's add_special_tokens, truncate_prompt_tokens, truncation_side and priority."""
@@ -493,6 +500,94 @@ class EmbeddingRequest(PoolingRequest):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncatePrompt = None
     truncation_side: Literal["left", "right"] | None = None
+
+
+class PoolingTaskRequest(EmbeddingRequest):
+    """vLLM's /pooling: any task of the model. input_type: the form of texts, for late interaction."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    use_activation: UseActivation = None
+    input_type: Literal["query", "document"] | None = None
+
+
+def _texts(value: Any) -> list[str]:
+    """One text or a list of texts."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t for t in texts):
+        raise ValueError("must be a text, not empty, or a list of such texts")
+    if len(texts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(texts)}")
+    return texts
+
+
+Texts = Annotated[
+    Any, PlainValidator(_texts), WithJsonSchema({"anyOf": [_TEXT, _array(_TEXT, MAX_PROMPTS, 1)]})
+]
+MaxTokens = Annotated[
+    int | None, Field(ge=0, le=INT64, description="Cut each of these texts to so many tokens; 0: not at all.")
+]
+
+
+class ScoringRequest(Body):
+    """Common fields of scores and reranking."""
+
+    max_tokens_per_query: MaxTokens = 0
+    max_tokens_per_doc: MaxTokens = 0
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: UseActivation = None
+    user: str | None = Field(None, description="Accepted and ignored.")
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+
+# vLLM's names of the two sides of a score
+SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+def _sides_in_schema(schema: dict[str, Any]) -> None:
+    unserved.add_to_schema(schema)
+    schema["oneOf"] = [{"required": list(sides)} for sides in SIDES]
+
+
+class ScoreRequest(ScoringRequest):
+    """vLLM's /score, with each of its names for the two sides."""
+
+    model_config = ConfigDict(json_schema_extra=_sides_in_schema)
+
+    queries: Texts = None
+    documents: Texts = None
+    items: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
+    text_1: Texts = None
+    text_2: Texts = None
+
+    @model_validator(mode="after")
+    def _two_sides(self) -> ScoreRequest:
+        given = {name for sides in SIDES for name in sides} & self.model_fields_set
+        if given not in [set(sides) for sides in SIDES]:
+            choices = ", or ".join(" and ".join(sides) for sides in SIDES)
+            raise field_error("queries", f"give {choices}; got {', '.join(sorted(given)) or 'none of them'}")
+        return self
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Queries and documents."""
+        first, second = next(sides for sides in SIDES if set(sides) <= self.model_fields_set)
+        return getattr(self, first), getattr(self, second)
+
+
+class RerankRequest(ScoringRequest):
+    """Jina's and Cohere's rerank, as in vLLM. top_n: the number of results, 0 for all."""
+
+    query: str = Field(min_length=1)
+    documents: Texts
+    top_n: int | None = Field(0, ge=0, le=INT64)
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Queries and documents."""
+        return [self.query], self.documents
 
 
 class DetokenizeRequest(Body):

@@ -152,6 +152,54 @@ class ClassificationList(BaseModel):
     usage: EmbeddingUsage
 
 
+class Pooled(BaseModel):
+    index: int
+    object: Literal["pooling"]
+    data: list[list[float]] | list[float] | str
+
+
+class PoolingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RerankDocument(BaseModel):
+    text: str
+    multi_modal: None
+
+
+class RerankResult(BaseModel):
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class RerankList(BaseModel):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
@@ -236,4 +284,5 @@ LOAD, TOKENIZER_INFO = answers(Load), answers(TokenizerInfo)
 COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
 EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)
+POOLING, SCORES, RERANKING = answers(PoolingList), answers(ScoreList), answers(RerankList)
 TOKENIZE, DETOKENIZE, DONE = answers(Tokens), answers(Text), answers(Done)

@@ -37,6 +37,7 @@ from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
+from fastkernels.engine.http.scoring import Scoring
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.runners import RUNNERS
 
@@ -44,7 +45,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang),
-    "Encode": (Embeddings,),
+    "Encode": (Embeddings, Scoring),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -30,6 +30,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},), "repetition_detection": (), "thinking_token_budget": (-1,), "stream_interval": (1,),
     "chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "include_reasoning": ANYTHING,
     "return_assistant_tokens_mask": (False,),
+    "padding": ("do_not_pad",), "embed_dtype": ("float32",), "endianness": ("native", "little"),
+    "instruction": (), "chat_template_kwargs": ({},),
     # SGLang
     "rid": ANYTHING, "extra_key": (), "lora_path": (),
     "stop_regex": ([], ""), "no_stop_trim": (False,), "session_params": ({},), "custom_params": ({},),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,30 +13,45 @@ from fastkernels.engine.images import Patches
 from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
-TASKS = ("embed", "token_embed", "classify")
+TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim")
+ROLES = ("", "query", "document")
 
 
 @dataclass(frozen=True)
 class PoolingParams:
     """Parameters of an encoder's request.
 
-    task        'embed' (one vector), 'token_embed' (one vector per token) or 'classify' (probabilities)
-    dimensions  the size of the vectors, for a model with Matryoshka embeddings
+    task            'embed' (one vector), 'token_embed' (one vector per token), 'classify' (probabilities or a score),
+                    'token_classify' (one weight per token) or 'maxsim' (the score of a document for `query`)
+    dimensions      the size of the vectors, for a model with Matryoshka embeddings
+    use_activation  False: vectors without normalization, logits instead of probabilities
+    role            'query' or 'document': the form of the text, for a model of late interaction
+    query           vectors [n, D] float32 of a query, as 'token_embed' gives them, for the task 'maxsim'
     """
 
     task: str = "embed"
     dimensions: int | None = None
+    use_activation: bool | None = None
+    role: str = ""
+    query: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not isinstance(self.dimensions, int) or self.dimensions < 1):
             raise ValueError(f"dimensions must be at least 1, got {self.dimensions!r}")
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(TASKS)}")
+        if self.role not in ROLES:
+            raise ValueError(f"role {self.role!r} is not 'query' or 'document'")
+        if (self.query is not None) != (self.task == "maxsim"):
+            raise ValueError(f"query belongs to the task 'maxsim', got task {self.task!r}")
 
 
 @dataclass(eq=False)
 class EncodeRequest:
-    """One sequence, or the patches of one image or video, to encode. A lower priority number goes first."""
+    """One sequence, or the patches of one image or video, to encode. A lower priority number goes first.
+
+    seen, kept: of retrieval.Shaped; None: all tokens.
+    """
 
     request_id: str
     prompt: str | None
@@ -47,6 +62,9 @@ class EncodeRequest:
     status: Status = Status.WAITING
     scheduled_time: float | None = None
     image: Patches | None = None
+    token_type_ids: Sequence[int] | None = None
+    seen: int | None = None
+    kept: np.ndarray | None = None
     streams_deltas = False  # one output, at the end
 
     @property
@@ -61,7 +79,7 @@ class EncodeRequest:
 
 @dataclass
 class PoolingOutput:
-    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed', [labels] for 'classify'."""
+    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed', [labels] for 'classify', [1] for a score."""
 
     data: np.ndarray
 
@@ -75,10 +93,18 @@ class PoolingOutput:
         """`data` of the task 'classify' as Python floats."""
         return self.data.tolist()
 
+    @property
+    def score(self) -> float:
+        """`data` of one number."""
+        return float(self.data.item())
+
 
 @dataclass
 class PoolingRequestOutput:
-    """The result of a request. Names are vLLM's. num_tokens: of the sequence, also of an image's or video's."""
+    """The result of a request. Names are vLLM's. num_tokens: of the sequence, also of an image's or video's.
+
+    kept: of retrieval.Shaped
+    """
 
     request_id: str
     prompt: str | None
@@ -86,6 +112,13 @@ class PoolingRequestOutput:
     outputs: PoolingOutput
     finished: bool = True
     num_tokens: int = 0
+    kept: np.ndarray | None = None
+
+    @property
+    def kept_token_ids(self) -> list[int]:
+        """The token ids of the rows of `outputs.data`, in a task with a row for each token."""
+        ids = self.prompt_token_ids
+        return ids if self.kept is None else [i for i, kept in zip(ids, self.kept, strict=True) if kept]
 
 
 class EncodeScheduler:

@@ -35,6 +35,10 @@ class Architecture:
     unneeded        "module:function" that maps a config to such patterns that depend on its sizes
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
+    first_position  config field behind whose value the positions begin: rows up to it in the position table are unused
+    heads           {file: prefix of its keys}: heads in PyTorch's format that may be next to the weights;
+                    config.heads lists those that it has
+    settings        {file of JSON next to the weights: config field that gets its content, None without the file}
     sizes           {size: its name in config.json}, where it is not transformers' usual one ('' if it has none)
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
                     always read by transformers
@@ -64,6 +68,9 @@ class Architecture:
     quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tied: Mapping[str, str] = field(default_factory=dict)
+    first_position: str = ""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     config_fields: tuple[str, ...] | None = None
     config_defaults: Mapping[str, Any] = field(default_factory=dict)

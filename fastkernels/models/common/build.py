@@ -15,7 +15,7 @@ from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
 from fastkernels.models.common import checks, quantization, quantized, weights
 from fastkernels.models.common import config as config_file
-from fastkernels.models.common.checkpoint import iterate
+from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
@@ -33,8 +33,25 @@ def load_config(folder: Path) -> Any:
     if not names or names[0] in architectures():  # sizes of others can have another meaning
         checks.check(found)
     if names and names[0] in architectures():
-        weights.untie(found, folder, find(names[0]).arch)
+        arch = find(names[0]).arch
+        weights.untie(found, folder, arch)
+        _read_files(found, folder, arch)
     return found
+
+
+def _read_files(config: Any, folder: Path, arch: Architecture) -> None:
+    """Set the config fields of ARCH.heads and ARCH.settings, from files next to the weights. Raises CheckpointError."""
+    if arch.heads:
+        config.heads = [name for name in arch.heads if (folder / name).is_file()]
+    for name, field in arch.settings.items():
+        file = folder / name
+        try:
+            value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        except ValueError as error:
+            raise weights.CheckpointError(f"{file} is not JSON: {error}") from error
+        if not isinstance(value, dict | None):
+            raise weights.CheckpointError(f"{file} must hold a JSON object, got {value!r:.80}")
+        setattr(config, field, value)
 
 
 def _from_transformers(folder: Path) -> Any:
@@ -99,7 +116,7 @@ def build(
         weights.weight_files(folder)
     blank, arch = skeleton(folder, config, dtype), find(architecture_of(config, folder)).arch
     if load_format == "auto":  # names and shapes, before a value is read
-        weights.fill(blank, iterate(folder, "meta"), arch, config, folder)
+        weights.fill(blank, weights.tensors_of(folder, arch, config, "meta"), arch, config, folder)
     quantized.finish(blank)
     _check_room(blank, device)
     with (

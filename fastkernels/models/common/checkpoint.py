@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def resolve(model: str) -> Path:
         snapshot = snapshot_download(
             name,
             revision=revision or None,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"],
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*_linear.pt", "*.metadata"],
             ignore_patterns=["original/*", "consolidated*"],  # the same weights in other layouts
         )
     except Exception as error:
@@ -151,6 +151,30 @@ def iterate(folder: Path, device: str = "cpu") -> Iterator[tuple[Path, str, Call
                     yield file, key, partial(_read, tensors, key, file, device)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {_damage(file, error)}") from error
+
+
+def heads(
+    folder: Path, prefixes: Mapping[str, str], device: str = "cpu"
+) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
+    """Iterate as `iterate` does, over the tensors of files in PyTorch's format: {name: prefix of its keys}.
+
+    Only tensors are read; no code of the file is run. Raises CheckpointError.
+    """
+    for name, prefix in prefixes.items():
+        file = folder / name
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+            tensors = {prefix + key: tensor.to(device) for key, tensor in found.items()}
+        except Exception as error:  # of pickle, zip files, and others
+            raise CheckpointError(
+                f"{file} is not a file of tensors in PyTorch's format: {type(error).__name__}: {error}"
+            ) from error
+        for key, tensor in tensors.items():
+            yield file, key, partial(_same, tensor)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _read(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:

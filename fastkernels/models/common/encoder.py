@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.forward_context import get_forward_context
+from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.models.common.description import Unsupported
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 
@@ -22,6 +22,8 @@ def size_of(config: Any, name: str) -> int:
 def attend_within(qkv: torch.Tensor) -> torch.Tensor:
     """Non-causal attention within each sequence of the forward context: [T, 3, heads, D] to [T, heads, D]."""
     metadata = get_forward_context()
+    if metadata.key_rows is not None:
+        return _attend_to_seen(qkv, metadata, metadata.key_rows)
     rows, longest, scale = len(metadata.seq_lens), metadata.max_seqlen_q, qkv.shape[-1] ** -0.5
     if rows * longest == len(
         qkv
@@ -31,6 +33,18 @@ def attend_within(qkv: torch.Tensor) -> torch.Tensor:
     q, k, v = qkv[None].unbind(2)
     starts = metadata.cu_seqlens_q
     return attention_dense(q, k, v, scale, None, starts, starts, longest, longest)[0]
+
+
+def _attend_to_seen(qkv: torch.Tensor, metadata: AttentionMetadata, key_rows: torch.Tensor) -> torch.Tensor:
+    """attend_within, to the keys and values in key_rows only."""
+    q, k, v = qkv.unbind(1)
+    k, v = (t.index_select(0, key_rows) for t in (k, v))
+    starts = torch.zeros_like(metadata.cu_seqlens_q)
+    starts[1:] = metadata.seq_lens.cumsum(0)
+    return attention_dense(
+        q[None], k[None], v[None], q.shape[-1] ** -0.5, None, metadata.cu_seqlens_q, starts, metadata.max_seqlen_q,
+        metadata.max_seqlen_k,
+    )[0]  # fmt: skip
 
 
 def attend_from_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastkernels.models.common import registry
+
 
 def longest(config: Any) -> int | None:
     """The model's own limit: max_position_embeddings, or what YaRN extends it to; None if the config has none.
 
+    Positions that ARCH.first_position leaves unused do not count.
+
     Qwen's recipe for long texts adds YaRN to a config and leaves max_position_embeddings as it was.
     """
     own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    known = registry.by_architecture().get((getattr(config, "architectures", None) or [""])[0])
+    if own and known is not None and known.arch.first_position:
+        own -= (getattr(config, known.arch.first_position, None) or 0) + 1
     for rope in _ropes(config):
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
         if own and rope.get("rope_type", rope.get("type")) == "yarn" and factor and original:

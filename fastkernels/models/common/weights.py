@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +19,15 @@ from torch import nn
 
 from fastkernels.models.common import quantized, registry
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.checkpoint import CheckpointError, iterate, keys, resolve, some, weight_files
+from fastkernels.models.common.checkpoint import (
+    CheckpointError,
+    heads,
+    iterate,
+    keys,
+    resolve,
+    some,
+    weight_files,
+)
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 
 log = logging.getLogger("fastkernels")
@@ -31,10 +40,19 @@ MX_SCALE = 120  # of MXFP4: 2^-7 times values of about 3
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+Tensors: TypeAlias = Iterable[tuple[Path, str, Callable[[], torch.Tensor]]]
+
+
 def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> None:
     """Fill every parameter of the model from the checkpoint. Raises CheckpointError; see fill."""
-    sources = fill(model, iterate(folder), arch, config, folder)
+    sources = fill(model, tensors_of(folder, arch, config), arch, config, folder)
     _check_finite(dict(model.named_parameters()), sources, folder)
+
+
+def tensors_of(folder: Path, arch: Architecture, config: Any, device: str = "cpu") -> Tensors:
+    """The tensors of the checkpoint, with those of the heads that config.heads names. Raises CheckpointError."""
+    own = {name: arch.heads[name] for name in getattr(config, "heads", ())}
+    return chain(iterate(folder, device), heads(folder, own, device))
 
 
 def untie(config: Any, folder: Path, arch: Architecture) -> None:
@@ -66,7 +84,7 @@ def untie(config: Any, folder: Path, arch: Architecture) -> None:
 
 def fill(
     model: nn.Module,
-    tensors: Iterable[tuple[Path, str, Callable[[], torch.Tensor]]],
+    tensors: Tensors,
     arch: Architecture,
     config: Any,
     folder: Path,

@@ -1,7 +1,7 @@
 """BERT (Devlin et al., arXiv 1810.04805) as a text encoder: MiniLM, BGE, E5 and other sentence embedders.
 
-Every text encoder has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H]. The sequences'
-bounds come from fastkernels.core.forward_context; the engine pools.
+Every text encoder has this interface: model(input_ids [T], positions [T], token_type_ids [T] or None) returns hidden
+states [T, H]. The sequences' bounds come from fastkernels.core.forward_context; the engine pools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastkernels.overrides.norm.vllm import VllmLayerNorm
 
 
 class BertEmbeddings(nn.Module):
-    """Sum of word, position and token type embeddings, normalized. All tokens have type 0."""
+    """Sum of word, position and token type embeddings, normalized. Without token_type_ids, all have type 0."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -36,10 +36,14 @@ class BertEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.LayerNorm = VllmLayerNorm(hidden, config.layer_norm_eps)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         words = self.word_embeddings(input_ids)
         places = embedding(positions, self.position_embeddings.weight)
-        return self.LayerNorm(words + places + self.token_type_embeddings.weight[0])
+        types = self.token_type_embeddings.weight
+        of_types = types[0] if token_type_ids is None else embedding(token_type_ids, types)
+        return self.LayerNorm(words + places + of_types)
 
 
 class BertSelfAttention(nn.Module):
@@ -125,17 +129,23 @@ class BertEncoder(nn.Module):
 class BertModel(nn.Module):
     """config: transformers.BertConfig. Raises ValueError for relative positions and for decoders."""
 
+    embeddings_class: type[nn.Module] = BertEmbeddings
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         kind = getattr(config, "position_embedding_type", "absolute")
         if kind != "absolute" or config.is_decoder:
-            raise ValueError(f"BertModel: position_embedding_type {kind!r} or is_decoder is not supported")
+            raise ValueError(
+                f"{type(self).__name__}: position_embedding_type {kind!r} or is_decoder is not supported"
+            )
         self.config = config
-        self.embeddings = BertEmbeddings(config)
+        self.embeddings = self.embeddings_class(config)
         self.encoder = BertEncoder(config)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.encoder(self.embeddings(input_ids, positions))
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.encoder(self.embeddings(input_ids, positions, token_type_ids))
 
 
 ARCH = Architecture(

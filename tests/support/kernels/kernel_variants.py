@@ -154,6 +154,8 @@ def others(m: Model, tokens: int) -> None:
     h, c = (empty(tokens, 640, dtype=F32) for _ in range(2))
     triton("lstm", empty(tokens, 1, 2560), empty(2560, 640), h, c)
     triton("softplus", x)
+    starts, vectors = empty(tokens + 1, dtype=torch.int32), empty(tokens, HEAD)
+    triton("maxsim", empty(32, HEAD), vectors, empty(2, dtype=torch.int32), starts, 32, 180)
 
 
 def _recurrences(tokens: int, batch: int) -> None:

@@ -1,0 +1,1 @@
+"""Recommendation and retrieval: scores of documents for queries."""
