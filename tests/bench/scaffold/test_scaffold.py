@@ -184,7 +184,21 @@ def test_other_names_of_sizes_are_required(tmp_path: Path, capsys: Any) -> None:
 def test_alibi_is_named_as_unmatched(tmp_path: Path, capsys: Any) -> None:
     tiny("Falcon", alibi=True, num_hidden_layers=1, ffn_hidden_size=80).save_pretrained(tmp_path / "config")
     status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
-    assert status == 1 and "not a scaled product of queries and keys" in found["unmatched"][0]["reason"]
+    reason = found["unmatched"][0]["reason"]
+    # Slopes of 4 heads over the root of their 16 channels, twice: transformers' mask has them, too.
+    assert status == 1 and "(ALiBi), with slopes from 0.00195 to 0.125" in reason
+
+
+def test_small_slopes_of_alibi_are_seen(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Slopes that change 12 tokens by less than the tolerance change a long context."""
+    from transformers.models.mpt import modeling_mpt
+
+    config = tiny("Mpt", d_model=64, n_heads=4, n_layers=1)
+    config.save_pretrained(tmp_path / "config")
+    usual = modeling_mpt.build_mpt_alibi_tensor
+    monkeypatch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda *a, **k: usual(*a, **k) * 1e-4)
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    assert status == 1 and "to 2.5e-05" in found["unmatched"][0]["reason"]
 
 
 @pytest.mark.parametrize(
