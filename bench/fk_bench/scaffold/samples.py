@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -123,7 +124,7 @@ def collect(config: Any) -> Samples:
     return made
 
 
-def block(names: dict[str, str]) -> str:
+def block(names: Mapping[str, str]) -> str:
     """The name of the block with the router and the experts in a layer; '' if no layer has any."""
     return names.get("experts", "").rpartition(".")[0]
 

@@ -7,7 +7,6 @@ from typing import Any
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 
-
 ALIBI_MAX = 8
 
 

@@ -217,8 +217,8 @@ def _with_norm(
         if one is None or (found and not _close(one, found[0])):
             return None
         found.append(one)
-    name = "part_norm" if isinstance(described, d.Mamba) else "norm"
-    return replace(described, **{name: found[0]}) if found else described
+    made: Any = {"part_norm" if isinstance(described, d.Mamba) else "norm": found[0]} if found else {}
+    return replace(described, **made)
 
 
 def _close(a: d.Norm, b: d.Norm) -> bool:
