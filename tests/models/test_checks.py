@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from fk_bench.cli import app
 from support.tiny import make_tiny
 from typer.testing import CliRunner
 
-from fastkernels.models.common import build, checks
-from fastkernels.models.common.description import Experts, Unsupported
+from fastkernels.models.common import build, checks, registry
+from fastkernels.models.common.description import Attention, Experts, Unsupported
 
 REMOTE = {
     "AutoConfig": "configuration_novel.NovelConfig",
@@ -179,3 +180,57 @@ def test_serve_names_sizes_that_ranks_cannot_share(folders: Path) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1 and "tensor_parallel_size 3 does not suit" in done.stderr
     assert "num_attention_heads=8, " in done.stderr and "supported: 1, 2, 4, 8" in done.stderr
+
+
+MPT = {  # a field and another value, and what transformers and vLLM say of it
+    "alibi_bias_max": (
+        {"alibi_bias_max": 16},
+        r"attn_config\.alibi_bias_max=16 is not supported: .* slopes with 8",
+    ),
+    "alibi": ({"alibi": False}, r"config\.alibi=False is not supported, only True"),
+    "attn_type": ({"attn_type": "multiquery_attention"}, r"config\.attn_type='multiquery_attention' is not"),
+    "clip_qkv": ({"clip_qkv": 6.0}, r"config\.clip_qkv=6\.0 is not supported"),
+    "qk_ln": ({"qk_ln": True}, r"config\.qk_ln=True is not supported"),
+    "prefix_lm": ({"prefix_lm": True}, r"config\.prefix_lm=True is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", MPT)
+def test_other_attention_of_mpt_is_refused(name: str) -> None:
+    """transformers ignores some of these fields, and vLLM applies them."""
+    from transformers import MptConfig
+
+    fields, said = MPT[name]
+    config = MptConfig(architectures=["MptForCausalLM"], attn_config=fields)
+    with pytest.raises(Unsupported, match=said):
+        registry.describe(config)
+
+
+def test_other_fields_of_mpt_are_refused() -> None:
+    from transformers import MptConfig
+
+    for name, value in (
+        ("no_bias", False), ("norm_type", "rmsnorm"), ("expansion_ratio", 2), ("logit_scale", "inv_sqrt_d_model"),
+        ("n_heads", 24),
+    ):  # fmt: skip
+        config = MptConfig(architectures=["MptForCausalLM"], **{name: value})
+        said = (
+            "is not a multiple of num_attention_heads=24" if name == "n_heads" else f"config.{name}={value!r}"
+        )
+        with pytest.raises(Unsupported, match=re.escape(said)):
+            registry.describe(config)
+
+
+@pytest.mark.parametrize("heads", [6, 10, 16])
+def test_alibi_slopes_of_mpt_are_those_of_transformers(heads: int) -> None:
+    from transformers import MptConfig
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    config = MptConfig(
+        architectures=["MptForCausalLM"], d_model=240, n_heads=heads, learned_pos_emb=False,
+        attn_config={"softmax_scale": 0.3},
+    )  # fmt: skip
+    attention = registry.describe(config).layers[0].attention
+    bias = build_mpt_alibi_tensor(heads, 2)  # of the last two keys
+    assert isinstance(attention, Attention) and attention.scale == 0.3
+    assert attention.slopes == pytest.approx((-bias[:, 0, 0]).tolist())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, combinations
+from itertools import chain, combinations, permutations, takewhile
+from math import isfinite
 from typing import Any
-
-from fk_integrations.transformers.tiny_models import fields
 
 from fastkernels.models.common import description as d
 from fk_bench.scaffold.samples import Sample, Samples, equal
@@ -27,12 +26,12 @@ Value = Callable[[d.Layer], Any]
 
 
 class Search:
-    """Expressions may name config, d, and for a layer its number i and its window."""
+    """Expressions may name config, d, and for a layer its number i and its window. kind: of the layers' mixers."""
 
-    def __init__(self, samples: Samples):
-        self.samples = samples
+    def __init__(self, samples: Samples, kind: type = object):
+        self.samples, self.kind = samples, kind
         sampled = {s.field for s in samples.all}
-        names = fields(samples.config)
+        names = samples.all[0].fields
         self.names = sorted(names, key=lambda n: n not in sampled)
         reverse = {v: k for k, v in getattr(samples.config, "attribute_map", {}).items()}
         self.attribute = {n: f"config.{reverse.get(n, n)}" for n in self.names}
@@ -66,7 +65,9 @@ class Search:
         single = list(self._conditions(rows))
         both = (f"{a} and {b}" for a, b in combinations(self._implied(single, rows), 2))
         either = (f"{a} or {b}" for a, b in combinations(self._sufficient(single, rows), 2))
-        return self._find(what, rows, ("True", "False"), lambda _: chain(single, both, either))
+        return self._find(
+            what, rows, ("True", "False"), lambda _: chain(single, both, either, self._periods())
+        )
 
     def _implied(self, conditions: list[str], rows: Any) -> list[str]:
         """The conditions that hold wherever the value is true."""
@@ -80,8 +81,7 @@ class Search:
 
     def always(self, get: Value, value: Any, only: Value = lambda layer: True) -> bool:
         """Whether all layers, or those that meet a condition, have one value."""
-        layers = [layer for s in self.samples.all for layer in s.decoder.layers if only(layer)]
-        return all(equal(get(layer), value) for layer in layers)
+        return all(equal(found, value) for _, _, found in self._rows(get, only))
 
     def fits(self, text: str, get: Value) -> bool:
         """Whether an expression gives the value of every layer of every sample."""
@@ -92,7 +92,7 @@ class Search:
             (s, {"config": s.config, "d": d, "i": i, "window": layer.attention.window}, get(layer))
             for s in self.samples.all
             for i, layer in enumerate(s.decoder.layers)
-            if only(layer)
+            if isinstance(layer.attention, self.kind) and only(layer)
         ]
 
     def _find(
@@ -117,7 +117,7 @@ class Search:
         """One expression where flags of the config are set and another one elsewhere; '' if there is none."""
         if not isinstance(rows[0][2], (int, float)) or isinstance(rows[0][2], bool):
             return ""
-        values = fields(self.samples.config)
+        values = self.samples.all[0].fields
         flags = [self.attribute[n] for n in self.names if isinstance(values[n], bool)]
         either = (f"{a} or not {b}" for a in flags for b in flags if a != b)
         for flag in (*flags, *either):
@@ -156,6 +156,8 @@ class Search:
             yield from self._conditions(rows)
             return
         yield literal(first)
+        if isinstance(first, tuple):
+            yield from (f"d.limits({self.attribute[name]})" for name in self.names)
         for name in self.names:
             for formula in FORMULAS:
                 yield formula.format(self.attribute[name])
@@ -163,13 +165,27 @@ class Search:
             yield f"d.activation(config, {name!r})".replace("'", '"')
 
     def _sizes(self, rows: Any) -> Iterator[str]:
-        return (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
+        yield from (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
+        sizes = [self.attribute[n] for n in self.names if type(self.samples.all[0].fields[n]) is int]
+        yield from (f"{a} * {b}" for a, b in combinations(sizes, 2))
+
+    def _periods(self) -> Iterator[str]:
+        """Conditions that hold for one layer of each period, of fields with the most similar names first.
+
+        A small copy may have fewer layers than a period, so that values do not tell its field.
+        """
+        values = self.samples.all[0].fields
+        sizes = [n for n in self.names if type(values[n]) is int]
+        pairs = [(p, o) for p, o in permutations(sizes, 2) if values[o] < values[p]]
+        for period, offset in sorted(pairs, key=lambda pair: -_alike(*pair)):
+            for compared in ("==", "!="):
+                yield f"i % {self.attribute[period]} {compared} {self.attribute[offset]}"
 
     def _conditions(self, rows: Any) -> Iterator[str]:
-        values = fields(self.samples.config)
+        values = self.samples.all[0].fields
         for name in self.names:
             at = self.attribute[name]
-            lists = [v for v in (fields(s.config)[name] for s in self.samples.all) if isinstance(v, list)]
+            lists = [v for v in (s.fields[name] for s in self.samples.all) if isinstance(v, list)]
             if isinstance(values[name], bool):
                 yield from (at, f"not {at}")
             elif lists and any(isinstance(entry, str) for v in lists for entry in v):
@@ -179,7 +195,7 @@ class Search:
                 yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}", f"i not in {at}")
         yield from ("window is None", "window is not None")
         for name in self.names:
-            if len({fields(s.config)[name] is None for s in self.samples.all}) == 2:
+            if len({s.fields[name] is None for s in self.samples.all}) == 2:
                 yield from (f"{self.attribute[name]} is None", f"{self.attribute[name]} is not None")
         for name in self.names:
             if isinstance(values[name], int) and not isinstance(values[name], bool):
@@ -203,9 +219,21 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def _alike(a: str, b: str) -> int:
+    """The length of the beginning that two names share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
 def literal(value: Any) -> str:
     """Python text of a value; a measured number with the digits that were measured."""
+    if isinstance(value, float) and not isfinite(value):
+        return f'float("{value}")'
     if isinstance(value, float):
         short = float(f"{value:.4g}")
         return repr(int(short) * 1.0 if short == int(short) else short)
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else repr(value)

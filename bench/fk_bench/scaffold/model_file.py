@@ -8,7 +8,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from fk_integrations.transformers.tiny_models import fields
+from fk_integrations.transformers.recurrent_roles import ROLE
+from fk_integrations.transformers.tiny_models import declared
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import PACKED
@@ -16,16 +17,20 @@ from fastkernels.models.common.checks import REQUIRED
 from fastkernels.models.common.decoder import EXPERTS
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
-from fk_bench.scaffold.samples import Samples, equal, expert_names, normal
+from fk_bench.scaffold.samples import MLP, NORMS, Samples, block, equal, expert_names, normal
 
 SIZES = {  # formulas that are tried first
     "heads": ("config.num_attention_heads",),
     "kv_heads": ("config.num_attention_heads",),
     "head_size": ("config.hidden_size // config.num_attention_heads",),
 }
-MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 ROUTING = {"scoring": "softmax", "correction": False, "groups": 1, "top_groups": 1, "scale": 1.0}
-NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+RECURRENT = {  # {class: its sizes, its other fields}; the tokens of the convolution are the first argument
+    d.Mamba: (("inner", "size", "rank"), ("conv_bias", "bias")),
+    d.Mamba2: (("heads", "head_size", "groups", "size"), ("conv_bias", "bias", "dt_limits")),
+    d.GatedDelta: (("key_heads", "value_heads", "key_size", "value_size"), ()),
+}
+STACKED = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}  # of GatedDelta, in addition to Llama's
 
 
 def text(samples: Samples, about: str, category: str = "llm") -> str:
@@ -50,6 +55,12 @@ class _Describe:
 
     def __init__(self, samples: Samples):
         self.samples, self.search = samples, Search(samples)
+        self.attending = Search(samples, d.Attention)
+        self.mixers = {type(x.attention) for s in samples.all for x in s.decoder.layers}
+        kinds = self.mixers - {d.Attention}
+        if len(kinds) > 1:
+            raise NoExpression("the kind of a layer's recurrence", set())
+        self.recurrence = next(iter(kinds), None)
         self.norm = self._norm("the final norm", [s.decoder.norm for s in samples.all])
         ropes = [layer.attention.rope for s in samples.all for layer in s.decoder.layers]
         partial = any((rope or {}).get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
@@ -61,7 +72,7 @@ class _Describe:
         refused = [f"{name}={literal(value)}" for name, value in self.samples.refused.items()]
         lines = [_fold("d.refuse(", ["config", *refused], ")", 1)] if refused else []
         lines = ["def describe(config: Any) -> d.Decoder:", *lines]
-        differs = self._attention()
+        differs = self._attention() if d.Attention in self.mixers else []
         own = [a.replace("=norm", f"={self.norm}") for a in differs]
         for arguments in self._of_llama():
             if self._is(f"d.llama({', '.join([*arguments, *own])})"):
@@ -106,37 +117,39 @@ class _Describe:
         kind = [f'"{norm.kind}"', eps] if norm.kind != "rms" else [f"eps={eps}"]
         return f"d.Norm({', '.join([*kind, *bias])})"
 
-    def _optional_norm(self, what: str, get: Any) -> str:
+    def _optional_norm(self, what: str, get: Any, search: Search) -> str:
         """The expression of a layer's norm; '' if it is never there."""
-        if self.search.always(lambda layer: get(layer) is None, True):
+        if search.always(lambda layer: get(layer) is None, True):
             return ""
+        of_layers = {
+            id(s): [get(x) for x in s.decoder.layers if isinstance(x.attention, search.kind)]
+            for s in self.samples.all
+        }
         for s in self.samples.all:
-            there = [n for n in map(get, s.decoder.layers) if n is not None]
+            there = [n for n in of_layers[id(s)] if n is not None]
             if any(not equal(n, there[0]) for n in there):
                 raise NoExpression(what, {s.field} - {""})
-        norms = [
-            next((n for n in map(get, s.decoder.layers) if n is not None), None) for s in self.samples.all
-        ]
+        norms = [next((n for n in of_layers[id(s)] if n is not None), None) for s in self.samples.all]
         if all(n is None or equal(n, s.decoder.norm) for n, s in zip(norms, self.samples.all, strict=True)):
             made = "norm"
         else:
             made = self._norm(what, norms)
             made = "norm" if made == self.norm else made
-        when = self.search.condition(f"whether there is {what}", lambda layer: get(layer) is not None)
+        when = search.condition(f"whether there is {what}", lambda layer: get(layer) is not None)
         return _if(made, when)
 
     def _attention(self) -> list[str]:
         """Keyword arguments of d.attention that are not its defaults."""
-        search, found = self.search, list(self.partial)
-
-        for name in ("heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
+        search, found = self.attending, list(self.partial)
+        given = "heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head", "gated"
+        for name in given:
             what, get = f"attention.{name}", attrgetter(f"attention.{name}")
             if name == "scale" and search.always(_relative_scale, 1.0):
                 continue
             if name != "scale" and search.fits(f"{self.attention}.{name}", get):
                 continue
-            if name == "scale" and (given := self._given_scale()):
-                value = given
+            if name == "scale" and (field := self._given_scale()):
+                value = field
             elif name in SIZES:
                 value = search.size_of_layers(what, get, SIZES[name])
             elif name == "by_head":  # of one key head, both orders are the same
@@ -146,11 +159,10 @@ class _Describe:
             found.append(f"{name}={value}")
         for name in ("head_norm", "wide_norm"):
             if made := self._optional_norm(
-                f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n)
+                f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n), search
             ):
                 found.append(f"{name}={made}")
-        ropes = [s.decoder.layers for s in self.samples.all]
-        if any(layer.attention.interleaved for layers in ropes for layer in layers):
+        if not search.always(lambda layer: layer.attention.interleaved, False):
             style = search.condition(
                 "attention.interleaved",
                 lambda layer: layer.attention.interleaved or layer.attention.rope is None,
@@ -164,7 +176,9 @@ class _Describe:
         """The field that is the scale of the scores, where None stands for the default; '' if there is none."""
         default = f"{self.attention}.head_size ** -0.5"
         for field in self.search.attribute.values():
-            if self.search.fits(f"{default} if {field} is None else {field}", attrgetter("attention.scale")):
+            if self.attending.fits(
+                f"{default} if {field} is None else {field}", attrgetter("attention.scale")
+            ):
                 return field
         return ""
 
@@ -173,21 +187,57 @@ class _Describe:
             return layer.attention.rope
 
         usual = ["None", self.rope.replace("config", "config, config.layer_types[i]", 1)]
-        when = self.search.condition("whether a layer has positions", lambda layer: get(layer) is not None)
+        when = self.attending.condition("whether a layer has positions", lambda layer: get(layer) is not None)
         usual += [_if(self.rope, when), _if(usual[1], when)]
-        return self.search.of_layers("attention.rope", get, usual)
+        return self.attending.of_layers("attention.rope", get, usual)
+
+    def _recurrent(self, kind: type) -> str:
+        """The assignment of the recurrent mixer."""
+        search, made = Search(self.samples, kind), []
+        sizes, others = RECURRENT[kind]
+        for name in ("kernel", *sizes):
+            value = search.size_of_layers(f"{kind.__name__}.{name}", attrgetter(f"attention.{name}"))
+            made.append(value if name == "kernel" else f"{name}={value}")
+        for name in others:
+            get = attrgetter(f"attention.{name}")
+            if not search.always(get, getattr(kind, name)):
+                made.append(f"{name}={search.of_layers(f'{kind.__name__}.{name}', get)}")
+        norm = "part_norm" if kind is d.Mamba else "norm"
+        if found := self._optional_norm(f"{kind.__name__}.{norm}", attrgetter(f"attention.{norm}"), search):
+            made.append(f"{norm}={found}")
+        return _fold(f"recurrent = d.{kind.__name__}(", made, ")", 1)
+
+    def _names(self, recurrent: str) -> tuple[list[str], str]:
+        """(lines before the layers, the argument of a layer's names). recurrent: when a layer has a recurrence."""
+        every = [x for s in self.samples.all for x in s.decoder.layers]
+        common = {p: n for x in every for p, n in x.names.items() if p != "self_attn"}
+        mixers = {n for x in every if (n := x.names.get("self_attn", ""))}
+        if len(mixers) > 1 or any(x.names.get(p, n) != n for x in every for p, n in common.items()):
+            raise NoExpression("the names of a layer's modules", set())
+        own = dict.fromkeys(("self_attn",), *mixers) if mixers else {}
+        if recurrent == "True" or not own:
+            return [], f"names={_dict({**common, **own})}" if common or own else ""
+        if not common:
+            return [], _folded_if(_dict(own), recurrent, "{}", "names=")
+        before = [_fold("names = {", _pairs(common), "}", 1)]
+        return before, _folded_if(f"{{{', '.join(_pairs(own))}, **names}}", recurrent, "names", "names=")
 
     def _mlp(self) -> tuple[list[str], str]:
         """(lines before the layers, expression) of the MLP, the experts, or whichever a layer has."""
+        none = self.search.condition("whether a layer has no MLP", lambda layer: layer.mlp is None)
+        if none == "True":
+            return [], "None"
+        if none != "False":
+            raise NoExpression("whether a layer has an MLP", set())
         sparse = self.search.condition("whether a layer has experts", _is_sparse)
         if sparse == "False":
-            return [], self._dense(lambda layer: True)
+            return [], self._dense(_is_dense)
         experts = self._experts()
         if sparse == "True":
             inner = experts.removeprefix("d.Experts(").removesuffix(")")
             return [], fold("d.Experts(", inner.split(", "), ")")
         lines = [f"    dense = {self._dense(_is_dense)}", _assigned("experts = ", experts)]
-        return lines, f"experts if {sparse} else dense"
+        return lines, _folded_if("experts", sparse, "dense")
 
     def _dense(self, only: Any) -> str:
         search = self.search
@@ -228,25 +278,38 @@ class _Describe:
         return f"d.Experts({', '.join(made)})"
 
     def _layers(self, differs: list[str]) -> list[str]:
-        search, first = self.search, self.samples.all[0].decoder.layers[0]
+        search = self.search
         norms = [
             f"{part}={made}"
             for part in NORMS
-            if (made := self._optional_norm(part, lambda layer, p=part: getattr(layer, p)))
+            if (made := self._optional_norm(part, lambda layer, p=part: getattr(layer, p), search))
         ]
         more = []
         if not search.always(lambda layer: layer.parallel, False):
             more.append(f"parallel={search.condition('layer.parallel', lambda layer: layer.parallel)}")
         if not search.always(lambda layer: layer.multiplier, 1.0):
             more.append(f"multiplier={search.of_layers('layer.multiplier', lambda layer: layer.multiplier)}")
-        names = {p: n for s in self.samples.all for p, n in s.decoder.layers[0].names.items()}
-        if names:
-            pairs = [f'"{part}": "{name}"' for part, name in sorted(names.items())]
-            more.append(fold("names={", pairs, "}"))
+        recurs = (
+            "False"
+            if self.recurrence is None
+            else search.condition("whether a layer is recurrent", _is_recurrent)
+        )
+        before_names, names = self._names(recurs)
+        more += [names] if names else []
         windowed = not search.always(lambda layer: layer.attention.window, None)
         attention = fold("d.attention(", ["config", *(["window"] if windowed else []), *differs], ")")
         before, mlp = self._mlp()
-        arguments = [attention, mlp, *norms, *more]
+        before += [
+            *before_names,
+            *([self._recurrent(self.recurrence)] if self.recurrence is not None else []),
+        ]
+        mixer = attention if recurs == "False" else "recurrent"
+        if recurs not in ("True", "False"):
+            given = windowed or re.search(r"\b(i|window)\b", attention)
+            if not given:
+                before.append(_fold("attention = d.attention(", ["config", *differs], ")", 1))
+            mixer = _folded_if("recurrent", recurs, attention if given else "attention")
+        arguments = [mixer, mlp, *norms, *more]
         indexed = any(re.search(r"\bi\b", a) for a in arguments)
         lines = [f"    norm = {self.norm}", *before]
         if not windowed and not indexed and not any("window" in a for a in arguments):
@@ -258,7 +321,6 @@ class _Describe:
         else:
             each = "for i in range(config.num_hidden_layers)"
         layer = _fold("d.Layer(", arguments, ")", 2)
-        assert first is not None
         return [*lines, "    layers = tuple(", layer, f"        {each}", "    )"]
 
     def _window(self) -> str:
@@ -315,12 +377,32 @@ def _assigned(name: str, call: str) -> str:
     return _fold(f"{name}{head}(", rest.removesuffix(")").split(", "), ")", 1)
 
 
+def _is_recurrent(layer: d.Layer) -> bool:
+    return isinstance(layer.attention, d.Recurrent)
+
+
+def _pairs(names: Mapping[str, str]) -> list[str]:
+    return [f'"{part}": "{name}"' for part, name in sorted(names.items())]
+
+
+def _dict(names: Mapping[str, str]) -> str:
+    return fold("{", _pairs(names), "}")
+
+
+def _folded_if(value: str, condition: str, other: str, name: str = "") -> str:
+    """An argument of a layer with one of two values, in parentheses if it does not fit on a line. name: its 'NAME='"""
+    one = f"{name}{value} if {condition} else {other}"
+    if len(one) + 13 <= WIDTH:
+        return one
+    return f"{name}(\n    {value}\n    if {condition}\n    else {other}\n)"
+
+
 def _is_sparse(layer: d.Layer) -> bool:
     return isinstance(layer.mlp, d.Experts)
 
 
 def _is_dense(layer: d.Layer) -> bool:
-    return not _is_sparse(layer)
+    return isinstance(layer.mlp, d.Mlp)
 
 
 def _if(value: str, condition: str) -> str:
@@ -365,27 +447,29 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
         f'    model_type="{config.model_type}",',
     ]
     packed = {
-        ours: parts for ours, parts in PACKED.items() if parts[0] in names or f"shared_{parts[0]}" in names
+        ours: parts
+        for ours, parts in {**PACKED, **STACKED}.items()
+        if any(f"{of}{parts[0]}" in names for of in ("", "shared_", ROLE))
     }
     if packed != PACKED:
-        inside = ", ".join(
-            f'"{k}": ({", ".join(f"{chr(34)}{p}{chr(34)}" for p in v)})' for k, v in packed.items()
-        )
-        lines.append(f"    packed={{{inside}}},")
+        inside = [f'"{k}": ({", ".join(map(literal, v))})' for k, v in packed.items()]
+        lines.append(_fold("packed={", inside, "},", 1))
     lines.append('    tied={"lm_head.weight": "model.embed_tokens.weight"},')
     prefixes = {
         "embedding": "model.embed_tokens", "positions": "model.embed_positions", "layers": "model.layers",
         "norm": "model.norm", "head": "lm_head",
     }  # fmt: skip
     renamed = {f"{names[k]}.": f"{ours}." for k, ours in prefixes.items() if names.get(k, ours) != ours}
+    layers = [x for s in samples.all for x in s.decoder.layers]
+    mixer = next((n for x in layers if (n := x.names.get("self_attn", ""))), "self_attn")
     parts = {
         theirs: ours
         for role, theirs in names.items()
         if role not in (*prefixes, "experts", "expert_gate", "expert_up", "expert_down")
-        for ours in [_own_name(role, names)]
+        for ours in [_own_name(role, names, mixer)]
         if theirs != ours
     }
-    given = fields(config)
+    given = declared(config)
     inner = re.search(r"d\.Mlp\(\s*config\.(\w+)", body)
     other = {"intermediate_size": inner[1] if inner else ""} | getattr(config, "attribute_map", {})
     sizes = {name: other.get(name, "") for name in REQUIRED if name not in given}
@@ -409,21 +493,25 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     return "\n".join([*lines, ")"])
 
 
-def _own_name(role: str, names: Mapping[str, str]) -> str:
-    """The name in our layer of a module with this role."""
-    block = names.get("experts", "").rpartition(".")[0]
+def _own_name(role: str, names: Mapping[str, str], mixer: str) -> str:
+    """The name in our layer of a module with this role. mixer: of a recurrent mixer"""
+    own = block(names)
+    if role.startswith(ROLE):
+        return f"{mixer}.{role.removeprefix(ROLE)}"
+    if role in MLP and own and names[role].startswith(f"{own}."):
+        return f"{own}.{role}"
     if role == "experts_list":
         return names["experts"]
     if role == "router":
-        return f"{block}.gate"
+        return f"{own}.gate"
     if role == "correction":
-        return f"{block}.gate.e_score_correction_bias"
+        return f"{own}.gate.e_score_correction_bias"
     if role.startswith("experts_"):
-        return f"{block}.{role.replace('_', '.')}_weight"
+        return f"{own}.{role.replace('_', '.')}_weight"
     if role == "shared_expert_gate":
-        return f"{block}.{role}"
+        return f"{own}.{role}"
     if role.startswith("shared_"):
-        return f"{block}.shared_experts.{role.removeprefix('shared_')}"
+        return f"{own}.shared_experts.{role.removeprefix('shared_')}"
     return f"{'mlp' if role in MLP else 'self_attn'}.{role}"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fk_integrations.transformers import tiny_models
@@ -12,6 +14,7 @@ from fk_integrations.transformers.decoder_roles import NotObserved, Observed, Un
 from fastkernels.models.common import description as d
 
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 TOLERANCE = 1e-3  # relative, of numbers that are measured
 
 
@@ -22,6 +25,11 @@ class Sample:
     config: Any
     decoder: d.Decoder
     field: str = ""
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The config's fields that describe the model."""
+        return tiny_models.fields(self.config)
 
 
 @dataclass
@@ -111,7 +119,22 @@ def collect(config: Any) -> Samples:
     _unify(made)
     names = expert_names(base.names)
     made.all = [replace(s, decoder=_with_expert_names(s.decoder, names)) for s in made.all]
+    if any(name.startswith(f"{block(base.names)}.") for role, name in base.names.items() if role in MLP):
+        made.all = [replace(s, decoder=_with_block(s.decoder, block(base.names))) for s in made.all]
     return made
+
+
+def block(names: Mapping[str, str]) -> str:
+    """The name of the block with the router and the experts in a layer; '' if no layer has any."""
+    return names.get("experts", "").rpartition(".")[0]
+
+
+def _with_block(decoder: d.Decoder, name: str) -> d.Decoder:
+    """The description in which MLPs have the name of the block with experts, as their modules do."""
+    if name == "mlp":
+        return decoder
+    named = (replace(x, names={**x.names, "mlp": name}) if x.mlp is not None else x for x in decoder.layers)
+    return replace(decoder, layers=tuple(named))
 
 
 def expert_names(names: dict[str, str]) -> tuple[str, str, str]:
@@ -185,8 +208,15 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
                     found[part] = re.sub(r"^.*?\.\d+\.", "", key.removeprefix(stack))
             found |= _each_expert(name, stack, keys)
         elif role != "layers":
-            own = name if role == "correction" else f"{name}.weight"
-            at = next((i for i in range(count) if f"{stack}.{i}.{own}" in keys), 0)
+            own, at = next(
+                (
+                    (own, i)
+                    for own in (f"{name}.weight", name)  # of a module, or a tensor of the layer's part itself
+                    for i in range(count)
+                    if f"{stack}.{i}.{own}" in keys
+                ),
+                (f"{name}.weight", 0),
+            )
             key = keys.get(f"{stack}.{at}.{own}", f"{stack}.{at}.{own}")
             found["layers"], _, rest = key.partition(f".{at}.")
             found[role] = rest.removesuffix(".weight")

@@ -21,12 +21,21 @@ class Unsupported(ValueError):
 
 
 def refuse(config: Any, **allowed: Any) -> None:
-    """Raise Unsupported for the first field of the config that is neither absent, None nor the allowed value."""
+    """Raise Unsupported for the first field of the config that is neither absent, None nor the allowed value.
+
+    Lists and tuples of the same values are equal.
+    """
     for name, value in allowed.items():
         found = getattr(config, name, None)
-        same = found == value or (name == "hidden_act" and activations.NAMES.get(str(found)) == value)
+        same = _plain(found) == _plain(value) or (
+            name == "hidden_act" and activations.NAMES.get(str(found)) == value
+        )
         if found is not None and not same:
             raise Unsupported(f"config.{name}={found!r} is not supported, only {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def activation(config: Any, name: str = "hidden_act") -> str:
@@ -623,6 +632,12 @@ class Decoder:
     layer_input: LayerInput | None = None
     positions: Positions | None = None
     embedding_norm: Norm | None = None
+
+
+def limits(values: Sequence[float]) -> tuple[float, float | None]:
+    """The limits of Mamba-2's time steps from a config's pair of numbers, of which the second may be infinite."""
+    least, most = values
+    return float(least), None if math.isinf(most) else float(most)
 
 
 def head_size(config: Any) -> int:

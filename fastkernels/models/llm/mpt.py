@@ -7,15 +7,20 @@ from typing import Any
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 
+ALIBI_MAX = 8
+
 
 def describe(config: Any) -> d.Decoder:
-    d.refuse(config, expansion_ratio=4, logit_scale=None, no_bias=True)
+    d.refuse(config, expansion_ratio=4, logit_scale=None, no_bias=True, norm_type="low_precision_layernorm")
     a, heads, norm = config.attn_config, config.n_heads, d.Norm("layer", config.layer_norm_epsilon)
-    d.refuse(a, alibi=True, clip_qkv=None, qk_ln=False, prefix_lm=False)
+    d.refuse(a, alibi=True, attn_type="multihead_attention", clip_qkv=None, qk_ln=False, prefix_lm=False)
+    if a.alibi_bias_max != ALIBI_MAX:
+        field = f"attn_config.alibi_bias_max={a.alibi_bias_max!r}"
+        raise d.Unsupported(d.ambiguous(config, field, f"computes slopes with {ALIBI_MAX}"))
     layer = d.Layer(
         d.Attention(
-            heads, heads, config.d_model // heads, scale=a.softmax_scale, max_positions=config.max_seq_len,
-            alibi=float(a.alibi_bias_max),
+            heads, heads, d.head_size(config), scale=a.softmax_scale, max_positions=config.max_seq_len,
+            alibi=float(ALIBI_MAX),
         ),
         d.Mlp(4 * config.d_model, "gelu", gated=False),
         before_attention=norm, before_mlp=norm,

@@ -16,7 +16,15 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.chunks import sequence_of
-from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.packed import (
+    begin,
+    check_shapes,
+    check_slots,
+    scan,
+    store,
+    wide,
+    written,
+)
 from fastkernels.overrides.recurrence.problem import unsupported
 
 T = torch.Tensor
@@ -144,7 +152,7 @@ def _reference(
     x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
 ) -> T:
     out, new = reference(x, weight, bias, state, cu_seqlens, slots, fresh, activation)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

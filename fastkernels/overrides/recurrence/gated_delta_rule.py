@@ -13,7 +13,15 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.chunks import solve
-from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.packed import (
+    begin,
+    check_shapes,
+    check_slots,
+    scan,
+    store,
+    wide,
+    written,
+)
 from fastkernels.overrides.recurrence.problem import DELTA, Problem, unsupported
 
 T = torch.Tensor
@@ -105,7 +113,7 @@ def _reference(
     normalize: bool = False,
 ) -> T:  # fmt: skip
     out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

@@ -15,7 +15,7 @@ from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence import gated_delta_rule as rule
 from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.gated_delta_rule import check, delta_rule
-from fastkernels.overrides.recurrence.packed import check_slots
+from fastkernels.overrides.recurrence.packed import check_slots, store
 from fastkernels.overrides.recurrence.problem import DELTA, Problem
 
 T = torch.Tensor
@@ -53,7 +53,7 @@ def _reference(
     normalize: bool = False,
 ) -> T:  # fmt: skip
     out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

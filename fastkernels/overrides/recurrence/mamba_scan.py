@@ -17,7 +17,15 @@ from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.packed import (
+    begin,
+    check_shapes,
+    check_slots,
+    scan,
+    store,
+    wide,
+    written,
+)
 from fastkernels.overrides.recurrence.problem import WIDEST, softplus, unsupported
 
 T = torch.Tensor
@@ -139,7 +147,7 @@ def _reference(
     fresh: T,
 ) -> T:  # fmt: skip
     out, new = reference(x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

@@ -42,6 +42,12 @@ def written(state: T, slots: T, last: T) -> T:
     return new
 
 
+def store(state: T, slots: T, new: T) -> None:
+    """Copy the rows of sequences with a slot from `new`, the state after a call: no other row is written."""
+    kept = slots[slots > 0].long()
+    state.index_copy_(0, kept, new[kept])
+
+
 def scan(step: Callable[[T, T], tuple[T, T]], state: T, cu_seqlens: T, out: T) -> T:
     """Fill `out` and return the last states: step(states, rows) -> (new states, outputs), both [B, ...]."""
     for rows, real in zip(*rows_of(cu_seqlens), strict=True):

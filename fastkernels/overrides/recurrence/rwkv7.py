@@ -13,7 +13,15 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.chunks import solve
-from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.packed import (
+    begin,
+    check_shapes,
+    check_slots,
+    scan,
+    store,
+    wide,
+    written,
+)
 from fastkernels.overrides.recurrence.problem import PAIR, Problem, unsupported
 
 T = torch.Tensor
@@ -72,7 +80,7 @@ def _reference(
     r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
 ) -> T:
     out, new = reference(r, w, k, v, a, b, state, cu_seqlens, slots, fresh, scale)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

@@ -14,7 +14,15 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.chunks import solve
-from fastkernels.overrides.recurrence.packed import begin, check_shapes, check_slots, scan, wide, written
+from fastkernels.overrides.recurrence.packed import (
+    begin,
+    check_shapes,
+    check_slots,
+    scan,
+    store,
+    wide,
+    written,
+)
 from fastkernels.overrides.recurrence.problem import STEP, Problem, unsupported
 
 T = torch.Tensor
@@ -86,7 +94,7 @@ def _reference(
     dt_min: float = 0.0, dt_max: float | None = None,
 ) -> T:  # fmt: skip
     out, new = reference(x, dt, a, b, c, d, dt_bias, state, cu_seqlens, slots, fresh, dt_min, dt_max)
-    state.copy_(new)
+    store(state, slots, new)
     return out.contiguous()
 
 

@@ -95,14 +95,14 @@ def find_norm(module: nn.Module, size: int) -> Norm | None:
             scale = weight + added
             shift = 0.0 if bias is None else bias
             inner = x - x.mean(-1, keepdim=True) if centred else x
-            eps = _eps((small - shift) / scale, inner * 1e-4)
+            eps = epsilon((small - shift) / scale, inner * 1e-4)
             root = (inner.square().mean(-1, keepdim=True) + eps).sqrt()
             if eps >= 0 and same(inner / root * scale + shift, y, 1e-5):
                 return Norm(kind, eps, bias is not None)
     return None
 
 
-def _eps(y: torch.Tensor, x: torch.Tensor) -> float:
+def epsilon(y: torch.Tensor, x: torch.Tensor) -> float:
     """The number eps with y = x / sqrt(mean(x^2) + eps)."""
     y, x = y.double(), x.double()
     each = (x * x).sum(-1) / (x * y).sum(-1)  # of a row: sqrt(mean + eps)

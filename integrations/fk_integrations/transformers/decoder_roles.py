@@ -17,6 +17,7 @@ from torch import nn
 from fastkernels.models.common import description as d
 from fastkernels.overrides.routing import grouped_topk
 from fk_integrations.transformers import decoder_probes as probe
+from fk_integrations.transformers import recurrent_roles
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
 
@@ -44,7 +45,8 @@ class Observed:
     """The result of one observed forward pass.
 
     names  {role: name of the module in transformers}: embedding, layers, norm, head, and of a layer, relative to it:
-           q_proj, k_proj, v_proj or qkv_proj, o_proj, q_norm, k_norm, gate_proj, up_proj or gate_up_proj, down_proj
+           q_proj, k_proj, v_proj or qkv_proj, o_proj, q_norm, k_norm, gate_proj, up_proj or gate_up_proj, down_proj;
+           of a recurrent mixer 'mixer.' and a name in our layer, such as mixer.in_proj
     """
 
     decoder: d.Decoder
@@ -54,7 +56,7 @@ class Observed:
 def observe(model: Any, config: Any) -> Observed:
     """The description of a small random model. Raises Unexplained."""
     made = record(model, config.vocab_size)
-    stack = _stack(model, made)
+    stack = _stack(model, made, config.num_hidden_layers)
     names = {"layers": stack}
     first = made.of(model.get_submodule(f"{stack}.0"))
     last = made.of(model.get_submodule(f"{stack}.{config.num_hidden_layers - 1}"))
@@ -131,15 +133,22 @@ def _embedding(
     )
 
 
-def _stack(model: nn.Module, made: Recording) -> str:
-    """The name of the list of layers: the one above every call of attention."""
-    if not made.attention:
-        raise NotObserved(
-            "",
-            "no softmax attention over all tokens was seen: neither a call of transformers' attention "
-            "functions, nor a softmax of queries times keys",
-        )
+def _stack(model: nn.Module, made: Recording, count: int) -> str:
+    """The name of the list of layers: above every call of attention, or with a recurrent mixer in each layer."""
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not made.attention:
+        lists = [
+            name
+            for name in lists
+            if len(model.get_submodule(name)) == count  # type: ignore[arg-type]
+            and all(recurrent_roles.blocks(made, f"{name}.{i}") for i in range(count))
+        ]
+        if not lists:
+            raise NotObserved(
+                "",
+                "no softmax attention over all tokens was seen: neither a call of transformers' attention "
+                "functions, nor a softmax of queries times keys",
+            )
     fits = [n for n in lists if all(a.path.startswith(f"{n}.") for a in made.attention)]
     if not fits:
         raise Unexplained("", "the layers are not in one list")
@@ -172,43 +181,48 @@ def _logits(made: Recording, head: ModuleCall) -> tuple[float, float]:
 
 def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, str]]:
     own = next(c for c in made.calls if c.path == path)
-    attended = [a for a in made.attention if a.path.startswith(f"{path}.")]
-    if len(attended) != 1:
-        raise Unexplained(path, f"{len(attended)} calls of attention in one layer")
     inside = made.inside(path)
+    mixer_path = _mixer_path(made, path)
     try:
-        attention, names, reads, writes = _attention(made, attended[0], path, config)
+        attention, names, reads, writes = _mixer(made, mixer_path, path, config)
     except Unexplained as error:
         try:
-            _mlp(inside, attended[0], path, config)
+            _mlp(inside, mixer_path, path, config)
         except Unexplained as other:
             raise Unexplained(error.path, error.reason, (other,)) from None
         raise
-    mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path, config)
+    found = _mlp(inside, mixer_path, path, config)
+    mlp, mlp_names = (None, {}) if found is None else found[:2]
     names |= mlp_names
     own_parts = [c for c in inside if "." not in c.path[len(path) + 1 :]]
     weighted = [c for c in own_parts if list(c.module.parameters(recurse=False))]
     plain = [c for c in own_parts if not list(c.module.parameters())]
     norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path, plain)
     x, y = own.inputs[0], own.output
-    before_attention = norms.between(x, reads)
-    after_attention = norms.reading(writes)
+    before_attention, after_attention = norms.between(x, reads), norms.reading(writes)
     a = writes if after_attention is None else after_attention.output
-    after_mlp = norms.reading(mlp_writes)
-    m = mlp_writes if after_mlp is None else after_mlp.output
-    at_once = norms.find(x, mlp_reads) is not None or same(mlp_reads, reads)
-    if at_once:
-        before_mlp = None if same(mlp_reads, reads) else norms.between(x, mlp_reads)
-        # GPT-NeoX has two norms of one input, whose outputs differ unless their weights are equal
-        multiplier = probe.ratio(y - x, (a + m).reshape(x.shape))
+    before_mlp = after_mlp = None
+    at_once = False
+    if found is None:
+        multiplier = probe.ratio(y - x, a.reshape(x.shape))
     else:
-        middle = norms.source(mlp_reads)
-        multiplier = probe.ratio(middle.reshape(x.shape) - x, a.reshape(x.shape))
-        before_mlp = norms.find(middle, mlp_reads)
-        if multiplier is not None and not same(y, middle.reshape(x.shape) + multiplier * m.reshape(x.shape)):
-            multiplier = None
+        mlp_reads, mlp_writes = found[2:]
+        after_mlp = norms.reading(mlp_writes)
+        m = mlp_writes if after_mlp is None else after_mlp.output
+        at_once = norms.find(x, mlp_reads) is not None or same(mlp_reads, reads)
+        if at_once:
+            before_mlp = None if same(mlp_reads, reads) else norms.between(x, mlp_reads)
+            # GPT-NeoX has two norms of one input, whose outputs differ unless their weights are equal
+            multiplier = probe.ratio(y - x, (a + m).reshape(x.shape))
+        else:
+            middle = norms.source(mlp_reads).reshape(x.shape)
+            multiplier = probe.ratio(middle - x, a.reshape(x.shape))
+            before_mlp = norms.find(middle, mlp_reads)
+            if multiplier is not None and not same(y, middle + multiplier * m.reshape(x.shape)):
+                multiplier = None
     if multiplier is None:
-        raise Unexplained(path, "its output is not x + multiplier * (attention + MLP)")
+        what = "attention" if mlp is None else "(attention + MLP)"
+        raise Unexplained(path, f"its output is not x + multiplier * {what}")
     parts = {
         "before_attention": before_attention, "after_attention": after_attention, "before_mlp": before_mlp,
         "after_mlp": after_mlp,
@@ -221,9 +235,33 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
     }
     if isinstance(mlp, d.Experts) and (block := names["experts"].rpartition(".")[0]) != "mlp":
         own_names["mlp"] = block
+    if isinstance(attention, d.Recurrent) and mixer_path[len(path) + 1 :] != "self_attn":
+        own_names["self_attn"] = mixer_path[len(path) + 1 :]
     norms.check_all_used([c for c in parts.values() if c is not None])
     layer = d.Layer(attention, mlp, parallel=at_once, multiplier=multiplier, names=own_names, **kinds)
     return layer, names
+
+
+def _mixer_path(made: Recording, layer: str) -> str:
+    """The name of the module that mixes a layer's tokens. Raises Unexplained."""
+    paths = [a.path for a in made.attention if a.path.startswith(f"{layer}.")]
+    paths = paths or [c.path for c in recurrent_roles.blocks(made, layer)]
+    if len(paths) != 1:
+        raise Unexplained(layer, f"{len(paths)} calls of attention or a recurrence in one layer")
+    return paths[0]
+
+
+def _mixer(
+    made: Recording, path: str, layer: str, config: Any
+) -> tuple[d.Attention | d.Recurrent, dict[str, str], torch.Tensor, torch.Tensor]:
+    """(attention or recurrence, names, what it reads, what it writes). Raises Unexplained."""
+    seen = next((a for a in made.attention if a.path == path), None)
+    if seen is not None:
+        return _attention(made, seen, layer, config)
+    found = recurrent_roles.find(made, layer, config)
+    if found is None:
+        raise Unexplained(path, recurrent_roles.MIXER)
+    return found.described, dict(found.names), found.reads, found.writes
 
 
 class _Norms:
@@ -284,7 +322,9 @@ def _attention(
         )
     kv_heads = seen.k.shape[0]
     linears = [c for c in inside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
-    out = next((c for c in linears if same(c.inputs[0], seen.output)), None)
+    out, gated = next((c for c in linears if same(c.inputs[0], seen.output)), None), None
+    if out is None:
+        out, gated = _gated(linears, seen)
     if out is None:
         raise _not_projected(inside, linears, seen)
     names = {"o_proj": out.path[len(layer) + 1 :]}
@@ -297,6 +337,7 @@ def _attention(
         window=_window(seen),
         softcap=seen.softcap,
         max_positions=getattr(config, "max_position_embeddings", None) or d.Attention.max_positions,
+        gated=gated is not None,
     )
     projections = [c for c in linears if c is not out]
     if any(not same(c.inputs[0], projections[0].inputs[0]) for c in projections):
@@ -304,7 +345,7 @@ def _attention(
     leaves = [c for c in inside if not list(c.module.children()) and not isinstance(c.module, nn.Dropout)]
     rest = [c for c in leaves if all(c is not linear for linear in linears)]
     known = False
-    for q, k, v, by_head, roles in _projected(projections, seen, layer):
+    for q, k, v, by_head, roles in _projected(projections, seen, layer, gated):
         normed = _head_norms(rest, q, k, heads, kv_heads, size, layer)
         if normed is None or not same(v, seen.v.transpose(0, 1)):
             continue
@@ -329,6 +370,24 @@ def _attention(
         given = getattr(config, "rope_parameters", None)
         what = f"its queries and keys are rotated in another way than by config.rope_parameters={given!r}"
     raise Unexplained(seen.path, what)
+
+
+def _halves(call: ModuleCall, seen: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each head's query and gate [T, heads, size] in a projection that has both."""
+    heads, tokens, _ = seen.q.shape
+    query, gate = call.output.reshape(tokens, heads, -1).chunk(2, -1)
+    return query, gate
+
+
+def _gated(linears: list[ModuleCall], seen: AttentionCall) -> tuple[ModuleCall | None, ModuleCall | None]:
+    """(output projection, projection of queries and gates) of attention whose output the gates' sigmoid multiplies."""
+    for call in linears:
+        if call.output.numel() == 2 * seen.q.numel():
+            written = seen.output * _halves(call, seen)[1].flatten(1).sigmoid()
+            for out in linears:
+                if same(out.inputs[0], written):
+                    return out, call
+    return None, None
 
 
 def _not_projected(inside: list[ModuleCall], linears: list[ModuleCall], seen: AttentionCall) -> Unexplained:
@@ -381,15 +440,23 @@ def _window(seen: AttentionCall) -> int | None:
     return None if most == tokens else most
 
 
-def _projected(projections: list[ModuleCall], seen: AttentionCall, layer: str) -> Any:
-    """(q, k, v [T, heads, size], by_head, {role: name}) of each way to read the projections."""
+def _projected(
+    projections: list[ModuleCall], seen: AttentionCall, layer: str, gated: ModuleCall | None
+) -> Any:
+    """(q, k, v [T, heads, size], by_head, {role: name}) of each way to read the projections.
+
+    gated: the projection of the queries that has each head's gate after its query
+    """
     heads, tokens, size = seen.q.shape
     kv = seen.k.shape[0]
 
     def name(call: ModuleCall) -> str:
         return call.path[len(layer) + 1 :]
 
-    flat = [c.output.reshape(tokens, -1) for c in projections]
+    flat = [
+        c.output.reshape(tokens, -1) if c is not gated else _halves(c, seen)[0].flatten(1)
+        for c in projections
+    ]
     if len(projections) == 1 and flat[0].shape[1] == (heads + 2 * kv) * size:
         q, k, v = flat[0].split([heads * size, kv * size, kv * size], 1)
         roles = {"qkv_proj": name(projections[0])}
@@ -493,10 +560,10 @@ def _factor(seen: AttentionCall, q: torch.Tensor, k: torch.Tensor) -> float | No
 
 
 def _mlp(
-    inside: list[ModuleCall], seen: AttentionCall, layer: str, config: Any
-) -> tuple[d.Mlp | d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
-    """(MLP, names, what it reads, what it writes)."""
-    outside = [c for c in inside if not f"{c.path}.".startswith(f"{seen.path}.")]
+    inside: list[ModuleCall], mixer: str, layer: str, config: Any
+) -> tuple[d.Mlp | d.Experts, dict[str, str], torch.Tensor, torch.Tensor] | None:
+    """(MLP, names, what it reads, what it writes); None if a layer has nothing but norms outside its mixer."""
+    outside = [c for c in inside if not f"{c.path}.".startswith(f"{mixer}.")]
     linears = [c for c in outside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
     weighted = [
         c for c in outside if "." in c.path[len(layer) + 1 :] and list(c.module.parameters(recurse=False))
@@ -505,6 +572,8 @@ def _mlp(
     experts = next((c for c in strange if sum(p.dim() == 3 for p in c.module.parameters()) == 2), None)
     if experts is not None:
         return _experts(outside, linears, experts, layer, config)
+    if not linears and not strange:
+        return None
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer

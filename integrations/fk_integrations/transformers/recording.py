@@ -180,13 +180,35 @@ class _Written(TorchFunctionMode):
         first, second = scores[seen].double(), raw[seen].double()
         scale = float(first @ second / (second @ second))
         fits = bool((first - scale * second).abs().max() <= 1e-4 * first.abs().max() + 1e-9)
+        unknown = () if fits else ("scores that are not a scaled product of queries and keys (a bias?)",)
+        if visible is not None and (slopes := _slopes(scores, raw, visible)) is not None:
+            least, most = float(slopes.abs().min()), float(slopes.abs().max())
+            unknown = (
+                f"a bias by the distance of query and key (ALiBi), with slopes from {least:.3g} to {most:.3g}",
+            )
         out = output.reshape(-1, tokens, output.shape[-1]).transpose(0, 1).flatten(1)
         self.made.attention.append(
             AttentionCall(
                 self.inside[-1] if self.inside else "", flat_q, k, flat_v, out, visible, scale, 0.0,
-                () if fits else ("scores that are not a scaled product of queries and keys (a bias?)",),
+                unknown,
             )
         )  # fmt: skip
+
+
+def _slopes(scores: torch.Tensor, raw: torch.Tensor, visible: torch.Tensor) -> torch.Tensor | None:
+    """The factor of the key's position in each head's scores [H]; None if they have none, or other parts."""
+    row, column = visible.nonzero(as_tuple=True)
+    rows = torch.nn.functional.one_hot(row, len(visible)).double()  # softmax ignores a constant of each query
+    found = []
+    for mine, product in zip(scores, raw, strict=True):
+        y = mine[row, column].double()
+        given = torch.cat([product[row, column, None].double(), column[:, None].double(), rows], 1)
+        solved = torch.linalg.lstsq(given, y[:, None], driver="gelsd").solution
+        if bool((given @ solved - y[:, None]).abs().max() > 1e-5 * y.abs().max()):
+            return None
+        found.append(solved[1, 0])
+    slopes = torch.stack(found)
+    return slopes if bool((slopes.abs() > 1e-6 * scores[:, visible].abs().max()).any()) else None
 
 
 def _without_copies(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ SIZES = {
     "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6,
     "num_experts_per_tok": 2, "sliding_window": 5, "rotary_dim": 8, "ffn_hidden_size": 80, "ffn_dim": 80,
     "word_embed_proj_dim": 64, "num_kv_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "state_size": 12, "time_step_rank": 6, "mamba_d_state": 12, "mamba_dt_rank": 6, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
 POSITIONS = 4096
@@ -105,10 +110,23 @@ def reference_class(config: Any) -> Any:
 
 def fields(config: Any) -> dict[str, Any]:
     """The fields that describe the model, without those that every config has."""
+    general = _general()
+    return {name: value for name, value in config.to_dict().items() if name not in general}
+
+
+@cache
+def _general() -> frozenset[str]:
     from transformers import PreTrainedConfig
 
-    general = set(PreTrainedConfig().to_dict()) | {"auto_map", "use_cache", "is_decoder"}
-    return {name: value for name, value in config.to_dict().items() if name not in general}
+    return frozenset(PreTrainedConfig().to_dict()) | {"auto_map", "use_cache", "is_decoder"}
+
+
+def declared(config: Any) -> set[str]:
+    """The names of the fields that every config of this class has, without those that this config has in addition."""
+    try:
+        return set(fields(type(config)()))
+    except Exception:  # each config class checks in its own way
+        return set(fields(config))
 
 
 def changed(config: Any, **values: Any) -> Any:
@@ -144,7 +162,19 @@ def shrunk(config: Any) -> Any:
     try:
         return changed(config, **small)
     except Exception as error:  # each config class checks in its own way
+        for other in _fitting(config, small):
+            return other
         raise NoReference(f"the config cannot be made small: {' '.join(str(error).split())[:300]}") from error
+
+
+def _fitting(config: Any, small: dict[str, Any]) -> Iterator[Any]:
+    """Configs with these sizes and one more that the class then accepts, such as Mamba-2's number of heads."""
+    for name, value in fields(config).items():
+        if name in small or type(value) is not int or value < 2:
+            continue
+        for other in range(1, min(value, SIZES["hidden_size"]) + 1):
+            with suppress(Exception):  # each config class checks in its own way
+                yield changed(config, **small, **{name: other})
 
 
 def _part(config: Any) -> str:
@@ -195,10 +225,21 @@ def build(config: Any, seed: int = 0) -> Any:
 
 
 TRAINING = ("aux_loss", "z_loss", "jitter", "initializer", "pretraining_tp", "output_", "loss_coef")
+# How a recurrence is computed, its first weights, and the dtype of the residual stream of a float32 model
+RECURRENCES = (
+    "chunk_size",
+    "mambapy",
+    "associative_scan",
+    "mamba_kernels",
+    "time_step_",
+    "prenorm",
+    "residual_in_fp32",
+)
 
 
 def fields_read(config: Any) -> set[str]:
-    """The fields that the reference model of a small config reads when it is built and run, but for training."""
+    """The fields that the reference model of a small config reads when it is built and run, but for those that never
+    change a result: of training, and of how a recurrence is computed."""
     made, read = copy.deepcopy(config), set[str]()
     own = type(made)
 
@@ -217,7 +258,9 @@ def fields_read(config: Any) -> set[str]:
     ):  # a class that does not accept the recorder, or needs other inputs: no field is known to be read
         return set()
     names = getattr(config, "attribute_map", {})
-    return {names.get(name, name) for name in read if not any(part in name for part in TRAINING)}
+    return {
+        names.get(name, name) for name in read if not any(part in name for part in (*TRAINING, *RECURRENCES))
+    }
 
 
 def checkpoint_names(model: Any) -> dict[str, str]:
@@ -264,7 +307,8 @@ def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             changes.insert(0, {name: True, used: 3})  # neither field alone changes anything
         if name == "topk_group" and "n_group" in fields(config):
             changes.insert(0, {name: 2, "n_group": 3})  # two of one group are no choice
-        more = (change for c in changes for of in (_with_head, with_all_keys) for change in of(config, c))
+        adapted = (_with_head, with_all_keys, _with_another)
+        more = (change for c in changes for of in adapted for change in of(config, c))
         yield name, [*changes, *more]
 
 
@@ -289,7 +333,7 @@ def _with_head(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
     names = getattr(config, "attribute_map", {})
     hidden, heads = (names.get(n, n) for n in ("hidden_size", "num_attention_heads"))
     made = {**fields(config), **change}
-    if set(change) & {hidden, heads} and isinstance(made.get("head_dim"), int) and made[heads]:
+    if set(change) & {hidden, heads} and isinstance(made.get("head_dim"), int) and made.get(heads):
         yield {**change, "head_dim": made[hidden] // made[heads]}
 
 
@@ -303,6 +347,26 @@ def with_all_keys(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any
         yield {**change, **more}
 
 
+def _with_another(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The change of a size that the config's class refuses alone, with another size twice or half as large."""
+    if not all(type(value) is int for value in change.values()) or _accepted(config, change):
+        return
+    for name, value in fields(config).items():
+        if name in change or type(value) is not int or name.endswith("token_id"):
+            continue
+        for other in (2 * value, value // 2):
+            if other not in (0, value) and _accepted(config, made := {**change, name: other}):
+                yield made
+
+
+def _accepted(config: Any, change: dict[str, Any]) -> bool:
+    try:
+        changed(config, **change)
+    except Exception:  # each config class checks in its own way
+        return False
+    return True
+
+
 def _activations() -> tuple[str, ...]:
     from fastkernels.models.common.activations import NAMES
 
@@ -311,10 +375,27 @@ def _activations() -> tuple[str, ...]:
 
 def _flipped(values: list[Any]) -> Iterator[list[Any]]:
     """The list with another first, and another last entry."""
-    known = LAYER_TYPES if values[0] in LAYER_TYPES else (0, 1) if all(v in (0, 1) for v in values) else ()
+    if all(isinstance(v, float) for v in values):
+        yield from _other_numbers(values)
+        return
+    known: tuple[Any, ...] = (0, 1) if all(v in (0, 1) for v in values) else ()
+    if all(isinstance(v, str) for v in values):
+        known = LAYER_TYPES if values[0] in LAYER_TYPES else tuple(dict.fromkeys(values))
     for at in (0, -1):
         others = [v for v in known if v != values[at]]
         if others:
             made = list(values)
             made[at] = others[0]
             yield made
+
+
+def _other_numbers(values: list[float]) -> Iterator[list[float]]:
+    """The list with each number changed in turn; limits of a range stay in order."""
+    for at, value in enumerate(values):
+        made = list(values)
+        made[at] = (
+            0.75 * value + 0.25
+            if isfinite(value)
+            else max((v for v in values if isfinite(v)), default=0.0) + 1.0
+        )
+        yield made

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from fk_bench.scaffold.samples import equal, normal
 from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers import tiny_models
-from fk_integrations.transformers.decoder_roles import observe
+from fk_integrations.transformers.decoder_roles import Unexplained, observe
+from fk_integrations.transformers.recording import record
+from fk_integrations.transformers.recurrent_roles import find
+from support.tiny import KINDS, SIZES
 from torch import nn
 
+from fastkernels.models.common import registry
 from fastkernels.models.common.decoder import make_norm
-from fastkernels.models.common.description import Attention, Norm
+from fastkernels.models.common.description import Attention, Decoder, Norm, Recurrent, limits
+
+
+def tiny_config(kind: str, **fields: Any) -> Any:
+    import transformers
+
+    prefix, differs = KINDS[kind]
+    cls = getattr(transformers, f"{prefix}Config")
+    given = {**SIZES, **differs, **fields}
+    config = cls(**{k: v for k, v in given.items() if not isinstance(getattr(cls, k, None), property)})
+    config.architectures = [f"{prefix}ForCausalLM"]
+    return config
 
 
 @pytest.mark.parametrize("kind", ["rms", "gemma", "layer"])
@@ -65,3 +84,53 @@ def test_router_with_a_correction_is_found(groups: int, best: int) -> None:
         assert (experts.groups, experts.top_groups, experts.top_k) == (groups, best, 2)
         assert experts.scoring == "sigmoid" and experts.correction and experts.normalize is (groups == 1)
         assert experts.scale == pytest.approx(1.5, rel=1e-4)
+
+
+RECURRENT = {  # kind: (fields that differ from KINDS)
+    "mamba": {"use_bias": True, "use_conv_bias": False},
+    "mamba2": {"n_groups": 4, "use_bias": True, "time_step_limit": [0.5, 0.9]},
+    "jamba": {"num_hidden_layers": 3},
+    "qwen3_next": {"mlp_only_layers": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_are_described(kind: str) -> None:
+    """The description read off a model equals that of the model file."""
+    config = tiny_config(kind, **RECURRENT[kind])
+    found = observe(tiny_models.build(config), config)
+    assert equal(_unnamed(normal(found.decoder)), _unnamed(normal(registry.describe(config))))
+    recurrent = [layer for layer in found.decoder.layers if isinstance(layer.attention, Recurrent)]
+    assert recurrent and found.names["mixer.A"] == f"{recurrent[0].name('self_attn')}.A_log"
+
+
+def _unnamed(decoder: Decoder) -> Decoder:
+    """The description without the name of the MLP, which the scaffold knows of experts only."""
+    return replace(decoder, layers=tuple(replace(layer, names={}) for layer in decoder.layers))
+
+
+def test_tensors_with_other_names_are_found() -> None:
+    """Shapes and values tell A, D and the bias of time steps apart."""
+    config = tiny_config("mamba2", num_hidden_layers=1)
+    model = tiny_models.build(config)
+    mixer = model.get_submodule("backbone.layers.0.mixer")
+    made = record(model, config.vocab_size)
+    other = {"D": "first", "dt_bias": "second", "A_log": "third"}
+    own = dict(mixer.named_parameters(recurse=False))
+    mixer._parameters.clear()
+    mixer._parameters.update({other[name]: p for name, p in own.items()})
+    found = find(made, "backbone.layers.0", config)
+    assert found is not None
+    assert {role: found.names[f"mixer.{role}"] for role in ("A", "D", "dt_bias")} == {
+        "A": "mixer.third", "D": "mixer.first", "dt_bias": "mixer.second"
+    }  # fmt: skip
+
+
+def test_other_activation_is_no_description() -> None:
+    config = tiny_config("mamba", num_hidden_layers=1, hidden_act="gelu")
+    with pytest.raises(Unexplained, match=r"backbone\.layers\.0\.mixer: a convolution and a recurrence"):
+        observe(tiny_models.build(config), config)
+
+
+def test_limits_of_time_steps_are_plain_numbers() -> None:
+    assert limits([0, float("inf")]) == (0.0, None) and limits((0.25, 2)) == (0.25, 2.0)

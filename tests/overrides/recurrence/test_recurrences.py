@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.kernels import warm
 from support.kernels.op_cases import make_args
 from support.kernels.recurrence_runs import OPS, named
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
@@ -103,6 +104,59 @@ def test_order_and_slots_do_not_change_results(name: str, lens: list[int], data:
     )
     torch.testing.assert_close(out, run(spec, args)[rows])
     torch.testing.assert_close(state[moved], args["state"])
+
+
+class WritesOf(TorchDispatchMode):
+    """Records the ops that write all rows of a tensor."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        super().__init__()
+        self.state, self.found = state, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [
+            args[i]
+            for i, a in enumerate(func._schema.arguments[: len(args)])
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        whole = self.state.data_ptr(), self.state.numel()
+        if any((t.data_ptr(), t.numel()) == whole for t in written) and "index" not in str(func):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.int32)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@FIXED
+@given(lens=lengths, data=st.data())
+def test_only_named_slots_are_written(name: str, lens: list[int], data: st.DataObject) -> None:
+    """Unused slots, and that of padding, may hold any bits: these stay, and reach no other sequence."""
+    spec, args = made(name, lens, slots=len(lens) + 4)
+    state, count = args["state"], len(lens) + 4
+    state = torch.randn(count, *state.shape[1:]) if len(state) != count else state.clone()
+    chosen = data.draw(st.permutations(range(1, count)))[: len(lens)]
+    padded = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(lens), max_size=len(lens))))
+    slots = torch.where(padded, 0, torch.tensor(chosen)).to(torch.int32)
+    used = sorted({int(slot) for slot in slots if slot > 0})
+    others = [i for i in range(count) if i not in used]
+    clean = {**args, "slots": slots, "state": state.clone()}
+    expected = run(spec, clean)
+    state[others] = float("nan")
+    bits(state)[others] += torch.arange(len(others), dtype=torch.int32).view(-1, *[1] * (state.dim() - 1))
+    given_args = {**args, "slots": slots, "state": state.clone()}
+    with WritesOf(given_args["state"]) as writes:
+        provider = next(p for p in spec.op.providers if p.name == "reference")
+        out = provider.fn(*given_args.values())
+    assert torch.equal(out, expected) and out.isfinite().all()
+    assert torch.equal(given_args["state"][used], clean["state"][used])
+    assert torch.equal(bits(given_args["state"])[others], bits(state)[others])
+    assert not writes.found
+    _, new = spec.reference(**{**args, "slots": slots, "state": state})
+    assert torch.equal(bits(new)[others], bits(state)[others])
+    assert torch.equal(new[used], clean["state"][used])
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.overrides.recurrence.packed import begin
 from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
 from fk_bench.evaluate.adapters.loading import import_from
 from fk_bench.evaluate.adapters.native import cuda_ext
@@ -492,10 +493,28 @@ def _timestep_embedding(make: Modules) -> Callable[..., Any]:
     return timestep_embedding
 
 
+def _gated_linear_attention(make: Modules) -> Callable[..., Any]:
+    def gated_linear_attention(q, k, v, g, state, cu_seqlens, slots, fresh, scale=1.0):
+        # The published class has a gate for each channel, a batch of one packed row, and returns the states.
+        gate = g if g.dim() == 3 else (g.expand(len(v), -1) if g.dim() == 1 else g)[..., None].expand_as(k)
+        packed = (t.contiguous()[None] for t in (q, k, v, gate))
+        first = begin(state, slots, fresh, state.dtype)
+        out, last = make(q.device)(
+            *packed, scale=scale, initial_state=first, output_final_state=True, cu_seqlens=cu_seqlens.long()
+        )
+        # Slot 0 is for padding, and keeps its value.
+        kept = (slots > 0).view(-1, *[1] * (state.dim() - 1))
+        state.index_copy_(0, slots.long(), torch.where(kept, last.to(state.dtype), state[:1]))
+        return out[0].to(v.dtype)
+
+    return gated_linear_attention
+
+
 FUNCTIONS: Mapping[str, Callable[[Modules], Callable[..., Any]]] = {
     "attention_dense": _attention_dense, "batched_matmul": _batched_matmul,
     "concat_and_cache_mla": _concat_and_cache_mla, "convolution": _convolution, "embedding": _embedding,
-    "fused_experts": _fused_experts, "gelu": _gelu, "gemma_rms_norm": _gemma_rms_norm,
+    "fused_experts": _fused_experts, "gated_linear_attention": _gated_linear_attention, "gelu": _gelu,
+    "gemma_rms_norm": _gemma_rms_norm,
     "interpolate": _interpolate, "layer_norm": _layer_norm, "linear": _linear, "merge_state": _merge_state,
     "moe_align": _moe_align, "moe_sum": _moe_sum, "pool": _pool, "quick_gelu": _silu_and_mul,
     "rms_norm": _rms_norm, "rms_norm_gated": _rms_norm_gated, "rope_axes": _rope_axes, "rope_nd": _rope_nd,

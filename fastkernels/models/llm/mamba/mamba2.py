@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fastkernels.models.common import description as d
@@ -12,11 +11,10 @@ from fastkernels.models.common.architecture import Architecture
 def describe(config: Any) -> d.Decoder:
     d.refuse(config, hidden_act="silu")
     norm = d.Norm(eps=config.layer_norm_epsilon)
-    least, most = config.time_step_limit
     mixer = d.Mamba2(
         config.conv_kernel, heads=config.num_heads, head_size=config.head_dim, groups=config.n_groups,
         size=config.state_size, norm=norm, conv_bias=config.use_conv_bias, bias=config.use_bias,
-        dt_limits=(least, None if math.isinf(most) else most),
+        dt_limits=d.limits(config.time_step_limit),
     )  # fmt: skip
     layer = d.Layer(
         mixer, None, before_attention=norm, names={"self_attn": "mixer", "before_attention": "norm"}

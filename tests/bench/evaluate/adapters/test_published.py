@@ -126,6 +126,22 @@ class Interpolate(nn.Module):
         assert (size is None) == (scale_factor == 2.0)
         return F.interpolate(x, size, scale_factor, mode, align_corners)
 """
+CHUNK_GLA = """
+import torch
+import torch.nn as nn
+
+class ChunkGLA(nn.Module):
+    def forward(self, q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+        assert q.shape == g.shape and len(q) == 1 and output_final_state and cu_seqlens.dtype == torch.int64
+        assert all(t.is_contiguous() for t in (q, k, v, g, initial_state))
+        out, states = torch.zeros_like(v), []
+        for i, s in enumerate(initial_state.float()):
+            for t in range(int(cu_seqlens[i]), int(cu_seqlens[i + 1])):
+                s = s * g[0, t].float().exp()[..., None] + k[0, t].float()[..., None] * v[0, t].float()[:, None]
+                out[0, t] = ((s * q[0, t].float()[..., None]).sum(-2) * scale).to(v.dtype)
+            states.append(s)
+        return out, torch.stack(states)
+"""
 CPP = """
 #include <torch/extension.h>
 #include "factor.h"
@@ -234,6 +250,24 @@ def test_sizes_reach_a_class_as_published_models_write_them(tmp_path):
     for size, mode in (((18, 14), "nearest"), ((18, 10), "linear")):
         reference = sys.modules[registry.op_modules()["interpolate"]].reference
         torch.testing.assert_close(interpolate(x, size, mode), reference(x, size, mode))
+
+
+def test_returned_states_reach_their_slots(tmp_path):
+    """Each kind of gate; sequences that begin, continue, or are padding, whose slot keeps its value."""
+    gla, spec = (
+        function(tmp_path, "gated_linear_attention", chunk_gla=CHUNK_GLA),
+        registry.get("gated_linear_attention"),
+    )
+    q, k, v = torch.randn(6, 3, 5), torch.randn(6, 3, 5), torch.randn(6, 3, 7)
+    starts, slots = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5, 6, 6], [2, 4, 0, 0]))
+    fresh = torch.tensor([False, True, False, False])
+    for shape in ((6, 3, 5), (6, 3), (3,)):
+        g, state = -torch.rand(shape), torch.randn(6, 3, 5, 7)
+        state[[1, 3, 5]] = float("nan")  # of no sequence here
+        expected, new = spec.reference(q, k, v, g, state, starts, slots, fresh, 0.3)
+        out = gla(q, k, v, g, state, starts, slots, fresh, 0.3)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(state, new, equal_nan=True)
 
 
 def documented() -> str:
