@@ -102,6 +102,10 @@ COMMANDS = {
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",
     ),
+    "trace": (
+        "trace.command:trace_command",
+        "FlashInfer-Trace data sets: ops, cases, candidates and verdicts exported, those of others imported",
+    ),
     "diff": ("serving.commands:diff_command", "compare two runs; the regression gate"),
     "report": ("serving.commands:report_command", "render a run's HTML report again from its rows"),
     "tables": (
