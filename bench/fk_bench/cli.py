@@ -62,6 +62,10 @@ COMMANDS = {
         "explain.command:explain_command",
         "where a model's step spends its time: floor, host's time, best provider, predicted gain",
     ),
+    "profile": (
+        "profile.command:profile_command",
+        "what limits an op's kernels or a model's step: counters, kernels by time, gaps, each op against its floor",
+    ),
     "coverage": (
         "coverage.command:coverage_command",
         "audit every modeling file of the installed transformers: which architectures our ops can compute",
