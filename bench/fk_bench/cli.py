@@ -62,6 +62,10 @@ COMMANDS = {
         "explain.command:explain_command",
         "where a model's step spends its time: floor, host's time, best provider, predicted gain",
     ),
+    "profile": (
+        "profile.command:profile_command",
+        "what limits an op's kernels or a model's step: counters, kernels by time, gaps, each op against its floor",
+    ),
     "coverage": (
         "coverage.command:coverage_command",
         "audit every modeling file of the installed transformers: which architectures our ops can compute",
@@ -101,6 +105,10 @@ COMMANDS = {
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",
+    ),
+    "trace": (
+        "trace.command:trace_command",
+        "FlashInfer-Trace data sets: ops, cases, candidates and verdicts exported, those of others imported",
     ),
     "diff": ("serving.commands:diff_command", "compare two runs; the regression gate"),
     "report": ("serving.commands:report_command", "render a run's HTML report again from its rows"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -14,17 +15,19 @@ import torch
 
 from fastkernels.core import registry
 from fastkernels.core.case import Case
-from fastkernels.core.declaration import Axis, Scalar, Sizes, Tensor
+from fastkernels.core.declaration import REQUIRED, Axis, Scalar, Sizes, Tensor
 from fastkernels.core.spec import OpSpec
 
 NUMBERS = {bool: "bool", int: "int64", float: "float32"}
+CONSTANT = "constant:"  # the beginning of a tag NAME=JSON: an argument that is a constant of `run`
 
 
 def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
     """The op as a FlashInfer-Trace Definition (https://bench.flashinfer.ai), with a self-contained reference.
 
     Axes that are constants of a model have the values of `case`, by default the op's first case of a model. Options and
-    absent tensors of that case are constants of `run`. Raises ValueError for an op without a declaration.
+    absent tensors of that case are constants of `run`; a tag `constant:NAME=JSON` has each option. The name has all in
+    which the op's definitions differ. Raises ValueError for an op without a declaration.
     """
     if not spec.arguments:
         raise ValueError(f"{spec.name} has no declared arguments")
@@ -33,11 +36,15 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
     found = _Axes(spec, sizes)
     inputs: dict[str, Any] = {}
     given: list[str] = []
+    tags = [f"level:{spec.level}"]
     for argument in spec.arguments:
         if isinstance(argument, Scalar):
             value = argument.of(sizes)
             if type(value) not in NUMBERS:
                 given.append(repr(value))
+                if value is not None:
+                    plain = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+                    tags.append(f"{CONSTANT}{argument.name}={json.dumps(plain)}")
                 continue
             inputs[argument.name] = {"shape": None, "dtype": NUMBERS[type(value)]}
         elif not argument.there(sizes):
@@ -52,19 +59,26 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
         for t in spec.declaration.tensors.values()
         if t.mutated and t.there(sizes)
     }
-    constants = {name: axis["value"] for name, axis in found.axes.items() if axis["type"] == "const"}
-    shown = "_".join(f"{name}{value}" for name, value in constants.items() if name in case.dims)
     return {
-        "name": f"{spec.name}_{shown}" if shown else spec.name,
+        "name": "_".join([spec.name, *_facts(spec, case, found.axes, set(inputs))]),
         "op_type": spec.name,
         "description": _first_line(registry.op_module(spec.name).__doc__),
-        "tags": [f"level:{spec.level}"],
+        "tags": tags,
         "axes": found.axes,
         "constraints": [*found.constraints, *(c for c in spec.constraints if _names(c) <= set(found.axes))],
         "inputs": inputs,
         "outputs": outputs,
         "reference": _run(spec.reference, list(inputs), given),
     }
+
+
+def axis_values(spec: OpSpec, case: Case) -> dict[str, int]:
+    """The values in a case of the variable axes of its definition: what a Workload states."""
+    found = _Axes(spec, spec.declaration.sizes(case.dims, case.dtype))
+    for tensor in (*spec.declaration.tensors.values(), *spec.outputs):
+        if tensor.there(found.sizes):
+            found.described(tensor)
+    return {name: value for name, value in found.values.items() if found.axes[name]["type"] == "var"}
 
 
 def table(spec: OpSpec) -> str:
@@ -94,12 +108,35 @@ def table(spec: OpSpec) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+class _Read(Sizes):
+    """Sizes that list the axes that are read."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def _computed_from(sizes: Sizes, name: str) -> set[str]:
+    """The axes that the default of an axis is computed from."""
+    axis = sizes.axes.get(name)
+    if axis is None or not callable(axis.default):
+        return set()
+    read = _Read(sizes.axes, sizes.dims, sizes["dtype"])
+    axis.default(read)
+    return read.names - {name}
+
+
 class _Axes:
     """The axes of the definition; a size that is an expression gets an axis of its own, and a constraint."""
 
     def __init__(self, spec: OpSpec, sizes: Sizes):
         self.spec, self.sizes = spec, sizes
         self.axes: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, int] = {}
         self.constraints: list[str] = []
 
     def described(self, tensor: Tensor) -> dict[str, Any]:
@@ -110,7 +147,7 @@ class _Axes:
                 name = str(dim.expr.name)
                 shape += [self._add(f"{name}_{i}", n, True) for i, n in enumerate(self.sizes[name])]
             elif not dim.optional or any(n in self.sizes.dims for n in dim.expr.names):
-                varies = any(self.spec.declaration.axes.get(n, Axis()).varies for n in dim.expr.names)
+                varies = any(self._varies(n) for n in dim.expr.names)
                 name = dim.expr.name or re.sub(r"\W+", "_", f"size_{dim.expr.text}").strip("_")
                 shape.append(self._add(name, dim.expr(self.sizes), varies))
                 rule = f"{name} == {dim.expr.text}"
@@ -122,9 +159,60 @@ class _Axes:
                     self.constraints.append(rule)
         return {"shape": shape, "dtype": str(tensor.torch_dtype(self.sizes)).removeprefix("torch.")}
 
+    def _varies(self, name: str) -> bool:
+        """Whether an axis, or one that its default is computed from, differs between calls of one model."""
+        axis = self.spec.declaration.axes.get(name, Axis())
+        return axis.varies or any(self._varies(n) for n in _computed_from(self.sizes, name))
+
     def _add(self, name: str, value: int, varies: bool) -> str:
         self.axes[name] = {"type": "var"} if varies else {"type": "const", "value": value}
+        self.values[name] = value
         return name
+
+
+def _facts(spec: OpSpec, case: Case, axes: dict[str, dict[str, Any]], inputs: set[str]) -> Iterator[str]:
+    """The parts of a definition's name after the op: constant sizes, options, and a dtype other than bfloat16."""
+    declared = spec.declaration.axes
+    tensors = [a for a in (*spec.arguments, *spec.outputs) if isinstance(a, Tensor)]
+    scalars = [a for a in spec.arguments if isinstance(a, Scalar)]
+    conditions = {name for t in tensors for condition, _ in t.shapes for name in condition.names}
+    passed = {a.axis for a in scalars if a.name in inputs} - conditions
+    used = {name for t in tensors for e in t.expressions for name in e.names} | {t.dtype for t in tensors}
+    used |= {a.axis for a in scalars if not a.value}
+    sizes = Sizes(declared, case.dims, case.dtype)
+    used |= {other for name in used for other in _computed_from(sizes, name)}
+
+    def is_usual(name: str, value: Any) -> bool:
+        others = Sizes(declared, {k: v for k, v in case.dims.items() if k != name}, case.dtype)
+        return declared[name].default is not REQUIRED and _plain(value) == _plain(others[name])
+
+    for name, axis in axes.items():
+        if axis["type"] == "const" and name in declared and not is_usual(name, axis["value"]):
+            yield f"{name}{axis['value']}"
+    for name in (n for n in declared if n in case.dims and n in used):  # others are about memory layout
+        value = case.dims[name]
+        if f"{name}_1" in axes:  # the number of leading sizes
+            yield f"{name}{len(value)}d"
+            continue
+        optional = name in spec.declaration.optional and axes.get(name, {}).get("type") == "var"
+        if optional or (name in passed and value is not None and declared[name].default is None):
+            yield name
+        elif not (name in axes or name in passed or declared[name].varies or is_usual(name, value)):
+            yield _word(name, value)
+    if case.dtype != "bfloat16":
+        yield case.dtype
+
+
+def _plain(value: Any) -> Any:
+    """The value, with a list, as JSON has it, as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _word(name: str, value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return name if value else f"no_{name}"
+    text = "x".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return f"{name}_{text}" if isinstance(value, str) else f"{name}{text}"
 
 
 def _names(expression: str) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from support.kernels.op_cases import make_args
 
 from fastkernels.core import registry
-from fastkernels.core.definition import definition, table
+from fastkernels.core.definition import axis_values, definition, table
 
 NAMES = registry.op_names()
 DTYPES = {
@@ -34,6 +34,24 @@ def test_definition_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_name_and_axes_fit_every_case(name: str) -> None:
+    """Definitions with one name are equal, flashinfer-bench accepts them, and a case gives their sizes."""
+    theirs = pytest.importorskip("flashinfer_bench").data.Definition
+    spec, known = registry.get(name), {}
+    for case in spec.cases:
+        found = definition(spec, case)
+        assert known.setdefault(found["name"], found) == found, case.name
+        sizes = axis_values(spec, case) | {n: a["value"] for n, a in found["axes"].items() if "value" in a}
+        declared = spec.declaration.sizes(case.dims, case.dtype)
+        for tensor in spec.declaration.tensors.values():
+            if tensor.there(declared):
+                shape = found["inputs"][tensor.name]["shape"]
+                assert tuple(sizes[n] for n in shape) == tensor.shape(declared)
+        if not any(t["dtype"] == "uint8" for t in found["inputs"].values()):
+            theirs.model_validate(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_definition_runs_the_reference(name: str) -> None:
     spec = registry.get(name)
     for case in (c for c in spec.cases if "odd" in c.tags):
@@ -53,7 +71,7 @@ def test_definition_runs_the_reference(name: str) -> None:
 
 def test_definition_of_rms_norm() -> None:
     found = definition(registry.get("rms_norm"))
-    assert found["name"] == "rms_norm_hidden4096"
+    assert found["name"] == "rms_norm_hidden4096_residual"
     assert found["axes"] == {"tokens": {"type": "var"}, "hidden": {"type": "const", "value": 4096}}
     assert found["inputs"]["weight"] == {"shape": ["hidden"], "dtype": "bfloat16"}
     assert found["inputs"]["eps"] == {"shape": None, "dtype": "float32"}

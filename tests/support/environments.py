@@ -107,7 +107,10 @@ def fill(name: str, folder: Path, locked: bool = True) -> None:
     pip(python, "install", "-U", "pip", "setuptools>=77", "wheel")
     lock = ("-c", lock_file(name)) if locked else ()
     if name == "own":
-        pip(python, "install", *(lock or ("-c", SUPPORT / "constraints.txt")), f"{ROOT}[dev]")
+        versions = lock or ("-c", SUPPORT / "constraints.txt")
+        pip(python, "install", *versions, f"{ROOT}[dev]")
+        # its dependency FlashInfer is for GPUs only; the others are here
+        pip(python, "install", "--no-deps", *versions, "flashinfer-bench")
         pip(python, "uninstall", "-y", "fastkernels")
     elif has_gpu():
         pip(python, "install", "pytest", *GPU_HOSTS[name])

@@ -8,17 +8,10 @@ from typing import Any
 
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.report import FAILED, clean, score
+from fk_bench.profile import judged
 
 CPU_NOTE = "CPU timer: it finds wrong candidates, and makes no claim about the speed on a GPU"
 _VALUES = re.compile(r"at (?P<index>\[[^\]]*\]|\d+) expected (?P<expected>\S+), got (?P<got>[^\s;()]+)")
-TIMES = {
-    "time_us_p50": "time_us", "baseline_us_p50": "baseline_us", "floor_us": "floor_us", "speedup": "speedup",
-    "roofline_pct": "roofline_pct",
-}  # fmt: skip
-PROFILE = (
-    "time_us_p20", "time_us_p80", "gb_per_s", "tflops", "roofline_pct", "error_rms", "error_max", "import_s",
-    "compile_s", "trace_launches", "trace_call_s",
-)  # fmt: skip
 
 
 def verdict(rows: Sequence[Row]) -> Status:
@@ -47,7 +40,7 @@ def of_rows(op: str, rows: Sequence[Row]) -> dict[str, Any]:
         found["no_speedup"] = total.why_none
     if total.provisional:
         found["provisional"] = total.provisional
-    found["times"] = [_times(r) for r in rows if "time_us_p50" in r.metrics and r.status is Status.OK]
+    found["times"] = [judged.times(r) for r in rows if "time_us_p50" in r.metrics and r.status is Status.OK]
     if any(r.case.get("timer") == "cpu" for r in rows):
         found["note"] = CPU_NOTE
     return found
@@ -66,22 +59,3 @@ def failure(row: Row) -> dict[str, Any]:
     if row.case.get("scan"):
         found["scan"] = row.case["scan"]
     return found
-
-
-def _times(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"case": row.case.get("name"), "baseline": row.baseline}
-    found |= {name: round(row.metrics[k], 4) for k, name in TIMES.items() if k in row.metrics}
-    if row.reason:
-        found["remark"] = row.reason
-    return found
-
-
-def profile(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """All that the judge measured of each timed case: throughput, share of the roofline, launches, kernels, phases."""
-    return [
-        {
-            "case": r.case.get("name"), **_times(r), **{k: r.metrics[k] for k in PROFILE if k in r.metrics},
-            **{k: r.case[k] for k in ("kernels", "counted", "alone", "seconds") if k in r.case},
-        }
-        for r in map(clean, rows) if "time_us_p50" in r.metrics
-    ]  # fmt: skip

@@ -20,6 +20,7 @@ from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
+from fk_bench.profile import judged
 
 COMMAND = "agent-loop"
 ATTEMPT, TASK, RUN = "attempt", "task", "run"  # case['kind'] of this command's rows
@@ -241,7 +242,7 @@ class Session:
         begin = time.perf_counter()
         cases = [r for r in self._judged(task, kept, self.settings.seen) if r.kind == "case"]
         found = feedback.of_rows(task.op, cases)
-        found["profile"] = feedback.profile(cases)
+        found["profile"] = judged.profile(cases)
         made = Attempt(
             number, digest_of(kept), kept, None if before is None else before.number, feedback.verdict(cases), found,
             time.perf_counter() - begin,

@@ -17,6 +17,7 @@ LANGUAGE_HOSTS = {"fastkernels", "vllm", "sglang", "transformers"}
 OP_OPTIONS = {
     "stubs": ("--op",), "list": ("--definition",), "patch-compare": ("--ops",), "capture": ("--ops",),
     "e2e": ("--ops",), "quality": ("--ops",), "agent-loop": ("--ops",), "mcp": ("--ops",),
+    "trace": ("--ops",),
 }  # fmt: skip
 # options whose value is an architecture of `list models`, or a folder
 ARCHITECTURE_OPTIONS = {

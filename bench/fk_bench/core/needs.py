@@ -10,6 +10,9 @@ NEEDS = {
     " earlier run, whose rows are shown",
     "track": "give folders of runs, as in `fk-bench track fk-bench-runs/agents-1`, or show [OP], best OP, or"
     " diff DIGEST DIGEST",
+    "profile": "give an op, as in `fk-bench profile rms_norm`, a model, as in `fk-bench profile llama-3.1-8b`, or a"
+    " run of `fk-bench kernels`",
+    "trace": "give a folder, as in `fk-bench trace export dataset --ops rms_norm` or `fk-bench trace import dataset`",
     "agent-loop": "give an agent and ops, as in `fk-bench agent-loop --command ./improve.sh --ops rms_norm`, or a known"
     " agent, as in `fk-bench agent-loop --agent codex --ops rms_norm --budget 20m`",
 }

@@ -54,7 +54,7 @@ def _adapt(file: Path, document: dict[str, Any]) -> Adapted:
     language = str(spec.get("language", "")).lower()
     if language not in LANGUAGES:
         raise Unadapted(f"language {language!r}: only {', '.join(LANGUAGES)} are loaded")
-    op, arguments = _op_of(name)
+    op, arguments = op_of(name)
     entry, _, function = str(spec.get("entry_point", "")).partition("::")
     texts = {str(s["path"]): str(s["content"]) for s in document["sources"]}
     if any(PurePosixPath(p).is_absolute() or ".." in PurePosixPath(p).parts for p in texts):
@@ -70,13 +70,16 @@ def _adapt(file: Path, document: dict[str, Any]) -> Adapted:
     return Adapted(op, {file.name: file}, facts, texts)
 
 
-def _op_of(definition: str) -> tuple[str, tuple[str, ...] | None]:
+def op_of(definition: str) -> tuple[str, tuple[str, ...] | None]:
+    """(op, arguments that the definition takes; None: its own) by a definition's name. Raises Unadapted."""
     for pattern, found in UPSTREAM.items():
         if re.fullmatch(pattern, definition):
             return found
     names = [n for n in registry.op_modules() if definition == n or definition.startswith(f"{n}_")]
     for name in sorted(names, key=len, reverse=True):  # rms_norm_gated_hidden64 is not rms_norm
-        if re.fullmatch(r"(_[a-z_]+[\d.]+)*", definition[len(name) :]):
+        axes = "|".join(map(re.escape, registry.get(name).declaration.axes))
+        part = rf"_(no_)?({axes})(-?\d[\dx.]*d?|_[a-z0-9_]+)?|_float\w+"
+        if re.fullmatch(f"({part})*", definition[len(name) :]):
             return name, None
     raise Unadapted(f"definition {definition} corresponds to no op")
 
