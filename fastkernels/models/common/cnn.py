@@ -27,7 +27,7 @@ Grids = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Style:
-    """What all layers of a model have in common.
+    """Settings of all layers of a model.
 
     activation  see overrides/conv/epilogue.py
     eps         of the batch norms
@@ -90,6 +90,8 @@ def _empty(*shape: int) -> nn.Parameter:
 
 class Conv(nn.Module):
     """A convolution's parameters, channels last, and how it moves over an image."""
+
+    ops = ("conv_norm_act",)
 
     def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1,
                  bias: bool = False, padding: int | None = None) -> None:  # fmt: skip
@@ -166,6 +168,8 @@ class EdgeResidual(nn.Module):
 
 class SqueezeExcite(nn.Module):
     """Gates of the channels, made of their means."""
+
+    ops = ("squeeze_excite",)
 
     def __init__(self, style: Style, channels: int, narrow: int) -> None:
         super().__init__()
@@ -247,6 +251,8 @@ class UniversalInvertedResidual(nn.Module):
 
 class Classifier(nn.Module):
     """The last linear layer: [B, C] to logits [B, classes]."""
+
+    ops = ("linear",)
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()

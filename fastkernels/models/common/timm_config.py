@@ -44,6 +44,12 @@ def read(folder: Path) -> PlainConfig | None:
     name = raw.get("architecture") if isinstance(raw, dict) else None
     if not isinstance(name, str) or "architectures" in raw or "model_type" in raw:
         return None
+    return parse(raw, file)
+
+
+def parse(raw: dict[str, Any], file: Path) -> PlainConfig:
+    """The config of the content of timm's config.json. Raises as `read` does; messages name the file."""
+    name = raw["architecture"]
     found = [m for m in registry.models().values() if m.arch.timm and name.startswith(m.arch.timm)]
     arch = found[0].arch if found else registry.find(name).arch
     given = raw.get("pretrained_cfg")

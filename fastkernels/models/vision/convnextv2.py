@@ -48,6 +48,8 @@ class Dense(nn.Module):
 class GlobalResponseNorm(nn.Module):
     """x [B, T, C] to the same."""
 
+    ops = ("global_response_norm",)
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias = (nn.Parameter(torch.empty(channels)) for _ in range(2))
@@ -58,6 +60,8 @@ class GlobalResponseNorm(nn.Module):
 
 class Mlp(nn.Module):
     """Two linear layers with GELU and response normalization between them: x [B, T, C], added to the residual."""
+
+    ops = ("linear_gelu", "linear_residual")
 
     def __init__(self, channels: int, convolutions: bool) -> None:
         super().__init__()
@@ -184,7 +188,7 @@ ARCH = Architecture(
     category="vision",
     model="ConvNeXtV2",
     runner="Encode",
-    model_type="convnextv2",
+    model_type="timm_convnextv2",
     timm=("convnextv2_",),
     inputs="images",
     packed={},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from fastkernels.core.assemble import filled, load, make
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.conv.epilogue import FUNCTIONS, Norm, apply_epilogue, check_activation, dense
@@ -79,6 +83,15 @@ batch_norm = define(
 )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, mean, var, weight, bias, eps, activation = filled(args, 7, None, None, 1e-5, "none")
+    module = make(cls, x, x.shape[1], eps, affine=weight is not None, act_layer=None if activation == "none" else
+                  activation)  # fmt: skip
+    load(module, {"running_mean": mean, "running_var": var, "weight": weight, "bias": bias})
+    module.eval()
+    return lambda: module(x)
+
+
 def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1, **dims: object) -> Case:
     return Case(name, dims, dtype, weight, (tag,))
 
@@ -120,6 +133,6 @@ SPEC = OpSpec(
         "affine": Axis.option(True, stated=True),
         "activation": Axis.option("none"),
     },
-    constructor={"num_features": "channels"},
+    build=_build,
     flops="4 * batch * channels * rows * columns",
 )

@@ -6,12 +6,14 @@ y = activation(norm(conv(x) + bias)) + residual, as MobileNetV4's and EfficientN
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.assemble import filled, load, make, refuse, takes
 from fastkernels.core.case import Tolerance
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
@@ -285,6 +287,42 @@ conv_norm_act = define(
 )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    (
+        x,
+        weight,
+        bias,
+        mean,
+        var,
+        norm_weight,
+        norm_bias,
+        residual,
+        stride,
+        padding,
+        dilation,
+        groups,
+        activation,
+        eps,
+    ) = filled(args, 14, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5)
+    if not takes(cls, "in_channels"):
+        raise ValueError(
+            f"{cls.__name__} has more than one convolution, or needs none of the norm's statistics"
+        )
+    refuse(cls, residual=residual)
+    values = [set(v) for v in (weight.shape[2:], stride, padding, dilation)]
+    if mean is None or any(len(v) > 1 for v in values):
+        raise ValueError(f"{cls.__name__} has a norm, and one number for both dimensions")
+    kernel, step, edge, spread = (v.pop() for v in values)
+    module = make(
+        cls, x, x.shape[1], len(weight), kernel, step, edge, spread, groups, bias is not None,
+        act_layer=None if activation == "none" else activation, norm_kwargs={"eps": eps},
+    )  # fmt: skip
+    norm = {"running_mean": mean, "running_var": var, "weight": norm_weight, "bias": norm_bias}
+    load(module, {"conv.weight": weight, "conv.bias": bias, **{f"bn.{name}": t for name, t in norm.items()}})
+    module.eval()
+    return lambda: module(x)
+
+
 def _case(name: str, tag: str, sizes: tuple[int, ...], window: int | tuple[int, int] = 1, dtype: str = "bfloat16",
           weight: float = 1, **dims: object) -> Case:  # fmt: skip
     names = ("batch", "channels", "rows", "columns", "outer", "inner")
@@ -355,6 +393,7 @@ SPEC = OpSpec(
         "dilation": Axis((1, 1)),
         "activation": Axis.option("none"),
     },
+    build=_build,
     constraints=("inner * groups == channels",),
     flops="2 * batch * outer * inner * window_rows * window_columns"
     f" * ({_SIZE.format(i=0, name='rows')}) * ({_SIZE.format(i=1, name='columns')})",
@@ -364,4 +403,5 @@ SPEC = OpSpec(
         "float16": Tolerance(2e-3, 2e-3),
         "bfloat16": Tolerance(1.6e-2, 1.6e-2),
     },
+    stands_for=("convolution", "batch_norm"),
 )  # fmt: skip

@@ -132,10 +132,11 @@ class Norm:
         if self.mean is None or self.var is None:
             return y
         shape = (-1, *[1] * (y.dim() - 2))
-        mean, var, weight, bias = (None if t is None else t.to(y.dtype).view(shape) for t in self.vectors)
+        mean, var = (t.to(y.dtype).view(shape) for t in (self.mean, self.var))
         y = (y - mean) * torch.rsqrt(var + self.eps)
-        y = y if weight is None else y * weight
-        return y if bias is None else y + bias
+        if self.weight is not None:
+            y = y * self.weight.to(y.dtype).view(shape)
+        return y if self.bias is None else y + self.bias.to(y.dtype).view(shape)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

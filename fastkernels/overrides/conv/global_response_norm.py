@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from fastkernels.core.assemble import filled, load, make
 from fastkernels.core.case import Tolerance
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
@@ -117,6 +121,12 @@ global_response_norm = define(
 )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, bias, eps = filled(args, 4, 1e-6)
+    module = load(make(cls, x, x.shape[2], eps), {"weight": weight, "bias": bias})
+    return lambda: module(x[:, :, None])[:, :, 0]  # one column
+
+
 def _case(name: str, tag: str, batch: int, tokens: int, channels: int, dtype: str = "bfloat16",
           weight: float = 1) -> Case:  # fmt: skip
     return Case(name, {"batch": batch, "tokens": tokens, "channels": channels}, dtype, weight, (tag,))
@@ -147,7 +157,7 @@ SPEC = OpSpec(
     ),
     outputs=(Tensor("out", "batch tokens channels"),),
     axes={"batch": Axis.per_call(), "tokens": Axis.per_call(), "channels": Axis.width()},
-    constructor={"dim": "channels"},
+    build=_build,
     flops="6 * batch * tokens * channels",
     activations=("x",),
     tolerance={

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fastkernels.core.assemble import filled, load, make, takes
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.conv.channel_sums import BLOCK_T, block_of, channel_sums
@@ -178,6 +182,22 @@ squeeze_excite = define(
 )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, reduce, expand, reduce_bias, expand_bias, activation, gate = filled(
+        args, 7, None, None, "relu", "sigmoid"
+    )
+    first, second = ("fc1", "fc2") if takes(cls, "rd_divisor") else ("conv_reduce", "conv_expand")
+    options: dict[str, Any] = {} if reduce_bias is not None or first != "fc1" else {"bias": False}
+    module = make(
+        cls, x, x.shape[1], rd_channels=len(reduce), act_layer=activation, gate_layer=gate, **options
+    )
+    load(module, {
+        f"{first}.weight": reduce[:, :, None, None], f"{first}.bias": reduce_bias,
+        f"{second}.weight": expand[:, :, None, None], f"{second}.bias": expand_bias,
+    })  # fmt: skip
+    return lambda: module(x)
+
+
 def _case(name: str, tag: str, sizes: tuple[int, ...], dtype: str = "bfloat16", weight: float = 1,
           **dims: object) -> Case:  # fmt: skip
     names = ("batch", "channels", "rows", "columns", "narrow")
@@ -221,6 +241,7 @@ SPEC = OpSpec(
         "activation": Axis.option("relu"),
         "gate": Axis.option("sigmoid"),
     },
+    build=_build,
     flops="2 * batch * channels * rows * columns + 4 * batch * channels * narrow",
     activations=("x",),
 )  # fmt: skip
