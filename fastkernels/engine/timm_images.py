@@ -21,19 +21,20 @@ class TimmProcessor:
         import torch
 
         s = self.settings
-        values = np.asarray(self._cropped(images), np.float32) / np.float32(255)
-        values = (values - np.array(s.mean, np.float32)) / np.array(s.std, np.float32)
-        return {"pixel_values": torch.from_numpy(values).permute(2, 0, 1)[None]}
+        values = torch.from_numpy(np.array(self._cropped(images), np.float32)) / 255
+        values = (values - torch.tensor(s.mean)) / torch.tensor(s.std)  # [size, size, 3]
+        return {"pixel_values": values.permute(2, 0, 1)[None]}
 
     def _cropped(self, image: Any) -> Any:
         from PIL import Image
 
         s, edge = self.settings, math.floor(self.settings.size / self.settings.crop_pct)
-        shorter = min(image.size)
-        if s.mode == "squash":
-            wanted = edge, edge
-        else:  # the shorter side gets that length
-            wanted = tuple(edge if n == shorter else int(edge * n / shorter) for n in image.size)
+        width, height = edge, edge
+        if s.mode == "center" and image.width <= image.height:  # the shorter side gets that length
+            height = int(edge * image.height / image.width)
+        elif s.mode == "center":
+            width = int(edge * image.width / image.height)
+        wanted = width, height
         if wanted != image.size:
             image = image.resize(wanted, getattr(Image.Resampling, s.interpolation.upper()))
         left, top = (round((n - s.size) / 2) for n in wanted)

@@ -188,7 +188,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
-    config = {"architecture": "efficientnetv2_rw_t", "num_classes": 3, "pretrained_cfg": {"input_size": [3, 32, 32]},
+    config = {"architecture": "mobilenetv4_conv_small", "num_classes": 3, "pretrained_cfg": {"input_size": [3, 32, 32]},
               "label_names": ["a", "b", "c"]}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = LLM(str(tmp_path), device="cpu", load_format="dummy")

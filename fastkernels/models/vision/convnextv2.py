@@ -153,9 +153,9 @@ class ConvNeXtV2(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         cnn.check_timm(config, tuple(VARIANTS), ("depths", "dims"))
-        depths, widths, convolutions = VARIANTS[config.architecture]
-        depths = _sizes(config, "depths", depths)
-        widths, self.channels = _sizes(config, "dims", widths), config.num_channels
+        *sizes, convolutions = VARIANTS[config.architecture]
+        depths, widths = (_sizes(config, *each) for each in zip(("depths", "dims"), sizes, strict=True))
+        self.channels = config.num_channels
         self.stem = Downsample(self.channels, widths[0], 4, ("0", "1"))
         before = (widths[0], *widths)
         self.stages = nn.Sequential(
@@ -166,7 +166,11 @@ class ConvNeXtV2(nn.Module):
 
     def forward(self, patches: torch.Tensor, grids: cnn.Grids) -> torch.Tensor:
         return cnn.encode(
-            patches, grids, self.channels, self.head.norm.weight.dtype, lambda x: self.stages(self.stem(x))
+            patches,
+            grids,
+            self.channels,
+            self.stem.get_parameter("0.weight").dtype,
+            lambda x: self.stages(self.stem(x)),
         )
 
     def pool(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def _check(
         raise ValueError(f"conv_norm_act: x must be [B, C, H, W], got {tuple(x.shape)}")
     check_activation("conv_norm_act", activation)
     shape = output_shape(x, weight, stride, padding, dilation, groups)
-    if min(shape[2:]) < 0:
+    if min(shape[2:]) < 1:
         raise ValueError(
             f"conv_norm_act: x {tuple(x.shape)} is smaller than the window of {tuple(weight.shape)}"
         )
@@ -114,7 +114,7 @@ def _depthwise_kernel(
     inside_c, at_c = cols < C, cols.to(tl.int64)
     x_at = x_ptr + image[:, None] * x_stride_b + at_c[None, :] * x_stride_c
     acc = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
-    for kh in tl.static_range(KH):
+    for kh in range(KH):  # unrolled, 49 positions take long to compile
         h = oh * SH - PH + kh * DH
         inside_h = (rows < pixels) & (h >= 0) & (h < H)
         for kw in tl.static_range(KW):
@@ -305,9 +305,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         eps,
     ) = filled(args, 14, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5)
     if not takes(cls, "in_channels"):
-        raise ValueError(
-            f"{cls.__name__} has more than one convolution, or needs none of the norm's statistics"
-        )
+        raise ValueError(f"{cls.__name__} is a block, not one convolution with a norm")
     refuse(cls, residual=residual)
     values = [set(v) for v in (weight.shape[2:], stride, padding, dilation)]
     if mean is None or any(len(v) > 1 for v in values):
