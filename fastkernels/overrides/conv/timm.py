@@ -274,7 +274,7 @@ class TimmConvBnAct(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(aa_layer=aa_layer, drop_path_rate=drop_path_rate)
+        _only_in_timm(aa_layer=aa_layer, drop_path_rate=drop_path_rate)
         dd = {"device": device, "dtype": dtype}
         self.has_skip = skip and stride == 1 and in_chs == out_chs
         groups = _groups(group_size, in_chs)
@@ -299,7 +299,7 @@ class TimmConvBnAct(nn.Module):
         return self.drop_path(y) + x if self.has_skip else y
 
 
-def _refuse(**given: Any) -> None:
+def _only_in_timm(**given: Any) -> None:
     """Raise ValueError for options that only the host's own classes build."""
     for name, value in given.items():
         if value:
@@ -317,7 +317,6 @@ class _Bottleneck(nn.Module):
     conv_s2d: Any
     bn_s2d: Any
     _last: str
-    _pairs: tuple[tuple[str, str], ...]
 
     def feature_info(self, location):
         last = getattr(self, self._last)
@@ -326,19 +325,10 @@ class _Bottleneck(nn.Module):
         return {"module": "", "num_chs": last.out_channels}
 
 
-def _supports(*pairs: tuple[str, str]) -> Any:
-    def supports(module: Any) -> str | None:
-        """Return why our forward does not support this module (ours or the host's), or None."""
-        return _unsupported(module, *pairs)
-
-    return staticmethod(supports)
-
-
 class TimmDepthwiseSeparableConv(_Bottleneck):
     """timm's DepthwiseSeparableConv: x [B, in_chs, H, W] to [B, out_chs, ...]."""
 
     _last = "conv_pw"
-    supports = _supports(("conv_dw", "bn1"), ("conv_pw", "bn2"))
 
     def __init__(
         self,
@@ -362,7 +352,7 @@ class TimmDepthwiseSeparableConv(_Bottleneck):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(s2d=s2d, aa_layer=aa_layer, drop_path_rate=drop_path_rate)
+        _only_in_timm(s2d=s2d, aa_layer=aa_layer, drop_path_rate=drop_path_rate)
         dd = {"device": device, "dtype": dtype}
         self.has_skip = stride == 1 and in_chs == out_chs and not noskip
         self.has_pw_act = pw_act
@@ -376,6 +366,11 @@ class TimmDepthwiseSeparableConv(_Bottleneck):
         self.bn2 = _norm(norm_layer, act_layer, out_chs, apply_act=pw_act, **dd)
         self.drop_path = nn.Identity()
 
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return _unsupported(module, ("conv_dw", "bn1"), ("conv_pw", "bn2"))
+
     def forward(self, x):
         y = conv_norm(self.conv_dw, self.bn1, _start(self, x))
         return _close(self, self.conv_pw, self.bn2, self.se(self.aa(y)), x)
@@ -385,7 +380,6 @@ class TimmInvertedResidual(_Bottleneck):
     """timm's InvertedResidual: x [B, in_chs, H, W] to [B, out_chs, ...]."""
 
     _last = "conv_pwl"
-    supports = _supports(("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
 
     def __init__(
         self,
@@ -411,7 +405,7 @@ class TimmInvertedResidual(_Bottleneck):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(s2d=s2d, aa_layer=aa_layer, conv_kwargs=conv_kwargs, drop_path_rate=drop_path_rate)
+        _only_in_timm(s2d=s2d, aa_layer=aa_layer, conv_kwargs=conv_kwargs, drop_path_rate=drop_path_rate)
         dd = {"device": device, "dtype": dtype}
         self.has_skip = in_chs == out_chs and stride == 1 and not noskip
         self.conv_s2d = self.bn_s2d = None
@@ -427,6 +421,11 @@ class TimmInvertedResidual(_Bottleneck):
         self.bn3 = _norm(norm_layer, act_layer, out_chs, apply_act=False, **dd)
         self.drop_path = nn.Identity()
 
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return _unsupported(module, ("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
+
     def forward(self, x):
         y = conv_norm(self.conv_pw, self.bn1, _start(self, x))
         y = conv_norm(self.conv_dw, self.bn2, y)
@@ -437,7 +436,6 @@ class TimmEdgeResidual(_Bottleneck):
     """timm's EdgeResidual: x [B, in_chs, H, W] to [B, out_chs, ...]."""
 
     _last = "conv_pwl"
-    supports = _supports(("conv_exp", "bn1"), ("conv_pwl", "bn2"))
 
     def __init__(
         self,
@@ -461,7 +459,7 @@ class TimmEdgeResidual(_Bottleneck):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(aa_layer=aa_layer, drop_path_rate=drop_path_rate)
+        _only_in_timm(aa_layer=aa_layer, drop_path_rate=drop_path_rate)
         dd = {"device": device, "dtype": dtype}
         wide = divisible((force_in_chs if force_in_chs > 0 else in_chs) * exp_ratio)
         groups = _groups(group_size, wide)
@@ -473,6 +471,11 @@ class TimmEdgeResidual(_Bottleneck):
         self.conv_pwl = _conv(wide, out_chs, pw_kernel_size, padding=pad_type, **dd)
         self.bn2 = _norm(norm_layer, act_layer, out_chs, apply_act=False, **dd)
         self.drop_path = nn.Identity()
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return _unsupported(module, ("conv_exp", "bn1"), ("conv_pwl", "bn2"))
 
     def forward(self, x):
         y = self.se(self.aa(conv_norm(self.conv_exp, self.bn1, x)))
@@ -506,7 +509,7 @@ class TimmUniversalInvertedResidual(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(
+        _only_in_timm(
             aa_layer=aa_layer, drop_path_rate=drop_path_rate, layer_scale_init_value=layer_scale_init_value
         )
         start, middle, end = dw_kernel_size_start, dw_kernel_size_mid, dw_kernel_size_end
@@ -610,7 +613,7 @@ class TimmConvNeXtBlock(nn.Module):
     ):
         super().__init__()
         out = out_chs or in_chs
-        _refuse(drop_path=drop_path)
+        _only_in_timm(drop_path=drop_path)
         if out != in_chs or stride != 1 or dilation not in (1, (1, 1)):
             raise ValueError(
                 "blocks with a downsampled shortcut are not supported here, only in a model of timm"
@@ -703,7 +706,7 @@ class TimmSEModule(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        _refuse(add_maxpool=add_maxpool, norm_layer=norm_layer)
+        _only_in_timm(add_maxpool=add_maxpool, norm_layer=norm_layer)
         self.add_maxpool = add_maxpool
         narrow = rd_channels or max(
             rd_divisor, int(channels * rd_ratio + rd_divisor / 2) // rd_divisor * rd_divisor
