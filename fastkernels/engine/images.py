@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fastkernels.engine.timm_images import TimmProcessor
 from fastkernels.models.common.checkpoint import CheckpointError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -41,10 +42,18 @@ class ImageReader:
     kind, file, processor = "image", "preprocessor_config.json", "AutoImageProcessor"
 
     def __init__(self, folder: Path, hf_config: Any, model: Any):
+        settings = getattr(hf_config, "preprocessing", None)
+        self._processor: Any = TimmProcessor(settings) if settings else self._of_transformers(folder)
+        config = getattr(hf_config, "vision_config", hf_config)
+        self._patch_size: int = config.patch_size
+        self._steps: int = getattr(config, "tubelet_size", 1)
+        self._model = model
+
+    def _of_transformers(self, folder: Path) -> Any:
         import transformers
 
         try:
-            self._processor = getattr(transformers, self.processor).from_pretrained(
+            return getattr(transformers, self.processor).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -52,10 +61,6 @@ class ImageReader:
                 f"the {self.kind} processor of {folder} ({self.file}) cannot be used; it may need the packages pillow"
                 f" and torchvision (pip install 'fastkernels[images]'): {' '.join(str(error).split())}"
             ) from error
-        config = getattr(hf_config, "vision_config", hf_config)
-        self._patch_size: int = config.patch_size
-        self._steps: int = getattr(config, "tubelet_size", 1)
-        self._model = model
 
     def patches(self, given: Any) -> Patches:
         """Raises ValueError for something else than an image, and for an image that the processor cannot take."""

@@ -45,6 +45,17 @@ NEVER = {
     "TimmEvaBlock": "needs dim",
     "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
+    **{
+        f"Timm{name}": "is a block, not one convolution"
+        for name in (
+            "ConvBnAct",
+            "DepthwiseSeparableConv",
+            "EdgeResidual",
+            "InvertedResidual",
+            "UniversalInvertedResidual",
+            "ConvNeXtBlock",
+        )
+    },
     "TimmAttention": "needs dim",
     "TimmAttentionPoolLatent": "needs in_features",
     "TimmAttentionRope": "needs dim",

@@ -145,7 +145,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         "    def __init__(self, a, /, b: float = 1e-06, *c, d='x', kind=_Kind.DECODER, **e): ...\n"
         "    def forward(self, x, y=None, *, dtype=torch.float32): ...\n"
         "class Dispatched(Base):\n"
-        "    def __init__(self, size=PAD): ...\n"
+        "    def __init__(self, size=PAD, ratio=1.0 / 16): ...\n"
         "    def forward(self, *args, mode='a', **kwargs): ...\n"
         "    @staticmethod\n"
         "    def forward_native(x): ...\n",
@@ -162,7 +162,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         "forward",
         "(x, y=None, *, dtype=torch.float32)",
     )
-    assert dispatched["methods"] == {"__init__": "(size=64)", "forward_native": "(x)"}
+    assert dispatched["methods"] == {"__init__": "(size=64, ratio=0.0625)", "forward_native": "(x)"}
     assert dispatched["dispatch"] == "(*args, mode='a', **kwargs)" and "dispatch" not in derived
     assert (dispatched["call"], dispatched["static"]) == ("forward_native", ["forward_native"])
     assert derived["fingerprint"] == versions.fingerprint("@dec\nclass Derived(B):\n    size = 3")

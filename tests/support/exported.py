@@ -497,6 +497,27 @@ def rope_axes(ns: Any) -> list[Any]:
     return list(ns.FluxPosEmbed(100, [2, 4, 6])(torch.arange(15.0).view(5, 3)))
 
 
+def conv_norm_act(ns: Any) -> list[Any]:
+    found = []
+    for name in ns.classes:
+        options: dict[str, Any] = {"layer_scale_init_value": None} if name.startswith("Universal") else {}
+        sizes = (8,) if name == "ConvNeXtBlock" else (8, 8, 3) if name.startswith("Conv") else (8, 8)
+        found.append(filled(getattr(ns, name)(*sizes, **options))(randn(2, 8, 5, 3)))
+    return found
+
+
+def batch_norm(ns: Any) -> list[Any]:
+    return [filled(ns.BatchNormAct2d(8, act_layer=torch.nn.SiLU))(randn(2, 8, 5, 3))]
+
+
+def squeeze_excite(ns: Any) -> list[Any]:
+    return [filled(getattr(ns, name)(8, rd_channels=4))(randn(2, 8, 5, 3)) for name in ns.classes]
+
+
+def global_response_norm(ns: Any) -> list[Any]:
+    return [filled(ns.GlobalResponseNorm(8, channels_last=last))(randn(2, 8, 8, 8)) for last in (True, False)]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -506,6 +527,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
         timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv,
+        conv_norm_act, batch_norm, squeeze_excite, global_response_norm,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

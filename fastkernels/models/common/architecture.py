@@ -20,6 +20,7 @@ class Architecture:
     runner          how the engine runs the model: a key of fastkernels.engine.runners.RUNNERS
     model_type      `model_type` in config.json
     aliases         other values of it, whose config.json has the same fields with the same meaning
+    timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
     inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py)
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
@@ -54,6 +55,7 @@ class Architecture:
     runner: str
     model_type: str
     aliases: tuple[str, ...] = ()
+    timm: tuple[str, ...] = ()
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
     layers: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common import checks, quantization, quantized, weights
+from fastkernels.models.common import checks, quantization, quantized, timm_config, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
@@ -27,7 +27,8 @@ def load_config(folder: Path) -> Any:
     No code of the checkpoint is run. Raises CheckpointError, and Unsupported for values that no model here can have.
     """
     checks.check_file(folder)
-    found = config_file.read(folder) or config_file.text_model(_from_transformers(folder))
+    found = config_file.read(folder) or timm_config.read(folder)
+    found = found or config_file.text_model(_from_transformers(folder))
     quantization.with_own_file(found, folder)
     names = getattr(found, "architectures", None) or []
     if not names or names[0] in architectures():  # sizes of others can have another meaning

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastkernels.core import registry
-from fastkernels.models.common import build
+from fastkernels.models.common import build, timm_config
 from fastkernels.models.common import config as config_file
-from fastkernels.models.common.registry import by_architecture, describe, find, models
+from fastkernels.models.common.registry import by_architecture, describe, find, load, models
 
 
 def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -28,6 +28,10 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     found = models().get(model) or by_architecture().get(model)
     if found is None:
         raise registry.UnknownName("model", model, models())
+    if found.arch.timm:
+        name = next(iter(load(f"{found.module}:VARIANTS")))
+        raw = {"architecture": name, "num_classes": 1000, "pretrained_cfg": {}}
+        return build.skeleton(Path(), timm_config.parse(raw, Path("config.json")), dtype)
     names, sizes = [found.arch.names[0]], dict(next(iter(found.arch.public.values()), {}))
     whole = config_file.of_type(found.arch.model_type, names, sizes)
     sizes["num_hidden_layers"] = _layers(whole)

@@ -11,15 +11,16 @@ from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.conv import grid_sample as places
 from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
+from fastkernels.overrides.conv.epilogue import FUNCTIONS
 from fastkernels.overrides.kit.libraries import T, from_torch
 
 Ints = Sequence[int]
 
 
 def _batch_norm(
-    x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5
-) -> T:
-    return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+    x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, activation: str = "none"
+) -> T:  # fmt: skip
+    return FUNCTIONS[activation](F.batch_norm(x, mean, var, weight, bias, eps=eps))
 
 
 def _convolution(
@@ -27,6 +28,30 @@ def _convolution(
     output_padding: Ints,
 ) -> T:  # fmt: skip
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def _conv_norm_act(
+    x: T, weight: T, bias: T | None, mean: T | None, var: T | None, norm_weight: T | None, norm_bias: T | None,
+    residual: T | None, stride: Ints, padding: Ints, dilation: Ints, groups: int, activation: str, eps: float,
+) -> T:  # fmt: skip
+    y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
+    if mean is not None:
+        y = F.batch_norm(y, mean, var, norm_weight, norm_bias, eps=eps)
+    y = FUNCTIONS[activation](y)
+    return y if residual is None else y + residual
+
+
+def _squeeze_excite(
+    x: T, reduce_weight: T, expand_weight: T, reduce_bias: T | None, expand_bias: T | None, activation: str, gate: str
+) -> T:  # fmt: skip
+    h = F.conv2d(x.mean((2, 3), keepdim=True), reduce_weight[:, :, None, None], reduce_bias)
+    h = F.conv2d(FUNCTIONS[activation](h), expand_weight[:, :, None, None], expand_bias)
+    return x * FUNCTIONS[gate](h)
+
+
+def _global_response_norm(x: T, weight: T, bias: T, eps: float = 1e-6) -> T:
+    norms = x.norm(p=2, dim=1, keepdim=True)
+    return x + torch.addcmul(bias, weight, x * (norms / (norms.mean(dim=-1, keepdim=True) + eps)))
 
 
 def _patch_embedding(x: T, weight: T, bias: T | None = None) -> T:
@@ -44,10 +69,13 @@ def _upsample_conv(x: T, weight: T, bias: T | None = None) -> T:
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
+    "conv_norm_act": (*from_torch(_conv_norm_act), inductor("conv_norm_act")),
     "convolution": from_torch(_convolution),
+    "global_response_norm": (*from_torch(_global_response_norm), inductor("global_response_norm")),
     "grid_sample": from_torch(places.reference),
     "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
     "patch_embedding": from_torch(_patch_embedding),
     "pool": from_torch(windows.reference),
+    "squeeze_excite": (*from_torch(_squeeze_excite), inductor("squeeze_excite")),
     "upsample_conv": from_torch(_upsample_conv),
 }

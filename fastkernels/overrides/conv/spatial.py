@@ -40,6 +40,11 @@ def padded(values: Sequence[int], value: int) -> list[int]:
     return [*[value] * (DIMENSIONS - len(values)), *values]
 
 
+def channels_last(x: torch.Tensor) -> bool:
+    """Whether x [B, C, H, W] has its channels last in memory, and could have them elsewhere."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
 def unsupported(x: torch.Tensor) -> str | None:
     """None if the kernels can read x, else the reason."""
     return None if x.dtype in FLOATS else f"x has dtype {x.dtype}, not float16, bfloat16 or float32"

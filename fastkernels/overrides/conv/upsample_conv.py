@@ -17,6 +17,7 @@ import triton.language as tl
 from fastkernels.core.assemble import filled, load, make
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Tensor
+from fastkernels.overrides.conv.spatial import channels_last
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, unsupported_vector
@@ -79,13 +80,9 @@ def _upsample_conv_kernel(
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=known)
 
 
-def _channels_last(x: torch.Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
 def _empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Memory for the result, with channels last if x or the weight has them last, as in PyTorch's convolutions."""
-    last = _channels_last(x) or _channels_last(weight)
+    last = channels_last(x) or channels_last(weight)
     batch, _, h, w = x.shape
     return torch.empty(
         (batch, weight.shape[0], 2 * h, 2 * w), dtype=x.dtype, device=x.device,
@@ -128,7 +125,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     # weight in place: the replay of a CUDA graph runs no code that could notice.
     wide = F.conv2d(x.contiguous(memory_format=torch.channels_last), phases(weight), padding=1)
     batch, made, rows, columns = out.shape
-    most = 256 if _channels_last(out) else 64  # channels, or columns too, are neighbors in the result
+    most = 256 if channels_last(out) else 64  # channels, or columns too, are neighbors in the result
     block_c = min(next_power_of_2(made), most)
     block_p = min(TILE // block_c, next_power_of_2(columns))
     launch_kernel(

@@ -141,7 +141,16 @@ def _default(node: ast.expr, sources: Sources, module: Module) -> str:
     try:
         return repr(ast.literal_eval(node))
     except ValueError:
-        return ast.unparse(node)
+        quotient = _quotient(node)
+        return ast.unparse(node) if quotient is None else repr(quotient)
+
+
+def _quotient(node: ast.expr) -> float | None:
+    """The value of a quotient of numbers, such as 1.0 / 16, by which inspect knows a default of ours."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return None
+    a, b = (getattr(side, "value", None) for side in (node.left, node.right))
+    return a / b if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b else None
 
 
 def signature_text(node: ast.FunctionDef, sources: Sources, module: Module, bound: bool) -> str:
