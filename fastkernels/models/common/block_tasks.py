@@ -87,7 +87,7 @@ def _stream(block: Block, name: str, small: bool) -> tuple[int, ...]:
     return ()
 
 
-def _inputs(block: Block) -> list[str]:
+def inputs_of(block: Block) -> list[str]:
     """The parameters of `forward` that are given."""
     names = [n for n in inspect.signature(block.cls.forward).parameters if n in INPUTS]  # type: ignore[attr-defined]
     module: Any = block.module(False)
@@ -142,7 +142,7 @@ def spec(block: Block) -> OpSpec:
     """The description of a block as an op of its level; its class is the one that candidates replace."""
     full, small = block.module(False), block.module(True)
     caches = {path: (m, dict(small.named_modules())[path]) for path, m in caches_of(full).items()}
-    names, own = _inputs(block), dict(small.named_parameters())
+    names, own = inputs_of(block), dict(small.named_parameters())
     experts = None
     if (many := _experts_of(full)) is not None and (few := _experts_of(small)) is not None:
         experts = _size(many[0], few[0]), _size(many[1], few[1])
@@ -245,7 +245,7 @@ def _axes(block: Block, ragged: bool, full: Sequence[Any], small: Sequence[Any])
         "pairs",
     )
     axes |= {name: attention_cases.AXES[name] for name in names} | attention_cases.RAGGED
-    first = _inputs(block)[0]
+    first = inputs_of(block)[0]
     axes["padding"] = Axis.option(0, read=lambda a: len(getattr(a, first)) - int(a.cu_seqlens_q[-1]))
     windows = [[m.window_left for m in ms] for ms in (full, small)]
     one = bool(windows[0]) and all(w >= 0 for w in windows[0])  # bytes and operations are lower bounds
@@ -424,8 +424,8 @@ def make(block: Block, cls: type, small: bool, like: torch.Tensor) -> nn.Module:
     return module
 
 
-def _is_small(block: Block, args: Mapping[str, Any]) -> bool:
-    """Which of the two models these weights are of."""
+def is_small(block: Block, args: Mapping[str, Any]) -> bool:
+    """Whether these weights, by name, are of the block's small model."""
     return all(p.shape == args[n].shape for n, p in block.module(True).named_parameters())
 
 
@@ -451,8 +451,8 @@ def _load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
     """OpSpec.build: an instance of cls whose weights are these tensors, and the call of it."""
     given = dict(zip((a.name for a in registry.get(block.name).arguments), args, strict=True))
-    names, module_of = _inputs(block), block.module(False)
-    small = _is_small(block, given)
+    names, module_of = inputs_of(block), block.module(False)
+    small = is_small(block, given)
     wide = next(given[n] for n, p in module_of.named_parameters() if p.dtype == torch.bfloat16)
     module: Any = make(block, cls, small, wide).eval().requires_grad_(False)
     _load(module, {n: given[n] for n, _ in block.module(small).named_parameters()})

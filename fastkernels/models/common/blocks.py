@@ -58,7 +58,7 @@ class Structure:
     made: Mapping[str, Made]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Modules of a model that differ in nothing but their place.
 
