@@ -22,7 +22,7 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.baseline import Baseline, inductor_compiled
 from fastkernels.models.common import block_tasks, shrunk
-from fastkernels.models.common.blocks import Block, caches_of
+from fastkernels.models.common.blocks import Block, caches_of, states_of
 from fastkernels.models.common.registry import find
 from fastkernels.models.common.weights import packed_parts
 from fk_integrations.transformers.tiny_models import quiet
@@ -329,6 +329,8 @@ def _places(block: Block) -> Places:
     spec = registry.get(block.name)
     if block.kind == "model":
         raise NoModule("a whole model is measured in an engine")
+    if states_of(block.module(False)):
+        raise NoModule("transformers keeps the states of recurrent layers in a cache of its own")
     case = [c for c in spec.cases if "odd" in c.tags][-1]
     args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
     wide = [

@@ -20,7 +20,10 @@ FOUND = {
     "mixtral.mixture": "MixtralSparseMoeBlock, grouped_mm",
     "bert.encoder_layer": "BertLayer",
 }
-REFUSED = {"deepseek_v2.attention": "cache has another form", "llama.model": "whole model"}
+REFUSED = {
+    "deepseek_v2.attention": "cache has another form", "llama.model": "whole model",
+    "mamba.recurrence": "states of recurrent layers",
+}  # fmt: skip
 
 
 def of(name: str) -> tuple[Baseline, ...]:
