@@ -146,6 +146,11 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def refusing(name: str, why: str) -> Baseline:
+    """A baseline of a host that takes no call, with the reason."""
+    return Baseline(name, "host", lambda: _nothing, devices=("cuda", "cpu"), refuses=lambda *args: why)
+
+
 def first(*refusals: str | None) -> str | None:
     """The first reason, None if there is none."""
     return next((r for r in refusals if r), None)

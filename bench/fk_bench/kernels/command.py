@@ -293,7 +293,7 @@ def _whole_model(
 
 def _short(row: Row) -> dict[str, Any]:
     """A row of level 4 for the line of JSON."""
-    case = {k: row.case[k] for k in ("kind", "phase", "requests") if k in row.case}
+    case: dict[str, Any] = {k: row.case[k] for k in ("kind", "phase", "requests") if k in row.case}
     said = {k: v for k, v in (("reason", row.reason), ("provisional", row.provisional)) if v}
     return {**case, "status": row.status.value, **said, **row.metrics}
 

@@ -26,6 +26,7 @@ from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.core.stats import paired_ratio
 from fk_bench.e2e.host import HostFailed, HostProcess, prompts_of, vocab_size
+from fk_bench.quality import structured
 from fk_bench.quality.calibration import THRESHOLD, Calibration
 from fk_bench.quality.measure import Item, Running, Settings
 from fk_bench.quality.metrics.metric import metrics
@@ -196,6 +197,8 @@ def _checkpoint(text: str, model: str, device: str, folder: Path) -> tuple[str, 
     made = folder / "config"
     made.mkdir()
     (made / "config.json").write_text(json.dumps(config, default=str))
+    if sizes == SMALL:
+        made = structured.checkpoint(made, folder / "random", strong=True)
     return str(made), sizes
 
 

@@ -507,7 +507,8 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
     context = None
     if "slot_mapping" in given:
         step = (given[argument.name] for argument in attention_cases.STEP)
-        context = AttentionMetadata(*step, state_slots=given.get("state_slots"), fresh=given.get("fresh"))
+        slots, fresh = given.get("state_slots"), given.get("fresh")
+        context = replace(AttentionMetadata(*step), state_slots=slots, fresh=fresh)
     passed = {name: given[name] for name in names}
     if "residual" in inspect.signature(block.cls.forward).parameters and "residual" not in names:  # type: ignore[attr-defined]
         passed["residual"] = None

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import registry
-from fastkernels.core.baseline import Baseline, inductor_compiled
+from fastkernels.core.baseline import Baseline, inductor_compiled, refusing
 from fastkernels.models.common import block_tasks, shrunk
 from fastkernels.models.common.blocks import Block, caches_of, states_of
 from fastkernels.models.common.registry import find
@@ -50,8 +50,7 @@ def baselines(name: str) -> tuple[Baseline, ...]:
     try:
         found = _checked(block)
     except NoModule as error:
-        why = str(error)
-        return (Baseline(HOST, "host", dict, refuses=lambda *args: why, devices=("cuda", "cpu")),)
+        return (refusing(HOST, str(error)),)
     named, made = f"{HOST} {found.cls.__name__}", []
     for experts in ("grouped_mm", "batched_mm") if found.experts else ("",):
         refuses = partial(_few, block) if experts == "batched_mm" else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 
 from fastkernels.core import registry
-from fastkernels.core.baseline import Baseline, inductor, provider
+from fastkernels.core.baseline import Baseline, inductor, provider, refusing
 
 AGAINST = ("production", "host", "reference")
 
@@ -99,7 +99,7 @@ def of_block(name: str, device: str) -> list[Baseline]:
     points = sorted(entry_points(group="fastkernels.hosts"), key=lambda p: p.name)
     if not points:
         why = "the integrations with hosts are not installed: pip install fastkernels"
-        return [Baseline("hosts", "host", dict, devices=(device,), refuses=lambda *args: why)]
+        return [refusing("hosts", why)]
     hosts = [point.load() for point in points]
     found = [b for h in hosts if hasattr(h, "block_baselines") for b in h.block_baselines(name)]
     return [replace(b, device=device) for b in found if device in b.devices]

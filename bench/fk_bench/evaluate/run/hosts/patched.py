@@ -68,7 +68,7 @@ class Patched:
         """Put the candidates in. Returns {"patched": whether they are in place, "failed": {op: error}}."""
         unused = {op: _failure(*why) for op in files if (why := self.placed(op)) is not None}
         files = {op: path for op, path in files.items() if op not in unused}
-        answer = self._patch(files) if files else {"failed": {}, "patched": True}
+        answer: dict[str, Any] = self._patch(files) if files else {"failed": {}, "patched": True}
         return {**answer, "failed": {**answer["failed"], **unused}}
 
     def _patch(self, files: dict[str, str]) -> dict[str, Any]:
