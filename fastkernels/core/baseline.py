@@ -146,6 +146,11 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def refusing(name: str, why: str) -> Baseline:
+    """A baseline of a host that takes no call, with the reason."""
+    return Baseline(name, "host", lambda: _nothing, devices=("cuda", "cpu"), refuses=lambda *args: why)
+
+
 def first(*refusals: str | None) -> str | None:
     """The first reason, None if there is none."""
     return next((r for r in refusals if r), None)
@@ -187,15 +192,16 @@ def inductor(op: str) -> Baseline:
     A host runs this where torch.compile sees an op that has no kernel of its own; vLLM compiles `forward_native` so.
     """
 
-    def make() -> Function:
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of worker processes
-        import torch._dynamo.config as dynamo
+    return Baseline("inductor", "compiler", lambda: inductor_compiled(provider(op, "reference")))
 
-        for name in ("recompile_limit", "accumulated_recompile_limit"):
-            if hasattr(dynamo, name):
-                setattr(
-                    dynamo, name, 1024
-                )  # above the limit Dynamo runs the function eagerly, without a warning
-        return torch.compile(provider(op, "reference"), dynamic=False, fullgraph=True)
 
-    return Baseline("inductor", "compiler", make)
+def inductor_compiled(function: Function) -> Function:
+    """The function compiled by Inductor as one graph, anew for each shape."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of worker processes
+    import torch._dynamo.config as dynamo
+
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(dynamo, name):
+            setattr(dynamo, name, 1024)  # above the limit Dynamo runs the function eagerly, without a warning
+    compiled: Function = torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled

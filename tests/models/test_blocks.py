@@ -18,7 +18,19 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.vllm import VllmAttention
 
-FEW = ("llama", "gpt_neox", "gemma4", "deepseek_v32", "gpt_oss", "mixtral", "bert", "dinov3", "mpt")
+FEW = (
+    "llama",
+    "mamba",
+    "mamba2",
+    "gpt_neox",
+    "gemma4",
+    "deepseek_v32",
+    "gpt_oss",
+    "mixtral",
+    "bert",
+    "dinov3",
+    "mpt",
+)
 # Blocks that are declined: {model: part of the reason}
 DECLINED = {
     "swinv2": "differ in width", "vjepa2": "takes table", "siglip": "takes patches", "dinov3": "takes patches",
@@ -79,6 +91,48 @@ def test_undescribable_block_is_declined_with_reason(model: str) -> None:
         assert DECLINED[model] in str(error)
     else:
         assert any(DECLINED[model] in why for why in blocks.of(text).declined.values())
+
+
+RECURRENT = ("mamba", "mamba2", "jamba", "qwen3_next", "kimi_linear")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", RECURRENT)
+def test_all_kinds_of_recurrent_models_are_tasks(model: str) -> None:
+    assert {f"{model}.recurrence", f"{model}.model"} <= set(check(model))
+
+
+def test_state_of_a_new_sequence_is_ignored_and_the_others_read() -> None:
+    """small_mixed: two sequences go on, one begins."""
+    model_blocks.register("mamba2")
+    spec = registry.get("mamba2.recurrence")
+    places = {a.name: i for i, a in enumerate(spec.arguments)}
+    args = wide(arguments("mamba2.recurrence", "small_mixed"))
+    out, conv, recurrent = spec.reference(*copy.deepcopy(args))
+    assert args[places["fresh"]].tolist() == [False, False, True]
+    slots = args[places["state_slots"]].tolist()
+    assert 0 not in slots and len(set(slots)) == 3
+    for changed, same in ((slots[2], True), (slots[0], False)):
+        other = copy.deepcopy(args)
+        other[places["state_0_recurrent"]][changed] += 1
+        found = spec.reference(*other)
+        assert torch.equal(found[0], out) is same
+    untouched = ({*range(len(recurrent))} - {*slots}).pop()
+    assert torch.equal(recurrent[untouched], args[places["state_0_recurrent"]][untouched])
+    assert not torch.equal(recurrent[slots[0]], args[places["state_0_recurrent"]][slots[0]])
+    assert not torch.equal(conv[slots[2]], args[places["state_0_conv"]][slots[2]])
+
+
+def test_recurrent_cost_grows_with_sequences_not_with_keys() -> None:
+    model_blocks.register("mamba")
+    spec = registry.get("mamba.recurrence")
+    one, many = (next(c for c in spec.cases if c.name == n) for n in ("decode_1", "decode_32"))
+    longer = replace(one, dims={**one.dims, "seq_lens": [4000]})
+    new = replace(one, dims={**one.dims, "seq_lens": [1]})
+    assert spec.bytes_moved(longer) == spec.bytes_moved(one)
+    state = spec.bytes_moved(one) - spec.bytes_moved(new)  # a sequence that begins reads none
+    assert state == 5120 * (16 * 4 + 3 * 2)
+    assert spec.bytes_moved(many) - spec.bytes_moved(one) >= 31 * 2 * state
 
 
 def test_layer_reference_equals_transformers() -> None:

@@ -198,7 +198,8 @@ def kernels_command(
             return _identity(names, options, run, json)
         if cheats:
             return _cheats(options, run, json, tuple(cheat or ()))
-        status = _judge(names, candidates, options, run, json, damaged, task, timings)
+        whole = model if 4 in (level or ()) and candidates else ""
+        status = _judge(names, candidates, options, run, json, damaged, task, timings, whole)
         if store.wanted(track):
             store.track(run)
         return status
@@ -215,7 +216,9 @@ def _judge(
     damaged: list[str],
     task: Path | None = None,
     timings: bool = False,
+    whole: str = "",
 ) -> int:
+    """whole: the model whose logits and speed in our engine are also measured with the candidates."""
     from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
 
@@ -251,6 +254,9 @@ def _judge(
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
         result["candidates"] = report.live(found, candidates)
+    if whole:
+        level4 = _whole_model(whole, candidates, options, path, quiet)
+        result["level4"], result["ok"] = level4, bool(level4["ok"] and result["ok"])
     if task is not None:
         result["task"] = str(task)
     if damaged:
@@ -263,6 +269,33 @@ def _judge(
         print(f"error: {printable(result['error'])}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
+
+
+def _whole_model(
+    model: str, candidates: dict[str, Path], options: Any, path: Path, quiet: bool
+) -> dict[str, Any]:
+    """Compare the model's logits in our engine, and its speed, with and without the candidates."""
+    from fk_bench.kernels import whole_model
+
+    def on_row(row: Row) -> None:
+        append(path, [row])
+        print(printable(whole_model.shown([row])[0]), file=sys.stderr, flush=True)
+
+    made = whole_model.judge(
+        options.model, model, candidates, options.device, options.rounds, options.timed, options.timeout, on_row
+    )  # fmt: skip
+    if not quiet:
+        print(f"\nlevel 4, {model} in our engine with {', '.join(candidates)}")
+        print(*map(printable, whole_model.shown(made)), sep="\n", end="\n\n")
+    wrong = [r for r in made if r.status not in (Status.OK, Status.SKIPPED)]
+    return {"ok": not wrong, "rows": [_short(row) for row in made]}
+
+
+def _short(row: Row) -> dict[str, Any]:
+    """A row of level 4 for the line of JSON."""
+    case: dict[str, Any] = {k: row.case[k] for k in ("kind", "phase", "requests") if k in row.case}
+    said = {k: v for k, v in (("reason", row.reason), ("provisional", row.provisional)) if v}
+    return {**case, "status": row.status.value, **said, **row.metrics}
 
 
 def _check_case_names(ops: list[str], options: Any) -> None:

@@ -1,6 +1,7 @@
 """Planted faults: what a wrong kernel does to a model, made in its weights, so that it is the same in every host.
 
-    residual   the middle layer's MLP is not added to the residual stream: its output projection is 0
+    residual   the middle layer's MLP is not added to the residual stream: its output projection is 0. In a model
+               without MLPs it is the layer's mixer
     head       every attention takes heads 0 and 1 for each other: their columns of the output projection are swapped
     scale      every norm's output is 1% too large
 
@@ -34,6 +35,7 @@ _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
     r"|down_projs?|linear_2|output_linear)\.weight$|experts\.(down_proj|w2_weight)$"
 )
+_MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
 # An MLP's last projection, and those before it.
 _INNER = (
@@ -83,8 +85,9 @@ def planted(
         found = _reordered(names, tensor)
     else:
         by_layer: dict[int, list[str]] = {}
+        last = _MLP if any(map(_MLP.search, names)) else _MIXER
         for name in names:
-            if _MLP.search(name) and (layer := _LAYER.search(name)):
+            if last.search(name) and (layer := _LAYER.search(name)):
                 by_layer.setdefault(int(layer[1]), []).append(name)
         layers = sorted(by_layer)
         chosen = by_layer[layers[len(layers) // 2]] if layers else []

@@ -16,14 +16,22 @@ import torch
 LOGITS = 3.0
 
 
-def checkpoint(model: Path, folder: Path, seed: int = 0) -> Path:
-    """Write the checkpoint of a folder that has only a config.json, as bfloat16."""
+def checkpoint(model: Path, folder: Path, seed: int = 0, strong: bool = False) -> Path:
+    """Write the checkpoint of a folder that has only a config.json, as bfloat16.
+
+    strong: draw matrices with the scale of their inputs, so that each layer of a small model changes the logits
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     torch.manual_seed(seed)
-    with torch.inference_mode():
+    with torch.no_grad():  # tied weights of inference mode cannot be saved
         made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for name, weight in made.named_parameters() if strong else ():
+            if name.endswith("A_log"):
+                weight.uniform_(-1.0, 1.0)
+            elif weight.dim() > 1:
+                weight.normal_(0.0, 0.1 if "embed" in name else weight.shape[-1] ** -0.5)
         tokens = torch.randint(config.get_text_config().vocab_size, (4, 64))
         before = made(input_ids=tokens).logits.std(-1).mean()
         if (norm := last_norm(made)) is not None:

@@ -4,7 +4,8 @@ It writes lines of JSON to the original standard output; the host's own output g
 {"version": ...}. Then each input line is work:
 
     {"run": NAME, "batches": [[i, ...]]}   the sequences or texts of inputs.json, in these batches; answered with
-                                           {"seconds": s}, with the outputs in NAME.f32 (see `forced`)
+                                           {"seconds": s}, with the outputs in NAME.f32 (see `forced`). With
+                                           "staggered": true, half of a batch arrives while the rest decodes
     {"patch": null or [ops], "candidates": {op: file} or null}   answered with {"rows": [[op, state, reason]]}
     {"fault": NAME, or "" to undo it}      plants a fault in place (images); answered with {"planted": bool,
                                            "concerns": bool, "reason": why not}
@@ -67,7 +68,8 @@ class Worker:
             chosen = [self.inputs[i] for i in batch]
             common = {"file": str(self.folder / f"{work['run']}.f32"), "total": total}
             tasks = [{**common, "at": s["at"], "tokens": s["tokens"]} for s in chosen]
-            made = self.engine.decode([s["prompt"] for s in chosen], tasks)
+            late = {"staggered": True} if work.get("staggered") else {}  # of our engine only
+            made = self.engine.decode([s["prompt"] for s in chosen], tasks, **late)
             if wrong := [i for i, m, t in zip(batch, made, tasks, strict=True) if m != t["tokens"]]:
                 raise RuntimeError(f"{work['run']}: the tokens of sequences {wrong} could not be forced")
 

@@ -1,7 +1,8 @@
 """Tasks for the judge from the blocks of a model: an OpSpec of each, and how its module is built around tensors.
 
-Arguments of a block are the inputs of `forward`, the KV caches, the integers of a step and the module's parameters. The
-reference is the same module with the plain PyTorch provider of every op, in the arguments' dtype.
+Arguments of a block are the inputs of `forward`, the KV caches and recurrent states, the integers of a step and the
+module's parameters. The reference is the same module with the plain PyTorch provider of every op, in the arguments'
+dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
-from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, text_of
+from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, states_of, text_of
 from fastkernels.models.common.registry import find
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
@@ -31,6 +32,11 @@ SMALL_DTYPE, MODEL_DTYPE = "float32", "bfloat16"
 TOLERANCE = {
     "float32": Tolerance(1e-4, 1e-4), "float16": Tolerance(2e-2, 2e-2), "bfloat16": Tolerance(6e-2, 6e-2),
 }  # fmt: skip
+# Arguments of a step that only layers with a recurrent state read, after those of attention_cases.STEP
+STATE_STEP = (
+    Tensor("state_slots", "sequences", "int32", bytes="0"),
+    Tensor("fresh", "sequences", "bool", bytes="0"),
+)
 EXPERTS_SPREAD = 32  # best experts of a token whose scores are made distinct
 
 
@@ -87,7 +93,7 @@ def _stream(block: Block, name: str, small: bool) -> tuple[int, ...]:
     return ()
 
 
-def _inputs(block: Block) -> list[str]:
+def inputs_of(block: Block) -> list[str]:
     """The parameters of `forward` that are given."""
     names = [n for n in inspect.signature(block.cls.forward).parameters if n in INPUTS]  # type: ignore[attr-defined]
     module: Any = block.module(False)
@@ -108,6 +114,8 @@ def _weight(
         given = {"std": 0.1}
     elif "embed" in name:
         given = {}
+    elif name.rpartition(".")[2] == "A":  # of a recurrence
+        given = {"values": _rates}
     elif full.dtype == torch.uint8:  # MXFP4: two numbers in a byte, and scales that make them small
         given = {"values": _scales if name.endswith("scales") else _bytes}
     elif full.dim() > 1:
@@ -119,6 +127,11 @@ def _weight(
         given["bytes"] = f"itemsize(dtype)*attended*({shape.split()[1]})"
     dtype = "" if full.dtype == torch.bfloat16 else str(full.dtype).removeprefix("torch.")
     return Tensor(name, shape, dtype, **given)
+
+
+def _rates(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Below 0, so that states decay."""
+    return -(0.5 + call.rand(*shape)).to(dtype)
 
 
 def _bytes(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -142,11 +155,12 @@ def spec(block: Block) -> OpSpec:
     """The description of a block as an op of its level; its class is the one that candidates replace."""
     full, small = block.module(False), block.module(True)
     caches = {path: (m, dict(small.named_modules())[path]) for path, m in caches_of(full).items()}
-    names, own = _inputs(block), dict(small.named_parameters())
+    names, own = inputs_of(block), dict(small.named_parameters())
     experts = None
     if (many := _experts_of(full)) is not None and (few := _experts_of(small)) is not None:
         experts = _size(many[0], few[0]), _size(many[1], few[1])
-    ragged = bool(caches) or _attends(full)
+    states = [(m, dict(small.named_modules())[path]) for path, m in states_of(full).items()]
+    ragged = bool(caches) or bool(states) or _attends(full)
     arguments: list[Tensor | Scalar] = []
     for name in names:
         channels = [_stream(block, name, s) for s in (False, True)]
@@ -161,8 +175,19 @@ def spec(block: Block) -> OpSpec:
             each = "*".join(f"({part})" for part in rest.split()) or "1"
             cost = "0" if sparse else f"itemsize(dtype)*{each}*max(keys_read,attended)"
             arguments.append(Tensor(f"cache_{i}_{j}", f"blocks block_size {rest}", mutated=True, bytes=cost))
+    for i, (m, other) in enumerate(states):
+        for name, (shape, own_dtype) in m.keeps.tensors.items():
+            rest = _shape(shape, other.keeps.tensors[name][0])
+            dtype = "" if own_dtype is None else str(own_dtype).removeprefix("torch.")
+            each = "*".join(f"({part})" for part in rest.split())
+            cost = f"{own_dtype.itemsize if own_dtype else 'itemsize(dtype)'}*{each}*(sequences+continued)"
+            arguments.append(
+                Tensor(f"state_{i}_{name}", f"state_rows {rest}", dtype, mutated=True, bytes=cost)
+            )
     if ragged:
         arguments += attention_cases.STEP
+    if states:
+        arguments += STATE_STEP
     weights = [_weight(block, n, p, own[n], experts) for n, p in full.named_parameters()]
     arguments += weights
     tied = experts is not None
@@ -178,7 +203,7 @@ def spec(block: Block) -> OpSpec:
         cases=_cases(block, ragged),
         arguments=tuple(arguments),
         outputs=(Tensor("out", f"tokens {_shape(*out)}"),),
-        axes=_axes(block, ragged, [m for m, _ in caches.values()], [m for _, m in caches.values()]),
+        axes=_axes(block, ragged, [m for m, _ in caches.values()], [m for _, m in caches.values()], bool(states)),
         values=lambda call: _values(block, ragged, call),
         flops=_flops(block, caches, weights, experts),
         vary=lambda case, rng: _vary(made, ragged, case, rng),
@@ -230,7 +255,9 @@ def _inside(block: Block) -> list[tuple[Block, list[str]]]:
     return sorted(found, key=lambda pair: -pair[0].level)
 
 
-def _axes(block: Block, ragged: bool, full: Sequence[Any], small: Sequence[Any]) -> dict[str, Axis]:
+def _axes(
+    block: Block, ragged: bool, full: Sequence[Any], small: Sequence[Any], states: bool
+) -> dict[str, Axis]:
     axes: dict[str, Axis] = {"small": Axis(0, stated=True)}
     if not ragged:
         return {**axes, "tokens": Axis.per_call(), "attended": Axis(lambda s: s["tokens"], varies=True)}
@@ -245,13 +272,16 @@ def _axes(block: Block, ragged: bool, full: Sequence[Any], small: Sequence[Any])
         "pairs",
     )
     axes |= {name: attention_cases.AXES[name] for name in names} | attention_cases.RAGGED
-    first = _inputs(block)[0]
+    first = inputs_of(block)[0]
     axes["padding"] = Axis.option(0, read=lambda a: len(getattr(a, first)) - int(a.cu_seqlens_q[-1]))
     windows = [[m.window_left for m in ms] for ms in (full, small)]
     one = bool(windows[0]) and all(w >= 0 for w in windows[0])  # bytes and operations are lower bounds
     if one:
         least = min(windows[0]), min(windows[1])
         axes["window_left"] = Axis(lambda s: least[s["small"]])
+    if states:
+        axes["state_rows"] = Axis(lambda s: len(s["seq_lens"]) + 2, stated=True)  # slot 0 is for padding
+        axes["continued"] = Axis(lambda s: sum(k > n for n, k in attention_cases.lengths(s)))
     return axes
 
 
@@ -291,7 +321,9 @@ def _cases(block: Block, ragged: bool) -> tuple[Case, ...]:
             tokens("decode_1", 1, 0, 32), tokens("decode_32", 32, 0, 32), tokens("prefill_2k", 2048, 0),
             tokens("small_one", 1, 1), tokens("small_7", 7, 1), tokens("small_63", 63, 1),
         )  # fmt: skip
-    if not caches_of(block.module(False)):  # encoders see whole sequences
+    if not caches_of(block.module(False)) and not states_of(
+        block.module(False)
+    ):  # encoders see whole sequences
         long = min(512, longest)
         return (
             step("batch_32", [long] * 32, [long] * 32, 0), step("single", [long], [long], 0, 8),
@@ -336,6 +368,11 @@ def _values(block: Block, ragged: bool, call: Call) -> Mapping[str, torch.Tensor
         found = dict(layer_cases.values(call))
         if "positions" not in call.declaration.tensors:
             del found["positions"]
+    if "fresh" in call.declaration.tensors:
+        count, rows = call["sequences"], call["state_rows"]
+        order = 1 + torch.randperm(rows - 1, generator=call.generator, device=call.device)
+        found["state_slots"] = order[:count].to(torch.int32)
+        found["fresh"] = found["seq_lens"] == found["cu_seqlens_q"].diff()
     if "input_ids" in call.declaration.tensors:
         rows, count = block.structure(bool(call["small"])).config.vocab_size, call["tokens"]
         ids = torch.randint(0, rows, (count,), generator=call.generator, device=call.device)
@@ -424,8 +461,8 @@ def make(block: Block, cls: type, small: bool, like: torch.Tensor) -> nn.Module:
     return module
 
 
-def _is_small(block: Block, args: Mapping[str, Any]) -> bool:
-    """Which of the two models these weights are of."""
+def is_small(block: Block, args: Mapping[str, Any]) -> bool:
+    """Whether these weights, by name, are of the block's small model."""
     return all(p.shape == args[n].shape for n, p in block.module(True).named_parameters())
 
 
@@ -451,8 +488,8 @@ def _load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
     """OpSpec.build: an instance of cls whose weights are these tensors, and the call of it."""
     given = dict(zip((a.name for a in registry.get(block.name).arguments), args, strict=True))
-    names, module_of = _inputs(block), block.module(False)
-    small = _is_small(block, given)
+    names, module_of = inputs_of(block), block.module(False)
+    small = is_small(block, given)
     wide = next(given[n] for n, p in module_of.named_parameters() if p.dtype == torch.bfloat16)
     module: Any = make(block, cls, small, wide).eval().requires_grad_(False)
     _load(module, {n: given[n] for n, _ in block.module(small).named_parameters()})
@@ -464,9 +501,14 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
         mine = [given[n] for n in given if n.startswith(f"cache_{i}_")]
         part.kv_cache = tuple(mine)
         caches += mine
+    for i, part in enumerate(states_of(module).values()):
+        part.states = {name: given[f"state_{i}_{name}"] for name in part.keeps.tensors}
+        caches += part.states.values()
     context = None
     if "slot_mapping" in given:
-        context = AttentionMetadata(*(given[argument.name] for argument in attention_cases.STEP))
+        step = (given[argument.name] for argument in attention_cases.STEP)
+        slots, fresh = given.get("state_slots"), given.get("fresh")
+        context = replace(AttentionMetadata(*step), state_slots=slots, fresh=fresh)
     passed = {name: given[name] for name in names}
     if "residual" in inspect.signature(block.cls.forward).parameters and "residual" not in names:  # type: ignore[attr-defined]
         passed["residual"] = None

@@ -25,7 +25,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import find
 
 LEVELS = {
-    "attention": 2, "mlp": 2, "mixture": 2, "encoder_layer": 3, "decoder_layer": 3, "model": 4,
+    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "encoder_layer": 3, "decoder_layer": 3, "model": 4,
 }  # fmt: skip
 # Parameters of `forward` that a step gives: {name: what it is}
 INPUTS = {
@@ -58,7 +58,7 @@ class Structure:
     made: Mapping[str, Made]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Modules of a model that differ in nothing but their place.
 
@@ -215,7 +215,9 @@ def _parts(layer: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in layer.named_children():
         if name == attention or (own is None and name in ATTENTION):
-            found[name] = "attention"
+            found[name] = (
+                "recurrence" if isinstance(getattr(module, "keeps", None), StateSpec) else "attention"
+            )
         elif name == mlp or (own is None and name in MLP):
             found[name] = "mixture" if _is_mixture(module) else "mlp"
     return found
@@ -258,7 +260,7 @@ def _unsupported(structure: Structure, path: str) -> str | None:
         return "its runner gives it other inputs than a step of tokens"
     takes = [p for p in inspect.signature(cls.forward).parameters.values() if p.name != "self"]  # type: ignore[attr-defined]
     config = getattr(structure.config, "vision_config", structure.config)
-    if not isinstance(getattr(config, "num_attention_heads", None), int):
+    if not states_of(structure.model) and not isinstance(getattr(config, "num_attention_heads", None), int):
         return "its stages differ in width and read images, not tokens"
     tensors = ("torch.Tensor", "torch.Tensor | None")
     if unknown := [
@@ -272,8 +274,6 @@ def _unsupported(structure: Structure, path: str) -> str | None:
     indexers: list[Any] = [m for m in module.modules() if hasattr(m, "selection")]
     if path and any(m.described.indexer is not None and m.described.indexer.shared for m in indexers):
         return "it attends to the keys that another layer chose"
-    if any(isinstance(getattr(m, "keeps", None), StateSpec) for m in module.modules()):
-        return "it keeps a recurrent state, which no task gives it"
     if others := {p.dtype for p in module.parameters()} - DTYPES:
         return f"its weights are quantized: {', '.join(sorted(map(str, others)))}"
     return None
@@ -282,3 +282,8 @@ def _unsupported(structure: Structure, path: str) -> str | None:
 def caches_of(module: nn.Module) -> dict[str, Any]:
     """{path: attention layer with a KV cache}."""
     return {path: m for path, m in module.named_modules() if hasattr(m, "new_cache")}
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """{path: layer that keeps a recurrent state}."""
+    return {path: m for path, m in module.named_modules() if isinstance(getattr(m, "keeps", None), StateSpec)}

@@ -18,6 +18,9 @@ MOST: dict[str, int] = {
     "num_experts_per_tok": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1, "kv_lora_rank": 48, "q_lora_rank": 40,
     "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "qk_head_dim": 40, "index_topk": 9,
     "index_n_heads": 12, "index_head_dim": 24, "sliding_window": 8, "max_position_embeddings": 512, "rotary_dim": 8,
+    "time_step_rank": 8, "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3, "type_vocab_size": 2,
 }  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")

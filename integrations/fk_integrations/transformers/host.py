@@ -18,6 +18,7 @@ from itertools import islice
 from types import FunctionType
 from typing import Any
 
+from fastkernels.core.baseline import Baseline
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
@@ -224,6 +225,12 @@ class TransformersHost(InProcessHost):
         None if the installed transformers cannot build it from this config.
         """
         return needs(config, architecture) if installed_version() else None
+
+    def block_baselines(self, name: str) -> tuple[Baseline, ...]:
+        """The judge's baselines of a block of a model; see fk_integrations.transformers.blocks."""
+        from fk_integrations.transformers import blocks
+
+        return blocks.baselines(name)
 
 
 HOST = TransformersHost()

@@ -42,11 +42,13 @@ def launcher():
 
 
 def measure(
-    launcher: Launcher, files: dict[str, Path], timeout: float = 60.0, retry: bool = True
-) -> Measured:
+    launcher: Launcher, files: dict[str, Path], timeout: float = 60.0, retry: bool = True,
+    host: str = "fastkernels",
+) -> Measured:  # fmt: skip
     from dataclasses import replace
 
-    entry = replace(SUITE.entries[0], timeout=timeout)
+    first = SUITE.entries[0]
+    entry = replace(first, timeout=timeout, item=replace(first.item, host=host))
     run = ItemRun(entry, SUITE, launcher, "float32", 5, print)
     readable = set_files({path.parent for path in files.values()})
     return run.measure({op: str(path) for op, path in files.items()}, readable, retry)
@@ -72,6 +74,42 @@ def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path):
     assert found.calibration is not None and found.calibration.sensitive and found.calibration.noise < 1e-4
     assert set(found.calibration.faults) == {"residual", "head", "scale"}
     assert len(found.rounds) == 6 and all(r.seconds["set"] > 0 for r in found.rounds)
+
+
+BLOCK = """
+from fastkernels.overrides.block import vllm
+
+
+class VllmLlamaMLP(vllm.VllmLlamaMLP):
+    pass
+"""
+
+
+def write_blocks(folder: Path) -> dict[str, Path]:
+    """An op, a block of the item's model, one of another model, and one that the model does not have."""
+    names = ("silu_and_mul", "llama.mlp", "mixtral.mixture", "llama.mixture")
+    for name in names:
+        (folder / f"{name}.py").write_text(BLOCK if "." in name else source(name))
+    return {name: folder / f"{name}.py" for name in names}
+
+
+@pytest.mark.slow
+def test_blocks_of_the_model_run_in_our_engine(launcher, tmp_path):
+    found = measure(launcher, write_blocks(tmp_path))
+    assert found.found.kept == ("llama.mlp", "silu_and_mul") and not found.found.dropped
+    assert found.found.unused == ("llama.mixture", "mixtral.mixture")
+    assert found.live["llama.mlp"] > 0 and found.live["silu_and_mul"] > 0
+    assert found.outcome is not None and found.outcome.correctness == 1.0
+
+
+@pytest.mark.slow
+def test_blocks_are_not_deployed_in_another_host(launcher, tmp_path):
+    found = measure(launcher, write_blocks(tmp_path), host="transformers")
+    dropped = {d.op: d for d in found.found.dropped}
+    assert dropped.keys() == {"llama.mlp", "llama.mixture"}
+    assert all(d.reason is Reason.NOT_DEPLOYED for d in dropped.values())
+    assert "transformers runs its own classes" in dropped["llama.mlp"].text
+    assert "mixtral.mixture" in found.found.unused
 
 
 BROKEN = {

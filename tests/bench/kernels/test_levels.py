@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fk_bench.core.rows import Row, Status
@@ -20,9 +21,9 @@ class VllmLlamaMLP(vllm.VllmLlamaMLP):
 """
 
 
-def judged(ops: list[str], files: dict[str, Path], case: str) -> dict[str, Row]:
+def judged(ops: list[str], files: dict[str, Path], *cases: str, **more: Any) -> dict[str, Row]:
     text, _ = model_blocks.register("llama")
-    options = Options(cases=("random",), names=(case,), timed=False, hard=0, model=text)
+    options = Options(cases=("random",), names=cases, timed=False, hard=0, model=text, **more)
     return {str(r.subject.op): r for r in judge_ops(ops, files, options) if r.kind == "case"}
 
 
@@ -31,6 +32,16 @@ def test_wrong_block_candidate_is_caught(tmp_path: Path) -> None:
     file.write_text(WRONG)
     row = judged(["llama.mlp"], {"llama.mlp": file}, "small_7")["llama.mlp"]
     assert row.status is Status.WRONG and row.case["level"] == 2
+
+
+def test_row_names_the_hosts_module_or_why_there_is_none() -> None:
+    rows = judged(["llama.mlp", "llama.model"], {}, "small_7", "small_decode", against="host")
+    assert {r.status for r in rows.values()} == {Status.OK}, [r.reason for r in rows.values()]
+    assert rows["llama.mlp"].baseline == "transformers LlamaMLP"
+    assert str(rows["llama.model"].baseline).startswith("our module on ")
+    assert rows["llama.model"].case["passed_over"] == {
+        "transformers": "a whole model is measured in an engine"
+    }
 
 
 @pytest.mark.slow

@@ -88,3 +88,10 @@ def test_what_cannot_be_planted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3}))
     with pytest.raises(CannotPlant, match="unquantized"):
         faults.faulty_checkpoint(tmp_path, "head", tmp_path / "faulty")
+
+
+def test_model_without_mlps_loses_its_middle_mixer() -> None:
+    names = [f"backbone.layers.{i}.mixer.{n}.weight" for i in range(3) for n in ("in_proj", "out_proj")]
+    changed = faults.planted("residual", names, lambda name: torch.ones(4, 4), 0)
+    assert list(changed) == ["backbone.layers.1.mixer.out_proj.weight"]
+    assert not changed["backbone.layers.1.mixer.out_proj.weight"].any()

@@ -95,7 +95,11 @@ def test_forced_decode_equals_one_forward(host: str, tmp_path: Path) -> None:
     worker = Worker(options(model, tmp_path, host))
     for run, order in (("one", False), ("two", True)):
         worker.answer({"run": run, "batches": text.batches(5, 3, order)})
-    found = [families.outputs("text", str(model), EXTENT, tmp_path, run) for run in ("one", "two")]
+    runs = ["one", "two"]
+    if host == "fastkernels":  # prompts and decodes in one step
+        worker.answer({"run": "mixed", "batches": text.batches(5, 3), "staggered": True})
+        runs.append("mixed")
+    found = [families.outputs("text", str(model), EXTENT, tmp_path, run) for run in runs]
     worker.engine.close()
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():

@@ -67,11 +67,12 @@ def layout_of(folder: Path) -> str:
     return next((name for name in FOLDERS if _module(name).recognizes(folder)), PLAIN)
 
 
-def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
+def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = False) -> CandidateSet:
     """Read a set. Nothing in it is imported. Raises SetError.
 
     folder  of candidates; or one of LIBRARIES, unless there is such a folder
     out     where adapted files go; None: a folder below ADAPTED with the name and a digest of the set
+    blocks  accept files named after blocks, MODEL.KIND; the process that runs the model knows which it has
     """
     if not folder.is_dir():
         if str(folder) in LIBRARIES:
@@ -81,14 +82,21 @@ def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
         )
     layout = layout_of(folder)
     if layout == PLAIN:
-        if blocks := [f for f in sorted(folder.glob("*.py")) if _is_unknown_block(f.stem)]:
+        named = [f for f in sorted(folder.glob("*.py")) if candidate.is_block(f.stem)]
+        if blocks and (wrong := [f for f in named if f.stem.partition(".")[0] not in models()]):
+            model = wrong[0].stem.partition(".")[0]
             raise SetError(
-                f"set {name}: {blocks[0]} is a block of one model. `fk-bench kernels --model"
-                f" {blocks[0].name.partition('.')[0]} --candidate {folder}` judges it; a set has ops only: move the"
-                " files with such names to another folder"
+                f"set {name}: {wrong[0]} is named after a block of {model!r}, which is no model; `fk-bench list models`"
+                " has their names"
+            )
+        if not blocks and (unknown := [f for f in named if _is_unknown_block(f.stem)]):
+            raise SetError(
+                f"set {name}: {unknown[0]} is a block of one model. `fk-bench kernels --model"
+                f" {unknown[0].name.partition('.')[0]} --candidate {folder}` judges it, and `fk-bench eval` runs it in"
+                " our engine; here a set has ops only: move the files with such names to another folder"
             )
         try:
-            found = candidate.from_directory(folder)
+            found = candidate.from_directory(folder, blocks=blocks)
         except CandidateError as error:
             raise SetError(f"set {name}: {error}") from error
         return CandidateSet(

@@ -171,7 +171,7 @@ def _read_set(text: str) -> CandidateSet:
     if name == SELFTEST:
         raise ConfigError(f"--set {text!r}: {SELFTEST} is the set of --selftest; choose another name")
     path = Path(folder).expanduser()
-    return read_set(name, path.resolve() if path.is_dir() else path)
+    return read_set(name, path.resolve() if path.is_dir() else path, blocks=True)
 
 
 def _estimate(suite: Suite, count: int, json_only: bool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
+from fastkernels.core.candidate import is_block
+from fastkernels.models.common.description import Unsupported
 from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate.run import checkpoints
 from fk_bench.evaluate.suites import Suite
@@ -40,16 +43,32 @@ def judged(
     passed = {}
     with sides_of(options) as sides:
         for op, path in files.items():
-            (row,) = _judge([op], {op: path}, options, settings, sides)
+            text = _text_of(op, model) if is_block(op) else ""
+            if text is None:
+                continue  # no model has such a block: the items have the reason
+            (row,) = _judge([op], {op: path}, replace(options, model=text), settings, sides)
             if row.status is Status.OK:
                 passed[op] = path
             add(row, "independent")
-        for row in _judge(_above(passed), passed, options, settings, sides):
+        ops = {op: path for op, path in passed.items() if not is_block(op)}
+        for row in _judge(_above(ops), ops, options, settings, sides):
             add(row, "composed")
         if model and passed:
             text, blocks = _blocks(model, passed)
             for row in _judge(blocks, passed, replace(options, model=text), settings, sides):
                 add(row, "composed")
+
+
+def _text_of(block: str, model: str) -> str | None:
+    """The text of the model that has a block: this one, or with public sizes that of the block's name."""
+    from fk_bench.info import model_blocks
+
+    for name in filter(None, (model, block.partition(".")[0])):
+        with contextlib.suppress(Unsupported):
+            text, names = model_blocks.register(name)
+            if block in names:
+                return text
+    return None
 
 
 def model_of(suite: Suite) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 
 from fastkernels.core import registry
-from fastkernels.core.baseline import Baseline, inductor, provider
+from fastkernels.core.baseline import Baseline, inductor, provider, refusing
 
 AGAINST = ("production", "host", "reference")
 
@@ -88,3 +89,17 @@ def baselines(op: str, against: str, device: str) -> list[Baseline]:
     if against == "reference" or against == "production":
         found.append(replace(reference, device=device))
     return found
+
+
+def of_block(name: str, device: str) -> list[Baseline]:
+    """The modules of hosts that compute a block of a model, or why a host has none.
+
+    `make` of each returns build(args) -> call, as OpSpec.build does.
+    """
+    points = sorted(entry_points(group="fastkernels.hosts"), key=lambda p: p.name)
+    if not points:
+        why = "the integrations with hosts are not installed: pip install fastkernels"
+        return [refusing("hosts", why)]
+    hosts = [point.load() for point in points]
+    found = [b for h in hosts if hasattr(h, "block_baselines") for b in h.block_baselines(name)]
+    return [replace(b, device=device) for b in found if device in b.devices]

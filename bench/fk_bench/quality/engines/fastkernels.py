@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,13 @@ class Engine:
             sampler: Any = self.target.llm_engine.runner.sampler
             sampler.__class__, sampler.requests = Forced, {}
 
-    def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:
-        """Return the generated tokens, which must be each task's own."""
+    def decode(
+        self, prompts: list[list[int]], tasks: list[dict[str, Any]], staggered: bool = False
+    ) -> list[list[int]]:
+        """Return the generated tokens, which must be each task's own.
+
+        staggered: half of the prompts arrive two steps later, so that a step has prompts and decodes.
+        """
         self.target.llm_engine.reset_prefix_cache()  # no prefix cache: every run computes the prompts
         _tasks.clear()
         _tasks.update(enumerate(tasks))
@@ -64,9 +70,27 @@ class Engine:
             )
             for i, task in enumerate(tasks)
         ]  # fmt: skip
-        outputs = self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        if staggered:
+            found = self._staggered(prompts, params)
+        else:
+            outputs = self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+            found = [list(o.outputs[0].token_ids) for o in outputs]
         _tasks.clear()
-        return [list(o.outputs[0].token_ids) for o in outputs]
+        return found
+
+    def _staggered(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+        engine, done = self.target.llm_engine, dict[str, list[int]]()
+        half = -(-len(prompts) // 2)
+        arrive = {0: range(half), 2: range(half, len(prompts))}
+        for now in itertools.count():
+            for i in arrive.get(now, ()):
+                engine.add_request(str(i), prompts[i], params[i])
+            if engine.has_unfinished_requests():
+                finished = [o for o in engine.step() if o.finished]
+                done |= {o.request_id: list(o.outputs[0].token_ids) for o in finished}
+            elif now >= max(arrive):
+                break
+        return [done[str(i)] for i in range(len(prompts))]
 
     def encode(self, texts: list[list[int]]) -> torch.Tensor:
         """[n, D]: one vector a text."""

@@ -34,3 +34,12 @@ def test_folder_that_is_no_set_is_an_error(tmp_path: Path, files, message):
         (folder / file).write_text("")
     with pytest.raises(SetError, match=message):
         read_set("mine", folder)
+
+
+def test_set_of_an_evaluation_may_hold_blocks(tmp_path: Path):
+    for name in ("rms_norm", "llama.mlp"):
+        (tmp_path / f"{name}.py").write_text("")
+    assert set(read_set("mine", tmp_path, blocks=True).files) == {"llama.mlp", "rms_norm"}
+    (tmp_path / "lama.mlp.py").write_text("")
+    with pytest.raises(SetError, match=r"lama\.mlp\.py is named after a block of 'lama', which is no model"):
+        read_set("mine", tmp_path, blocks=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ from fastkernels.core import candidate, registry
 from fastkernels.patch import PatchError, Report, Request, find_host
 from fk_bench.evaluate import deployment
 from fk_bench.evaluate.reasons import Reason, described
+
+
+def _failure(reason: Reason, text: str) -> dict[str, Any]:
+    return {"reason": reason.value, "text": text[:500], "files": []}
+
+
+def model_of(folder: str) -> tuple[str, Any]:
+    """(our name of a checkpoint's model, its config); '' and None if we have none, as for models of timm."""
+    from fastkernels.models.common import build
+    from fastkernels.models.common import registry as architectures
+    from fastkernels.models.common.checkpoint import CheckpointError
+
+    try:
+        config = build.load_config(Path(folder))
+        return architectures.find(build.architecture_of(config, Path(folder)), config).name, config
+    except (CheckpointError, LookupError, OSError, ValueError):
+        return "", None
 
 
 class Patched:
@@ -26,11 +44,16 @@ class Patched:
         self._classes: dict[str, tuple[type, ...]] = {}
         self._functions: set[str] = set()  # ops whose candidate has a function
         self._counts: dict[str, int] | None = None  # calls of modules by op, if they are watched
+        self._placed: dict[str, tuple[Reason, str] | None] = {}  # by block: see `placed`
 
     def check(self, files: dict[str, str]) -> dict[str, Any]:
         """Import the files. Returns {"failed": {op: error}}."""
         failed = {}
         for op, path in files.items():
+            if (why := self.placed(op)) is not None:
+                if why[0] is Reason.NOT_DEPLOYED:
+                    failed[op] = _failure(*why)
+                continue  # `patch` reports blocks that this model does not have
             try:
                 found = candidate.load(op, path)
                 self._classes[op] = tuple(found.classes.values())
@@ -43,6 +66,12 @@ class Patched:
 
     def patch(self, files: dict[str, str]) -> dict[str, Any]:
         """Put the candidates in. Returns {"patched": whether they are in place, "failed": {op: error}}."""
+        unused = {op: _failure(*why) for op in files if (why := self.placed(op)) is not None}
+        files = {op: path for op, path in files.items() if op not in unused}
+        answer: dict[str, Any] = self._patch(files) if files else {"failed": {}, "patched": True}
+        return {**answer, "failed": {**answer["failed"], **unused}}
+
+    def _patch(self, files: dict[str, str]) -> dict[str, Any]:
         try:
             self.report = fastkernels.patch(self.target, ops=list(files), candidates=files)
         except PatchError as error:
@@ -57,8 +86,34 @@ class Patched:
             ]
             reason = Reason.UNSUPPORTED if refused else Reason.UNUSED
             text = (refused or [row.reason for row in rows if row.op == op] or [""])[0]
-            failed[op] = {"reason": reason.value, "text": text[:500], "files": []}
+            failed[op] = _failure(reason, text)
         return {"failed": failed, "patched": True}
+
+    def placed(self, op: str) -> tuple[Reason, str] | None:
+        """Why a candidate for a block of a model has no place in this host; None for ops, and for blocks that have."""
+        if candidate.is_block(op) and op not in self._placed:
+            self._placed[op] = self._place(op)
+        return self._placed.get(op)
+
+    def _place(self, op: str) -> tuple[Reason, str] | None:
+        host, model = self.options["host"], op.partition(".")[0]
+        own, config = model_of(self.options["model"])
+        if own != model:
+            runs = own or Path(self.options["model"]).name
+            return Reason.UNUSED, f"it is a block of {model}, and this item runs {runs}"
+        if host != "fastkernels":
+            return (
+                Reason.NOT_DEPLOYED,
+                f"it is a block of our engine's {model}; {host} runs its own classes there",
+            )
+        from fastkernels.models.common import block_tasks
+        from fastkernels.models.common.description import Unsupported
+
+        try:
+            _, names = block_tasks.register_model(config)
+        except Unsupported as error:
+            return Reason.UNUSED, str(error)
+        return None if op in names else (Reason.UNUSED, f"{model} has the blocks {', '.join(names)}")
 
     def _alone(self, op: str, path: str) -> dict[str, Any] | None:
         """Why the candidate cannot be put in by itself. Ours decides whether the model has a place for the op."""
@@ -69,7 +124,7 @@ class Patched:
             with contextlib.suppress(PatchError):
                 fastkernels.patch(self.target, ops=[op]).undo()
                 reason = Reason.UNSUPPORTED
-            return {"reason": reason.value, "text": str(error)[:500], "files": []}
+            return _failure(reason, str(error))
         return None
 
     def deployed(self) -> dict[str, Any]:
@@ -84,7 +139,7 @@ class Patched:
             for cls in classes if op not in self._functions else ():
                 if problem := deployment.of_class(registry.get(op), cls, device):
                     text = f"{cls.__name__}: {problem}"
-                    failed[op] = {"reason": Reason.NOT_DEPLOYED.value, "text": text, "files": []}
+                    failed[op] = _failure(Reason.NOT_DEPLOYED, text)
         return {"failed": failed}
 
     def compilations(self) -> dict[str, Any]:

@@ -29,6 +29,9 @@ class Implementation:
         self.production: list[str] = []  # baselines of hosts and libraries that can be tried
         self.missing: dict[str, tuple[str, ...]] = {}  # {such a baseline that is not installed: its packages}
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
+        self.building: Callable[..., Any] | None = (
+            None  # of a host's module, in place of our class: see of_block
+        )
         self.offered: Callable[..., Any] | None = (
             None  # the candidate's function of the op, as its file has it
         )
@@ -55,6 +58,7 @@ class Implementation:
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
+        self.building = None
         self.production, self.missing = [], {}
         self.device, self.spec = device, registry.get(op)
         self.overload = self.spec.op.overload if self.spec.op is not None else None
@@ -106,7 +110,7 @@ class Implementation:
         Those of the last ops are kept, workspaces included: `fk-bench tune` judges a model's ops in turn.
         """
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
-        from fk_bench.kernels.judge.baselines import baselines, production
+        from fk_bench.kernels.judge.baselines import baselines, of_block, production
 
         def there(name: str) -> list[Any]:
             found = baselines(name, against, self.device)
@@ -133,6 +137,11 @@ class Implementation:
                     names.append(f"{name}={b.name}")
                     break
         self.baselines = {"our module on " + ", ".join(names): None}
+        if candidate.is_block(self.spec.name) and against != "reference":
+            theirs = of_block(self.spec.name, self.device)
+            if against == "host" and any(b.modules for b in theirs):  # without modules it only has a reason
+                self.baselines = {}
+            self.baselines |= {b.name: b for b in theirs}
 
     def _made(self, op: str, baseline: Any) -> bool:
         """Whether a baseline could be made and installed."""
@@ -145,13 +154,16 @@ class Implementation:
 
     def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
         """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
-        chosen = self.baselines.get(baseline)
+        chosen, self.building = self.baselines.get(baseline), None
         if chosen is None:  # a module on installed baselines, or another candidate
             return {"prepares": bool(self.prepared)}
         if args is not None and (reason := chosen.supports(*args)) is not None:
             return {"unsupported": reason}
         if baseline not in self.made:
             self.made[baseline] = self._ready(chosen)
+        if self.cls is not None:
+            self.building = self.made[baseline]
+            return {"unchecked": chosen.unchecked}
         self._put(self.spec.name, self.made[baseline], baseline)
         return {"unchecked": chosen.unchecked, "prepares": bool(chosen.prepares)}
 

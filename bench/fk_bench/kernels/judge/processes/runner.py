@@ -98,7 +98,11 @@ class RunnerState(Implementation):
 
     def do_use(self, baseline: str) -> dict[str, Any]:
         """Use this baseline from now on; reports why if it does not support the current case."""
-        return self.use(baseline, self.args[0] if self.args else None)
+        before = self.building
+        answer = self.use(baseline, self.args[0] if self.args else None)
+        if self.building is not before:  # another module is called
+            self._make_calls()
+        return answer
 
     # -- a case
 
@@ -115,8 +119,7 @@ class RunnerState(Implementation):
         slots, size = len(cells), arena["cells"]
         self.out_metas = outs
         self.args = [layout.bind(plan, memory, cell, size, slots <= APART) for cell in cells]
-        self.calls = [self._call(a) for a in self.args]
-        self.direct = [self._direct(call, a) for call, a in zip(self.calls, self.args, strict=True)]
+        self._make_calls()
         out_start = arena["outputs"]
         out_bytes = sum(o["nbytes"] for o in outs)
         self.out_slots = []
@@ -128,6 +131,10 @@ class RunnerState(Implementation):
                 offset += o["nbytes"]
             self.out_slots.append(views)
         return {}
+
+    def _make_calls(self) -> None:
+        self.calls = [self._call(a) for a in self.args]
+        self.direct = [self._direct(call, a) for call, a in zip(self.calls, self.args, strict=True)]
 
     def free(self) -> None:
         """Forget the last case."""
@@ -155,12 +162,15 @@ class RunnerState(Implementation):
         return torch.frombuffer(mmap.mmap(self.fds["arena"], arena["nbytes"]), dtype=torch.uint8)
 
     def _call(self, args: list[Any]) -> Callable[[], Any]:
+        if self.building is not None:
+            made: Callable[[], Any] = self.building(args)
+            return made
         if self.cls is not None:
             if self.spec.build is None:
                 raise Failure("unsupported", f"{self.spec.name}: its modules cannot be built from a case yet")
-            made: list[Any] = []
-            call = self.spec.build(_noted(self.cls, made), args)
-            for module in made:
+            noted: list[Any] = []
+            call = self.spec.build(_noted(self.cls, noted), args)
+            for module in noted:
                 module.prepare()
             return call
         op = self.overload
