@@ -425,11 +425,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_class(prefix: str) -> Any:
     """The class of transformers with this prefix, or one of fla_models.py."""
-    import transformers
-    from support import fla_models
-
-    name = f"{prefix}ForCausalLM"
-    return getattr(fla_models, name, None) or getattr(transformers, name)
+    if prefix in {own for own, _ in FLA.values()}:
+        from support import fla_models as library
+    else:
+        import transformers as library
+    return getattr(library, f"{prefix}ForCausalLM")
 
 
 def make_tiny(
@@ -635,4 +635,5 @@ def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit(f"usage: python tests/support/tiny.py FOLDER [{'|'.join(KINDS)}]")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     print(make_tiny(*sys.argv[1:]))
