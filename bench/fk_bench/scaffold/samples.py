@@ -89,7 +89,7 @@ def collect(config: Any) -> Samples:
             raise NotObserved("", f"a copy with small sizes does not run: {why}") from error
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
-    tried, seen, unexplained = set[str](), set[str](), set[str]()
+    tried, seen, unexplained, follows = set[str](), set[str](), set[str](), set[str]()
     for name, changes in tiny_models.perturbations(small):
         for change in changes:
             try:
@@ -106,13 +106,16 @@ def collect(config: Any) -> Samples:
                 continue
             tried.add(name)
             made.all.append(Sample(other, normal(found.decoder), name))
+            fields = made.all[-1].fields.items()
+            follows |= {n for n, v in fields if n not in change and v != made.all[0].fields.get(n)}
             base.names.update({role: path for role, path in found.names.items() if role not in base.names})
             if not equal(made.all[-1].decoder, made.all[0].decoder):
                 seen.add(name)
                 if not isinstance(change[name], list):
                     break
     # A field that the model reads, and that changed nothing at the values tried, may change something at others.
-    unknown = unexplained | (tried & tiny_models.fields_read(small))
+    # A field that the config's class sets itself, when another one changes, is no field to refuse.
+    unknown = unexplained | ((tried & tiny_models.fields_read(small)) - follows)
     for name in sorted(unknown - seen - made.sizes):
         made.refused[name] = tiny_models.fields(small)[name]
     made.all = [s for s in made.all if s.field not in made.refused]
