@@ -110,8 +110,6 @@ def test_cnns_stay_with_timm_unless_requested() -> None:
     model = built("mobilenetv4_conv_small_035")
     with fastkernels.patch(model) as report:
         assert not report.active
-        left = {row.op for row in report.rows if row.state == "off"}
-        assert not left & {"gelu"} or left
 
 
 def test_training_hooks_and_autocast_run_the_hosts_code() -> None:
