@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from support.hosts.leaves import state, unexplained
-from support.tiny import KINDS, MODELS, SIZES
+from support.tiny import FLA, KINDS, MODELS, SIZES
 
 import fastkernels
 from fastkernels.core import registry
@@ -15,7 +15,7 @@ from fastkernels.models.common.registry import models
 NORMS = {"rms_norm", "gemma_rms_norm", "layer_norm"}
 
 
-@pytest.mark.parametrize("kind", sorted({kind for kind, _ in MODELS.values()}))
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in MODELS.values()} - set(FLA)))
 def test_every_module_is_patched_or_has_a_reason(kind: str) -> None:
     prefix, differs = KINDS[kind]
     cls = getattr(transformers, f"{prefix}ForCausalLM")
