@@ -553,7 +553,9 @@ LAYERS: dict[type[Recurrent], Any] = {
 }
 
 
-def make(a: Recurrent, make_norm: MakeNorm, hidden: int, prefix: str, before: nn.Module | None = None) -> nn.Module:
+def make(
+    a: Recurrent, make_norm: MakeNorm, hidden: int, prefix: str, before: nn.Module | None = None
+) -> nn.Module:
     """The layer of a description. before: that of the layer before"""
     if isinstance(a, Rwkv7):
         return Rwkv7Layer(a, make_norm, hidden, prefix, before if isinstance(before, Rwkv7Layer) else None)
