@@ -8,6 +8,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -234,12 +235,13 @@ def _run(reference: Callable[..., Any], inputs: list[str], given: list[str]) -> 
     return "\n\n\n".join([lines, *parts, run])
 
 
-def standalone(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+@cache
+def standalone(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(lines of import, definitions) of a function and all of fastkernels that it uses; its own definition is last."""
     imports: dict[str, None] = {"import torch": None}
     parts: dict[str, str] = {}
     _collect(function, imports, parts)
-    return sorted(imports), list(parts.values())
+    return tuple(sorted(imports)), tuple(parts.values())
 
 
 def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> None:

@@ -183,7 +183,7 @@ def _reference(spec: OpSpec) -> str:
     try:
         imports, parts = standalone(spec.reference)
     except (TypeError, ValueError, OSError):
-        imports, parts = [f"from {spec.reference.__module__} import {spec.reference.__name__}"], []
+        imports, parts = (f"from {spec.reference.__module__} import {spec.reference.__name__}",), ()
     name = spec.reference.__name__
     named = [] if name == "reference" else [f"reference = {name}"]
     return "\n".join(imports) + "\n\n\n" + "\n\n\n".join([*parts, *named]) + "\n"

@@ -23,7 +23,7 @@ HEADER = '"""Calls the function {op} of {op}.py as the definition states. Writte
 def solution(op: str, file: Path, found: Mapping[str, Any], author: str) -> dict[str, Any]:
     """The Solution of a candidate for a definition. The candidate's code is not run. Raises TraceError."""
     texts = texts_of(file)
-    tree = _parsed(file, texts[f"{op}.py"])
+    tree = _parsed(file, texts.get(f"{op}.py", ""))
     text = entry_point(registry.get(op), found, count_of(op, tree))
     needed = sorted(
         {name for path, t in texts.items() if path.endswith(".py") for name in _imported(path, t, texts)}

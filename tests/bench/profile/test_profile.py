@@ -169,7 +169,7 @@ def test_candidate_is_profiled_instead_of_our_kernel(tmp_path):
     assert [o["op"] for o in found["ops"]] == ["silu_and_mul"] and found["ops"][0]["calls"] == 1
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_step_of_a_model_lists_each_op_with_its_floor(tmp_path, phase):
     model = small_model()
     words = ("--phase", phase, "--context", 17, "--repeats", 2, "--batch", 2, "--device", "cpu")

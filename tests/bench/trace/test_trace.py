@@ -280,6 +280,7 @@ def test_candidate_that_is_no_function_is_named(tmp_path):
         ("class VllmRMSNorm: pass\n", "a Solution is a function"),
         ("def rms_norm(x, weight, eps): pass\n", "takes 3 arguments, and the definition has residual too"),
         ("def rms_norm(:\n", "is not a Python file"),
+        ("", "has no function rms_norm"),
     ):
         file.write_text(text)
         with pytest.raises(TraceError, match=message):
