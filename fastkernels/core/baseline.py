@@ -96,8 +96,9 @@ class Baseline:
 
     kind        'host': what vLLM or SGLang itself calls; 'library': what they may be told to call; 'compiler':
                 the reference through torch.compile; 'reference'
-    make        make() -> fn(*op_args), which mutates what the op mutates and returns what it returns. It may import
-                and compile. Raises ImportError, AttributeError or RuntimeError where the library is another version's
+    make        make() -> fn(*op_args), which mutates what the op mutates and returns what it returns; for a block of a
+                model make() -> build(args) -> call, as OpSpec.build does. It may import and compile.
+                Raises ImportError, AttributeError or RuntimeError where the library is another version's
     modules     importable modules that it needs, all of them; of a tuple among them, any one
     refuses     refuses(*op_args) -> None if it takes the case, else the reason; may synchronize, so not when timed
     overwrites  positions of arguments that it may write over though the op does not (the hosts no longer need them)

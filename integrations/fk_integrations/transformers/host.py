@@ -18,7 +18,7 @@ from itertools import islice
 from types import FunctionType
 from typing import Any
 
-from fastkernels.core.baseline import Baseline
+from fastkernels.core.baseline import Baseline, refusing
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
@@ -230,6 +230,8 @@ class TransformersHost(InProcessHost):
         """The judge's baselines of a block of a model; see fk_integrations.transformers.blocks."""
         from fk_integrations.transformers import blocks
 
+        if installed_version() is None:
+            return (refusing(self.name, "transformers is not installed: pip install transformers"),)
         return blocks.baselines(name)
 
 
