@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_wrong_index_is_reported(copy):
     write_index(copy, {"weight_map": {**places, key: "../a.safetensors"}})
     fails(copy, "outside its folder", "../a.safetensors")
     write_index(copy, '{"weight_map": [1]}')
-    fails(copy, "index.json is not a safetensors index")
+    fails(copy, "index.json is not an index of weights")
     write_index(copy, index)
     tensors = load_file(copy / "b.safetensors")
     tensors[key] = load_file(copy / "a.safetensors")[key]
@@ -164,8 +165,62 @@ def test_no_weights_and_no_config(copy, tmp_path):
     (tmp_path / "empty").mkdir()
     fails(tmp_path / "empty", "config.json")
     fails(tmp_path / "nowhere", "neither a folder nor a hub id")
-    (copy / "pytorch_model.bin").write_bytes(b"")
-    fails(copy, "pytorch_model.bin: convert them")
+
+
+def in_pytorch_format(folder, names):
+    """Write the weights as files of these names, and remove those in safetensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    parts = {name: {k: t for i, (k, t) in enumerate(sorted(tensors.items())) if i % len(names) == n}
+             for n, name in enumerate(names)}  # fmt: skip
+    for name, part in parts.items():
+        torch.save(part, folder / name)
+    return {"weight_map": {key: name for name, part in parts.items() for key in part}}
+
+
+def test_weights_in_pytorch_format_are_read(copy):
+    wanted = load(copy)
+    in_pytorch_format(copy, ["pytorch_model.bin"])
+    found = load(copy)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+def test_weights_in_pytorch_format_may_be_split(copy):
+    wanted = load(copy)
+    index = in_pytorch_format(copy, ["pytorch_model-1.bin", "pytorch_model-2.bin"])
+    (copy / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    found = load(copy)
+    assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+    (copy / "pytorch_model-2.bin").unlink()
+    fails(copy, "pytorch_model.bin.index.json names files", "pytorch_model-2.bin")
+
+
+def test_safetensors_are_read_where_both_exist(copy):
+    (copy / "pytorch_model.bin").write_bytes(b"damaged")
+    load(copy)
+
+
+class Runs:
+    """Code that a pickle would run."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("what", ["code", "no tensors", "damaged"])
+def test_file_that_is_no_weights_is_refused_and_runs_nothing(copy, tmp_path, what):
+    (copy / "model.safetensors").unlink()
+    file, ran = copy / "pytorch_model.bin", tmp_path / "ran"
+    if what == "damaged":
+        file.write_bytes(b"PK\x03\x04 damaged")
+    else:
+        torch.save({"weight": Runs(ran) if what == "code" else "text"}, file)
+    fails(copy, "pytorch_model.bin is not a file of tensors in PyTorch's format")
+    assert not ran.exists()
 
 
 def test_hub_id_while_offline(monkeypatch, tmp_path):

@@ -1,9 +1,10 @@
-"""Checkpoints on disk: location, safetensors files, and diagnosis of damaged ones."""
+"""Checkpoints on disk: location, files of weights, and diagnosis of damaged ones."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+OLDER_INDEX, OLDER = "pytorch_model.bin.index.json", "pytorch_model.bin"  # of checkpoints without safetensors
 DTYPES = {  # of safetensors' headers, those that a conversion of quantized tensors tells apart
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,16 +41,19 @@ def resolve(model: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*_linear.pt", "*.metadata"]
+    others = ["original/*", "consolidated*"]  # the same weights in other layouts
     try:
-        snapshot = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*_linear.pt", "*.metadata"],
-            ignore_patterns=["original/*", "consolidated*"],  # the same weights in other layouts
+        snapshot = Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others
+            )
         )
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot_download(name, revision=revision or None, allow_patterns=["pytorch_model*.bin"])
     except Exception as error:
         raise CheckpointError(f"model {model!r} is not a folder, and {_hub_problem(error)}") from error
-    return _with_config(Path(snapshot))
+    return _with_config(snapshot)
 
 
 def _with_config(folder: Path) -> Path:
@@ -76,25 +81,34 @@ def _hub_problem(error: Exception) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises CheckpointError that names missing files."""
+    """The files of weights of a checkpoint, in order: safetensors, else in PyTorch's format.
+
+    Raises CheckpointError that names missing files.
+    """
     weight_map = _weight_map(folder)
     if weight_map is not None:
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
-        files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+        single = next((f for f in (folder / SINGLE, folder / OLDER) if f.is_file()), None)
+        files = sorted(folder.glob("*.safetensors"))
+        files = [single] if single is not None and (single.name == SINGLE or not files) else files
     missing = [f.name for f in files if not f.is_file()]
     if missing:
-        raise CheckpointError(f"{folder / INDEX} names files that are not in {folder}: {', '.join(missing)}")
+        raise CheckpointError(f"{_index(folder)} names files that are not in {folder}: {', '.join(missing)}")
     if not files:
-        others = [f.name for f in sorted(folder.glob("*.bin"))]
-        hint = f" ({some(others)}: convert them to safetensors)" if others else ""
-        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
+        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER}")
     return files
+
+
+def _index(folder: Path) -> Path:
+    """The index, which may be missing: that of PyTorch's files only without safetensors."""
+    older = folder / OLDER_INDEX
+    return older if older.is_file() and not any(folder.glob("*.safetensors*")) else folder / INDEX
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """{key: file name} of the index, None without one. Raises CheckpointError for an invalid index."""
-    index = folder / INDEX
+    index = _index(folder)
     if not index.is_file():
         return None
 
@@ -112,7 +126,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+        raise CheckpointError(f"{index} is not an index of weights: {error!r}") from error
     if outside:
         raise CheckpointError(f"{index} names files outside its folder: {some(outside)}")
     return weight_map
@@ -131,18 +145,18 @@ def iterate(folder: Path, device: str = "cpu") -> Iterator[tuple[Path, str, Call
     reads its own shard. At most one file is in memory if the caller drops each tensor before the next. Raises
     CheckpointError.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     weight_map, where = _weight_map(folder), {}  # type: ignore[var-annotated]
     for file in weight_files(folder):
         try:
-            with safe_open(str(file), framework="pt", device="cpu") as tensors:
+            with _opened(file) as tensors:
                 keys = list(tensors.keys())
                 if weight_map is not None:
                     absent = {k for k, name in weight_map.items() if name == file.name} - set(keys)
                     if absent:
                         raise CheckpointError(
-                            f"{folder / INDEX} names tensors that {file.name} does not have: {some(sorted(absent))}"
+                            f"{_index(folder)} names tensors that {file.name} does not have: {some(sorted(absent))}"
                         )
                 for key in keys:
                     if key in where:
@@ -151,6 +165,31 @@ def iterate(folder: Path, device: str = "cpu") -> Iterator[tuple[Path, str, Call
                     yield file, key, partial(_read, tensors, key, file, device)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {_damage(file, error)}") from error
+
+
+def _opened(file: Path) -> Any:
+    """A context with keys() and the tensors of a file."""
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        return safe_open(str(file), framework="pt", device="cpu")
+    return nullcontext(_older(file))
+
+
+def _older(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file in PyTorch's format, mapped into memory. No code of the file is run."""
+    try:
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # of before PyTorch 1.6, which cannot be mapped
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+            raise TypeError("it has values that are no tensors")
+        return dict(found)
+    except Exception as error:  # of pickle, zip files, and others
+        raise CheckpointError(
+            f"{file} is not a file of tensors in PyTorch's format: {type(error).__name__}: {error}"
+        ) from error
 
 
 def heads(
@@ -162,24 +201,15 @@ def heads(
     """
     for name, prefix in prefixes.items():
         file = folder / name
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            tensors = {prefix + key: tensor.to(device) for key, tensor in found.items()}
-        except Exception as error:  # of pickle, zip files, and others
-            raise CheckpointError(
-                f"{file} is not a file of tensors in PyTorch's format: {type(error).__name__}: {error}"
-            ) from error
-        for key, tensor in tensors.items():
-            yield file, key, partial(_same, tensor)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+        for key, tensor in _older(file).items():
+            yield file, prefix + key, partial(tensor.to, device)
 
 
 def _read(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:
     from safetensors import SafetensorError
 
+    if isinstance(tensors, dict):
+        return tensors[key].to("meta") if device == "meta" else tensors[key]
     try:
         if device == "meta":
             found = tensors.get_slice(key)
