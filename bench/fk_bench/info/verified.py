@@ -1,4 +1,4 @@
-"""The test that compares an architecture of ours with transformers, on a tiny random checkpoint in float32."""
+"""The test that compares an architecture of ours with transformers or timm, on a random checkpoint in float32."""
 
 from __future__ import annotations
 
@@ -40,5 +40,7 @@ def verified(model: Model, architecture: str) -> Verified:
         return Verified("tests/engine/test_retrieval.py::test_cross_encoders_equal_transformers", SCORES)
     if arch.inputs == "tokens":
         return Verified("tests/engine/test_encode.py::test_tiny_bert_equals_transformers", EMBEDDINGS)
+    if arch.timm:
+        return Verified("tests/models/test_cnn.py::test_model_equals_timm", ENCODINGS)
     kind = f"{model.name}_classes" if architecture.endswith("Classification") else model.name
     return Verified(f"tests/models/test_vision.py::test_encoder_equals_transformers[{kind}]", ENCODINGS)

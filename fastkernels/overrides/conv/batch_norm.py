@@ -10,7 +10,16 @@ import torch
 from fastkernels.core.assemble import filled, load, make
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.conv.epilogue import FUNCTIONS, Norm, apply_epilogue, check_activation, dense
+from fastkernels.overrides.conv.epilogue import (
+    Norm,
+    Vectors,
+    activated,
+    apply_epilogue,
+    check_activation,
+    check_norm,
+    dense,
+    normalized,
+)
 from fastkernels.overrides.conv.spatial import unsupported
 
 
@@ -27,21 +36,17 @@ def reference(
 
     Computed in at least float32, rounded once.
     """
-    norm = _check(x, mean, var, weight, bias, eps, activation)
-    y = norm.of(x.to(torch.promote_types(x.dtype, torch.float32)))
-    return FUNCTIONS[activation](y).to(x.dtype)
+    vectors = mean, var, weight, bias
+    _check(x, vectors, activation)
+    y = normalized(x.to(torch.promote_types(x.dtype, torch.float32)), vectors, eps)
+    return activated(y, activation).to(x.dtype)
 
 
-def _check(
-    x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    eps: float, activation: str,
-) -> Norm:  # fmt: skip
+def _check(x: torch.Tensor, vectors: Vectors, activation: str) -> None:
     if x.dim() < 2:
         raise ValueError(f"batch_norm: x must be [B, C, ...], got {tuple(x.shape)}")
     check_activation("batch_norm", activation)
-    norm = Norm(mean, var, weight, bias, eps)
-    norm.check("batch_norm", x.shape[1])
-    return norm
+    check_norm("batch_norm", x.shape[1], vectors)
 
 
 def _supports_triton(
@@ -55,7 +60,8 @@ def _triton(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5, activation: str = "none",
 ) -> torch.Tensor:  # fmt: skip
-    norm, given = _check(x, mean, var, weight, bias, eps, activation), dense(x)
+    norm, given = Norm(mean, var, weight, bias, eps), dense(x)
+    _check(x, norm.vectors, activation)
     return apply_epilogue(given, norm, activation, None, torch.empty_like(given))
 
 
@@ -63,8 +69,9 @@ def _torch(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5, activation: str = "none",
 ) -> torch.Tensor:  # fmt: skip
-    norm = _check(x, mean, var, weight, bias, eps, activation)
-    return FUNCTIONS[activation](norm.by_torch(dense(x)))
+    norm = Norm(mean, var, weight, bias, eps)
+    _check(x, norm.vectors, activation)
+    return activated(norm.by_torch(dense(x)), activation)
 
 
 def _reference(*args: object) -> torch.Tensor:

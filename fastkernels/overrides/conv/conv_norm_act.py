@@ -20,12 +20,15 @@ from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.conv.convolution import output_shape
 from fastkernels.overrides.conv.epilogue import (
     CODES,
-    FUNCTIONS,
     Norm,
+    Vectors,
     activate,
+    activated,
     apply_epilogue,
     check_activation,
+    check_norm,
     normalize,
+    normalized,
 )
 from fastkernels.overrides.conv.spatial import channels_last, each, unsupported
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -57,17 +60,17 @@ def reference(
     mean and var are the norm's statistics; without them there is no norm. One number of stride, padding and dilation
     stands for both dimensions. Returns [B, N, OH, OW] in x's dtype, computed in at least float32, rounded once.
     """
-    norm = Norm(mean, var, norm_weight, norm_bias, eps)
-    _check(x, weight, bias, norm, residual, stride, padding, dilation, groups, activation)
+    vectors = mean, var, norm_weight, norm_bias
+    _check(x, weight, bias, vectors, residual, stride, padding, dilation, groups, activation)
     acc = torch.promote_types(x.dtype, torch.float32)
     b = None if bias is None else bias.to(acc)
     y = torch.conv2d(x.to(acc), weight.to(acc), b, list(stride), list(padding), list(dilation), groups)
-    y = FUNCTIONS[activation](norm.of(y))
+    y = activated(normalized(y, vectors, eps), activation)
     return (y if residual is None else y + residual.to(acc)).to(x.dtype)
 
 
 def _check(
-    x: T, weight: T, bias: T | None, norm: Norm, residual: T | None, stride: Ints, padding: Ints, dilation: Ints,
+    x: T, weight: T, bias: T | None, vectors: Vectors, residual: T | None, stride: Ints, padding: Ints, dilation: Ints,
     groups: int, activation: str,
 ) -> list[int]:  # fmt: skip
     """The shape of the result. Raises ValueError."""
@@ -79,7 +82,7 @@ def _check(
         raise ValueError(
             f"conv_norm_act: x {tuple(x.shape)} is smaller than the window of {tuple(weight.shape)}"
         )
-    norm.check("conv_norm_act", shape[1])
+    check_norm("conv_norm_act", shape[1], vectors)
     if bias is not None and bias.shape != (shape[1],):
         raise ValueError(f"conv_norm_act: bias must be [{shape[1]}], got {tuple(bias.shape)}")
     if residual is not None and list(residual.shape) != shape:
@@ -210,7 +213,7 @@ def _triton(
 ) -> T:  # fmt: skip
     """One kernel of depthwise and pointwise convolutions; others are PyTorch's (cuDNN's), with a second kernel."""
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
-    shape = _check(x, weight, bias, norm, residual, stride, padding, dilation, groups, activation)
+    shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
     out = _empty(x, weight, shape)
     if out.numel() == 0:
         return out
@@ -255,9 +258,9 @@ def _torch(
     padding: Ints = (0,), dilation: Ints = (1,), groups: int = 1, activation: str = "none", eps: float = 1e-5,
 ) -> T:  # fmt: skip
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
-    shape = _check(x, weight, bias, norm, residual, stride, padding, dilation, groups, activation)
+    shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
     y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
-    y = FUNCTIONS[activation](norm.by_torch(y))
+    y = activated(norm.by_torch(y), activation)
     return _empty(x, weight, shape).copy_(y if residual is None else y + residual)
 
 

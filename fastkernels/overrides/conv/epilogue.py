@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,24 +16,59 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import unsupported_vector
 
 TILE = 1024  # elements of a program
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hard_swish": F.hardswish,
-    "hard_sigmoid": F.hardsigmoid,
-    "sigmoid": torch.sigmoid,
-}
-CODES = {name: code for code, name in enumerate(FUNCTIONS)}  # as `activate` has them
+ACTIVATIONS = (  # in the order of the codes of `activate`
+    "none", "relu", "relu6", "silu", "gelu", "gelu_tanh", "hard_swish", "hard_sigmoid", "sigmoid",
+)  # fmt: skip
+CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """x, or one of PyTorch's activations of it."""
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "relu6":
+        return F.relu6(x)
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "sigmoid":
+        return torch.sigmoid(x)
+    if activation == "hard_swish":
+        return F.hardswish(x)
+    return F.hardsigmoid(x) if activation == "hard_sigmoid" else x
 
 
 def check_activation(op: str, activation: str) -> None:
     """Raises ValueError for an unknown activation."""
-    if activation not in FUNCTIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(FUNCTIONS)}, got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
+Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def check_norm(op: str, channels: int, vectors: Vectors) -> None:
+    """vectors: mean, var, weight, bias. Raises ValueError unless each is [channels] or None, and for a mean alone."""
+    if (vectors[0] is None) != (vectors[1] is None):
+        raise ValueError(f"{op}: mean and var must both be given, or neither")
+    for t in vectors:
+        if t is not None and t.shape != (channels,):
+            raise ValueError(f"{op}: the norm's vectors must be [{channels}], got {tuple(t.shape)}")
+
+
+def normalized(y: torch.Tensor, vectors: Vectors, eps: float) -> torch.Tensor:
+    """The norm of y [B, C, ...] by its equation, in y's dtype. vectors: as in `check_norm`; without a mean y itself."""
+    mean, var, weight, bias = (
+        None if t is None else t.to(y.dtype).view(-1, *[1] * (y.dim() - 2)) for t in vectors
+    )
+    if mean is None or var is None:
+        return y
+    y = (y - mean) * torch.rsqrt(var + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 @triton.jit
@@ -100,16 +134,8 @@ class Norm:
     eps: float
 
     @property
-    def vectors(self) -> tuple[torch.Tensor | None, ...]:
+    def vectors(self) -> Vectors:
         return self.mean, self.var, self.weight, self.bias
-
-    def check(self, op: str, channels: int) -> None:
-        """Raises ValueError for vectors that are not [channels], and for a mean without variance."""
-        if (self.mean is None) != (self.var is None):
-            raise ValueError(f"{op}: mean and var must both be given, or neither")
-        for t in self.vectors:
-            if t is not None and t.shape != (channels,):
-                raise ValueError(f"{op}: the norm's vectors must be [{channels}], got {tuple(t.shape)}")
 
     def unsupported(self) -> str | None:
         """The reason why kernels cannot read the vectors, or None."""
@@ -126,17 +152,6 @@ class Norm:
         wide = torch.promote_types(y.dtype, torch.float32)
         mean, var, weight, bias = (None if t is None else t.to(wide) for t in self.vectors)
         return F.batch_norm(y, mean, var, weight, bias, eps=self.eps)
-
-    def of(self, y: torch.Tensor) -> torch.Tensor:
-        """The norm of y [B, C, ...], in y's dtype."""
-        if self.mean is None or self.var is None:
-            return y
-        shape = (-1, *[1] * (y.dim() - 2))
-        mean, var = (t.to(y.dtype).view(shape) for t in (self.mean, self.var))
-        y = (y - mean) * torch.rsqrt(var + self.eps)
-        if self.weight is not None:
-            y = y * self.weight.to(y.dtype).view(shape)
-        return y if self.bias is None else y + self.bias.to(y.dtype).view(shape)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.conv import grid_sample as places
 from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
-from fastkernels.overrides.conv.epilogue import FUNCTIONS
+from fastkernels.overrides.conv.epilogue import activated
 from fastkernels.overrides.kit.libraries import T, from_torch
 
 Ints = Sequence[int]
@@ -20,7 +20,7 @@ Ints = Sequence[int]
 def _batch_norm(
     x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, activation: str = "none"
 ) -> T:  # fmt: skip
-    return FUNCTIONS[activation](F.batch_norm(x, mean, var, weight, bias, eps=eps))
+    return activated(F.batch_norm(x, mean, var, weight, bias, eps=eps), activation)
 
 
 def _convolution(
@@ -37,7 +37,7 @@ def _conv_norm_act(
     y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
     if mean is not None:
         y = F.batch_norm(y, mean, var, norm_weight, norm_bias, eps=eps)
-    y = FUNCTIONS[activation](y)
+    y = activated(y, activation)
     return y if residual is None else y + residual
 
 
@@ -45,8 +45,8 @@ def _squeeze_excite(
     x: T, reduce_weight: T, expand_weight: T, reduce_bias: T | None, expand_bias: T | None, activation: str, gate: str
 ) -> T:  # fmt: skip
     h = F.conv2d(x.mean((2, 3), keepdim=True), reduce_weight[:, :, None, None], reduce_bias)
-    h = F.conv2d(FUNCTIONS[activation](h), expand_weight[:, :, None, None], expand_bias)
-    return x * FUNCTIONS[gate](h)
+    h = F.conv2d(activated(h, activation), expand_weight[:, :, None, None], expand_bias)
+    return x * activated(h, gate)
 
 
 def _global_response_norm(x: T, weight: T, bias: T, eps: float = 1e-6) -> T:

@@ -14,7 +14,7 @@ from fastkernels.core.assemble import filled, load, make, takes
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.conv.channel_sums import BLOCK_T, block_of, channel_sums
-from fastkernels.overrides.conv.epilogue import CODES, FUNCTIONS, activate, check_activation, dense
+from fastkernels.overrides.conv.epilogue import CODES, activate, activated, check_activation, dense
 from fastkernels.overrides.conv.spatial import unsupported
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -41,8 +41,8 @@ def reference(
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     biases = [None if b is None else b.to(acc) for b in (reduce_bias, expand_bias)]
-    squeezed = FUNCTIONS[activation](F.linear(h.mean((2, 3)), reduce_weight.to(acc), biases[0]))
-    gates = FUNCTIONS[gate](F.linear(squeezed, expand_weight.to(acc), biases[1]))
+    squeezed = activated(F.linear(h.mean((2, 3)), reduce_weight.to(acc), biases[0]), activation)
+    gates = activated(F.linear(squeezed, expand_weight.to(acc), biases[1]), gate)
     return (h * gates[:, :, None, None]).to(x.dtype)
 
 
@@ -165,8 +165,8 @@ def _torch(
     activation: str = "relu", gate: str = "sigmoid",
 ) -> T:  # fmt: skip
     _check(x, reduce_weight, expand_weight, reduce_bias, expand_bias, activation, gate)
-    squeezed = FUNCTIONS[activation](F.linear(x.mean((2, 3)), reduce_weight, reduce_bias))
-    gates = FUNCTIONS[gate](F.linear(squeezed, expand_weight, expand_bias))
+    squeezed = activated(F.linear(x.mean((2, 3)), reduce_weight, reduce_bias), activation)
+    gates = activated(F.linear(squeezed, expand_weight, expand_bias), gate)
     return dense(x) * gates[:, :, None, None]
 
 

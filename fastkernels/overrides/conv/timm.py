@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,40 +13,9 @@ from fastkernels.overrides.conv.batch_norm import batch_norm
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.global_response_norm import global_response_norm
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
+from fastkernels.overrides.conv.timm_activations import act_of, activation_of
 from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.norm.timm import TimmLayerNorm, TimmLayerNorm2d
-
-# {class of an activation, in torch and timm: its name in conv/epilogue.py}
-ACTIVATIONS = {
-    "Identity": "none", "ReLU": "relu", "ReLU6": "relu6", "SiLU": "silu", "Swish": "silu", "GELUTanh": "gelu_tanh",
-    "Hardswish": "hard_swish", "HardSwish": "hard_swish", "Hardsigmoid": "hard_sigmoid",
-    "HardSigmoid": "hard_sigmoid", "Sigmoid": "sigmoid",
-}  # fmt: skip
-BY_NAME: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU, "relu6": nn.ReLU6, "silu": nn.SiLU, "swish": nn.SiLU, "gelu": nn.GELU,
-    "hard_swish": nn.Hardswish, "hard_sigmoid": nn.Hardsigmoid, "sigmoid": nn.Sigmoid,
-}  # fmt: skip
-
-
-def activation_of(act: Any) -> str | None:
-    """The activation that a module computes, as conv/epilogue.py names it; None: another one, or changed code."""
-    if changed(act):
-        return None
-    name = type(act).__name__
-    if name == "GELU":
-        return "gelu_tanh" if getattr(act, "approximate", "none") == "tanh" else "gelu"
-    return ACTIVATIONS.get(name)
-
-
-def _act(layer: Any, kwargs: Any = None) -> nn.Module:
-    """The module of an activation that is given as a class, a name or None. Raises ValueError."""
-    if layer is None:
-        return nn.Identity()
-    if isinstance(layer, str):
-        if layer not in BY_NAME:
-            raise ValueError(f"act_layer must be a class or one of {', '.join(BY_NAME)}, got {layer!r}")
-        return BY_NAME[layer]()
-    return layer(**(kwargs or {}))
 
 
 def not_conv(conv: Any) -> str | None:
@@ -180,7 +148,7 @@ class TimmBatchNormAct2d(nn.BatchNorm2d):
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.drop = drop_layer() if drop_layer is not None else nn.Identity()
-        self.act = _act(act_layer, act_kwargs) if apply_act else nn.Identity()
+        self.act = act_of(act_layer, act_kwargs) if apply_act else nn.Identity()
 
     @staticmethod
     def needs_host(module: Any) -> str | None:
@@ -623,7 +591,7 @@ class TimmConvNeXtBlock(nn.Module):
         self.conv_dw = _conv(in_chs, out, kernel_size, groups=in_chs, bias=conv_bias, **dd)
         norm = norm_layer or (TimmLayerNorm2d if conv_mlp else TimmLayerNorm)
         self.norm = norm(out, **dd)
-        self.mlp = _ConvNeXtMlp(out, int(mlp_ratio * out), _act(act_layer), conv_mlp, use_grn, dd)
+        self.mlp = _ConvNeXtMlp(out, int(mlp_ratio * out), act_of(act_layer), conv_mlp, use_grn, dd)
         self.gamma = None if ls_init_value is None else nn.Parameter(torch.full((out,), ls_init_value, **dd))
         self.shortcut, self.drop_path = nn.Identity(), nn.Identity()
 
@@ -672,9 +640,9 @@ class TimmSqueezeExcite(nn.Module):
         super().__init__()
         narrow = (rd_round_fn or round)(in_chs * rd_ratio) if rd_channels is None else rd_channels
         self.conv_reduce = _conv(in_chs, narrow, 1, bias=True, device=device, dtype=dtype)
-        self.act1 = _act(force_act_layer or act_layer)
+        self.act1 = act_of(force_act_layer or act_layer)
         self.conv_expand = _conv(narrow, in_chs, 1, bias=True, device=device, dtype=dtype)
-        self.gate = _act(gate_layer)
+        self.gate = act_of(gate_layer)
 
     @staticmethod
     def supports(module: Any) -> str | None:
@@ -713,9 +681,9 @@ class TimmSEModule(nn.Module):
         )
         self.fc1 = _conv(channels, narrow, 1, bias=bias, device=device, dtype=dtype)
         self.bn = nn.Identity()
-        self.act = _act(act_layer)
+        self.act = act_of(act_layer)
         self.fc2 = _conv(narrow, channels, 1, bias=bias, device=device, dtype=dtype)
-        self.gate = _act(gate_layer)
+        self.gate = act_of(gate_layer)
 
     @staticmethod
     def supports(module: Any) -> str | None:

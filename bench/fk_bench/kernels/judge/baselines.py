@@ -18,6 +18,7 @@ AGAINST = ("production", "host", "reference")
 
 # {module: package that has it}, where the names differ
 PACKAGES = {
+    "flash_maxsim": "flash-maxsim", "late_interaction_kernels": "late-interaction-kernels",
     "sgl_kernel": "sgl-kernel", "flashinfer": "flashinfer-python", "fla": "flash-linear-attention",
     "deep_gemm": "deep-gemm", "triton_kernels": "triton-kernels",
 }  # fmt: skip
