@@ -419,7 +419,10 @@ torch.save(outputs, f"{sys.argv[1]}/outputs.pt")
 """
 
 
-@pytest.mark.parametrize("interpreted", ["0", "1"], ids=["unsupported", "interpreted"])
+@pytest.mark.parametrize(
+    "interpreted",
+    [pytest.param("0", marks=pytest.mark.slow, id="unsupported"), pytest.param("1", id="interpreted")],
+)
 def test_functional_fork_files_run_kernels_or_raise(interpreted: str, tmp_path: Path) -> None:
     inputs = {}
     for name in registry.op_names():

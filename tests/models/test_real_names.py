@@ -43,6 +43,7 @@ LARGE = (
     "Qwen/Qwen3-Next-80B-A3B-Instruct (4 layers)",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct (5 layers)",
     "fla-hub/rwkv7-1.5B-world",
+    "ai21labs/Jamba-v0.1",
 )  # many keys
 every_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in RECORDED]

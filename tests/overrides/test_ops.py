@@ -35,6 +35,8 @@ SLOW = {
     "fused_experts_int4": ("all", "elsewhere", "zeros_33"),
     "fused_experts_nvfp4": ("few", "rows_19", "none", "elsewhere", "odd_63", "all"),
     "fused_experts_swigluoai": ("all", "elsewhere", "floats_63"), "gated_residual": ("odd_63",),
+    "gated_delta_rule": ("packed",), "gated_linear_attention": ("packed",), "kda": ("packed", "odd_63"),
+    "linear_nvfp4": ("tiles_19",), "rwkv7": ("packed", "odd_63"), "ssd": ("odd_63",),
     "grouped_topk": ("odd_63", "bias"), "lstm": ("wide", "even", "half", "odd_63"), "merge_state": ("odd_63",),
     "moe_align": ("few", "chunks"), "qk_norm_rope": ("odd_63",), "quantize_fp8": ("group_63", "token_1000"),
     "rope_axes": ("four",), "rope_nd": ("odd_63", "pairs_63"),

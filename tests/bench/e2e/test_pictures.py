@@ -246,6 +246,7 @@ def test_vllm_omni_makes_the_same_images(tmp_path: Path, omni: tuple[str, ...]) 
     assert {"ready", "closed"} <= set(log.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_vllm_omni_that_fails_leaves_the_others(tmp_path: Path, omni: tuple[str, ...]) -> None:
     status, last, rows = run(tmp_path / "run", *omni, "--requests", "1,5", "--steps", "1", rounds=1)
     assert status == 1

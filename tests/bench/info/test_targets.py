@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from fk_bench.info import model_blocks
 from fk_bench.info.targets import COMING, GROUPS, targets
 
@@ -25,6 +26,7 @@ def test_every_target_has_a_task_or_a_family() -> None:
     assert {t.family for t in targets()} - {""} == set(COMING)
 
 
+@pytest.mark.slow
 def test_every_task_of_a_target_exists() -> None:
     tasks = sorted({task for target in targets() for task in target.tasks})
     for model in {name.partition(".")[0] for name in tasks if "." in name}:

@@ -34,6 +34,7 @@ def test_wrong_block_candidate_is_caught(tmp_path: Path) -> None:
     assert row.status is Status.WRONG and row.case["level"] == 2
 
 
+@pytest.mark.slow
 def test_row_names_the_hosts_module_or_why_there_is_none() -> None:
     rows = judged(["llama.mlp", "llama.model"], {}, "small_7", "small_decode", against="host")
     assert {r.status for r in rows.values()} == {Status.OK}, [r.reason for r in rows.values()]

@@ -36,6 +36,7 @@ assert upsample_conv.order("cpu")[0][1] is None and not upsample_conv.fallbacks
 """
 
 
+@pytest.mark.slow
 def test_triton_kernels_keep_the_memory_format_of_pytorch() -> None:
     done = warm.run(["-c", FORMATS], {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

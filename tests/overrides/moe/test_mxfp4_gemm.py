@@ -158,7 +158,9 @@ for dtype, rtol in (("float32", 1e-4), ("float16", 4e-3), ("bfloat16", 3e-2)):
 """
 
 
-@pytest.mark.parametrize("more", [("mxfp4",), ("floats",), ("mxfp4", "alone")])
+@pytest.mark.parametrize(
+    "more", [("mxfp4",), ("floats",), pytest.param(("mxfp4", "alone"), marks=pytest.mark.slow)]
+)
 def test_triton_experts_match_float64(more: tuple[str, ...]) -> None:
     """SwiGLU is in the first product, unless a provider is named for it."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
