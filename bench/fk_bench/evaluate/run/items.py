@@ -112,7 +112,7 @@ class Work:
         lengths = [(n, min(new, longest)) for n in prefixes]
         prompts, wanted = self.requests(count, lengths, f"logprobs {key}")
         found = side.call("generate", prompts=prompts, lengths=wanted, logprobs=True)
-        if fault:
+        if fault:  # the side may be the baseline that scores
             side.call("plant", fault="")
         tokens = checked_tokens(found.get("tokens"), wanted, self.vocab)
         scores = base.call("score", prompts=prompts, outputs=tokens)["scores"]
@@ -414,14 +414,8 @@ class Prober:
                 side.call("watch")
                 done = self._work(side)
                 apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
-                if run.work.text:
-                    logprobs = run.work.logprobs(side, self.judge, f"probe {sorted(ops)}")
-                    found = worse(
-                        fidelity("text", apart, self.noise),
-                        fidelity("logprobs", [logprobs], [self.scale.noise], self.scale),
-                    )
-                else:
-                    found = fidelity("images", apart, self.noise, self.scale)
+                scale = None if run.work.text else self.scale
+                found = fidelity(run.entry.workload.kind, apart, self.noise, scale)
                 if found.correctness < THRESHOLD:
                     return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
                 answer = side.call("live")
@@ -436,6 +430,11 @@ class Prober:
                     count = sum(compiled[n] for n in new)
                     text = f"{count} compilations in batches of {new} after warm-up, the host none"
                     return Probe(reason=Reason.COMPILES_WHILE_SERVING, text=text, unused=frozenset(unused))
+                if run.work.text:  # after the compilations: it runs other batches
+                    apart = [run.work.logprobs(side, self.judge, f"probe {sorted(ops)}")]
+                    found = fidelity("logprobs", apart, [self.scale.noise], self.scale)
+                    if found.correctness < THRESHOLD:
+                        return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
                 return Probe(unused=frozenset(unused))
         except SideFailed as error:
             return Probe(reason=error.reason, text=str(error), files=error.files)
