@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from fk_bench.info import stubs
+from fk_bench.info import model_blocks, stubs
 
 import fastkernels
 from fastkernels import LLM, SamplingParams
@@ -330,9 +330,12 @@ def test_level_1_candidate_is_live_in_blocks_and_engine(llm, tmp_path):
         assert run(llm) != before
 
 
-def test_block_of_another_model_changes_nothing(llm, tmp_path):
+@pytest.mark.parametrize("known", [False, True])
+def test_block_of_another_model_changes_nothing(llm, tmp_path, known):
     before = run(llm)
     file = candidate(tmp_path, mlp(-1), "qwen3.mlp.py")
+    if known:  # as after an engine with that model in the same process
+        model_blocks.register("qwen3")
     with pytest.raises(registry.UnknownName, match=r"qwen3\.mlp"):
         fastkernels.patch(llm, candidates={"qwen3.mlp": file})
     assert run(llm) == before and llm.llm_engine.patched is None

@@ -194,12 +194,15 @@ def _text(error: Exception) -> str:
 def _name_blocks(runner: Any, names: Iterable[str]) -> None:
     """Let the registry know the blocks of the runner's model, if one of these names is a block's.
 
-    Raises Unsupported for a model without blocks.
+    Raises Unsupported for a model without blocks, and UnknownName for a block of another model.
     """
-    if any(map(is_block, names)):
+    if named := [name for name in names if is_block(name)]:
         from fastkernels.models.common import block_tasks
 
-        block_tasks.register_model(runner.hf_config)
+        _, own = block_tasks.register_model(runner.hf_config)
+        for name in named:
+            if name not in own:  # the registry may know it from another engine of this process
+                raise registry.UnknownName("block of this model", name, own)
 
 
 # In the process of the engine
