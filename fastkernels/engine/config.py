@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+MEDIA = ("image",)
 ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer", "reference")
 
 
@@ -39,6 +40,7 @@ class EngineConfig:
     seed                    of dummy weights, and of the seeds of requests without one
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
     enforce_eager           no CUDA graphs
+    limit_mm_per_prompt     media of each kind in a prompt, such as {"image": 4}; more are refused (default: 999)
     skip_tokenizer_init     no tokenizer: token ids in, token ids out
     json_any_whitespace     JSON of structured outputs may have any whitespace between values; False: it is in one line
 
@@ -68,6 +70,7 @@ class EngineConfig:
     seed: int = 0
     load_format: str = "auto"
     enforce_eager: bool = False
+    limit_mm_per_prompt: dict | None = None
     skip_tokenizer_init: bool = False
     json_any_whitespace: bool = False
 
@@ -92,6 +95,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} is less than 1")
+        for kind, most in (self.limit_mm_per_prompt or {}).items():
+            if kind not in MEDIA or type(most) is not int or most < 0:
+                raise ValueError(
+                    f"limit_mm_per_prompt {self.limit_mm_per_prompt!r} must have numbers of media from 0 on for"
+                    f" {', '.join(MEDIA)}"
+                )
         if self.num_snapshots is not None and self.num_snapshots < 0:
             raise ValueError(f"num_snapshots {self.num_snapshots} is less than 0")
         if self.max_logprobs < -1:
@@ -115,6 +124,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
     "int": ((int,), "an integer"),
     "float": ((int, float), "a number"),
+    "dict": ((dict,), "a dict"),
 }
 
 

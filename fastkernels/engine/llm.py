@@ -60,7 +60,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate text. Returns one output for each prompt, in order.
 
-        prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these
+        prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these; for a model
+                         that reads images, with 'multi_modal_data': {'image': a PIL image, or a list of them}
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
         use_tqdm         whether to show progress on standard error, or a callable that makes the progress bar, such
                          as functools.partial(tqdm, leave=False)
@@ -69,7 +70,7 @@ class LLM:
         does Ctrl-C.
         """
         self._check_kind("generate", "Generate")
-        listed = _as_list(prompts)
+        listed = _as_list(prompts, media=True)
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
         for one in each:
@@ -247,7 +248,8 @@ class ProgressBar:
             self._bar.close()
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def _as_list(prompts: Any, media: bool = False) -> list[Any]:
+    """media: leave prompts with media as they are."""
     if isinstance(prompts, (str, dict)) or is_image(prompts):
         prompts = [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -255,7 +257,9 @@ def _as_list(prompts: Any) -> list[Any]:
     listed = list(prompts)
     if listed and is_integer(listed[0]):
         listed = [listed]
-    return [_unwrapped(p) for p in listed]
+    return [
+        p if media and isinstance(p, dict) and p.get("multi_modal_data") else _unwrapped(p) for p in listed
+    ]
 
 
 def _unwrapped(prompt: Any) -> Any:

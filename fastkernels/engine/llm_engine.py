@@ -11,14 +11,16 @@ import json
 import random
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastkernels.engine.cache.blocks import BlockManager, salt_root
+from fastkernels.engine.cache.media_cache import MediaCache
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
+from fastkernels.engine.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
@@ -60,9 +62,15 @@ class LLMEngine(Engine):
                 limits.snapshots, config.max_num_seqs + 1, config.block_size, config.enable_prefix_caching
             )
         self.blocks = groups[0] if groups else None
+        self.media: MediaReader | None = None
+        media = None
+        if hasattr(self.runner.model, "encode"):
+            own = config.limit_mm_per_prompt or {}
+            self.media = MediaReader(self.folder, self.runner.model, self.runner.dtype, own)
+            media = MediaCache(limits.media, limits.max_num_batched_tokens)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states,
+            _least_tokens(self.hf_config), states, media,
         )  # fmt: skip
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
@@ -76,16 +84,29 @@ class LLMEngine(Engine):
     def make_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | dict[str, Any] | MediaPrompt,
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestGroup:
-        """See Engine. cache_salt: only requests with the same one share cached blocks."""
+        """See Engine. cache_salt: only requests with the same one share cached blocks.
+
+        prompt: also {'prompt': text, 'multi_modal_data': {'image': a PIL image or a list of them}}
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
         limit = self.prompt_limit(params.truncate_prompt_tokens)
-        text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
+        made = None
+        if isinstance(prompt, MediaPrompt):
+            made = prompt
+        else:
+            prompt, data = media_of(prompt)
+            if data:
+                made = self.read_media(prompt, data, limit)
+        if made is None:
+            text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
+        else:
+            text, ids = made.text, made.token_ids
         vocab = self.hf_config.vocab_size
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -116,9 +137,26 @@ class LLMEngine(Engine):
                     priority, index, new_constraint(), salt_root(cache_salt),
                 )
             )  # fmt: skip
+            if made is not None:
+                sequence = group.sequences[-1]
+                sequence.media, sequence.positions, sequence.shift = made.items, made.positions, made.shift
         if params.prompt_logprobs is not None:
             group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first
         return group
+
+    def read_media(
+        self, prompt: str | Sequence[int], data: Mapping[str, Any], limit: int | None = None
+    ) -> MediaPrompt:
+        """A prompt with media {'image': ...}, for make_request; resizes images. Safe in any thread. Raises ValueError.
+
+        limit: of tokens, which is not possible with media
+        """
+        if self.media is None:
+            kinds = ", ".join(sorted(data))
+            raise ValueError(f"the prompt has media ({kinds}), and {self.config.model} takes text only")
+        if limit is not None:
+            raise ValueError("truncate_prompt_tokens is not possible for a prompt with media")
+        return self.media.read(*self.token_ids_of(prompt), data)
 
     def add_request(
         self,

@@ -595,6 +595,71 @@ def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: An
     return Path(folder)
 
 
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VISION_TOKENS = {"<|vision_start|>": 512, "<|vision_end|>": 513, "<|image_pad|>": 514, "<|video_pad|>": 515}
+MEDIA_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' or 'image_url' in part %}"
+    + IMAGE
+    + "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_QWEN_TEXT = {
+    **SIZES, "vocab_size": 520, "hidden_size": 64, "intermediate_size": 96, "head_dim": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}  # fmt: skip
+# Models that read images. name: (prefix of transformers' classes, fields of the text model, those of the vision tower)
+VLMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {},
+        {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    ),
+}
+
+
+def make_tiny_vlm(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
+    """A random float32 checkpoint of VLMS in `folder`: an image has one token for 8 x 8 pixels.
+
+    fields: of the text model
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    prefix, text, vision = VLMS[kind]
+    ids = {name.strip("<|>").replace("pad", "token") + "_id": i for name, i in VISION_TOKENS.items()}
+    ids = {name if "token" in name else name.replace("_id", "_token_id"): i for name, i in ids.items()}
+    cls = getattr(transformers, f"{prefix}ForConditionalGeneration")
+    text = {**_QWEN_TEXT, **text, **fields}
+    config = cls.config_class(
+        text_config={k: v for k, v in text.items() if v is not None}, vision_config=vision,
+        tie_word_embeddings=text["tie_word_embeddings"], **ids,
+    )  # fmt: skip
+    model = cls(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.15, generator=generator)
+        model.get_input_embeddings().weight.normal_(0.0, 1.0, generator=generator)
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
+    assert tokenizer.convert_tokens_to_ids(list(VISION_TOKENS)) == list(VISION_TOKENS.values())
+    tokenizer.chat_template = MEDIA_TEMPLATE
+    family = "Qwen3VL" if prefix.startswith("Qwen3") else "Qwen2VL"
+    sizes = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+    least = {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}}
+    videos = getattr(transformers, f"{family}VideoProcessor")(**sizes)
+    images = transformers.Qwen2VLImageProcessor(**sizes, **least)
+    named = "Qwen2_5_VL" if prefix.startswith("Qwen2_5") else family
+    processor = getattr(transformers, f"{named}Processor")(
+        images, tokenizer, videos, chat_template=MEDIA_TEMPLATE
+    )
+    processor.save_pretrained(folder)
+    return Path(folder)
+
+
 def make_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
     """A random float32 SDXL pipeline of diffusers in `folder`, without tokenizers: two levels, 32 pixels and more."""
     import diffusers

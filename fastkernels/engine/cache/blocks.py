@@ -20,9 +20,12 @@ class OutOfBlocks(RuntimeError):
     """More blocks were requested than are free."""
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block that follows the block `parent` (salt_root at the start of a sequence)."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+def hash_block(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> bytes:
+    """The name of a full block that follows the block `parent` (salt_root at the start of a sequence).
+
+    media: what stands for the media in the block, whose tokens are all the same
+    """
+    return blake2b(parent + array("q", token_ids).tobytes() + media, digest_size=16).digest()
 
 
 def salt_root(cache_salt: str | None) -> bytes:

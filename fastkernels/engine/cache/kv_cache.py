@@ -24,6 +24,7 @@ class Limits:
 
     groups: (window, number of blocks) of each group of layers; see Group.
     snapshots: of recurrent states; None: no layer keeps a state.
+    media: features of media that the ranks keep.
     """
 
     num_blocks: int
@@ -31,6 +32,7 @@ class Limits:
     max_num_batched_tokens: int
     groups: tuple[tuple[int | None, int], ...] = ()
     snapshots: int | None = None
+    media: int = 0
 
 
 @dataclass(frozen=True)

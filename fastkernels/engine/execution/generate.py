@@ -20,6 +20,7 @@ from fastkernels.engine.cache.state_cache import StateCache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
+from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.memory_profile import activation_bytes
 from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
@@ -42,6 +43,7 @@ class Generate(Runner):
     batch: InputBatch
     graphs: Graphs | None
     states: StateCache | None = None  # of layers that keep a state, if there are any
+    features: MediaFeatures | None = None  # of media, for a model that reads them
 
     def _prepare(self, folder: Path) -> None:
         self.cache_dtype = kv_cache.cache_dtype(self.config.kv_cache_dtype, self.dtype)
@@ -56,6 +58,8 @@ class Generate(Runner):
         if self.device.type == "cpu":
             pack_weights(self.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
+        if hasattr(self.model, "encode"):
+            self.features = MediaFeatures(self.model, self.device)
         self.sampler = Sampler(self.device, self.hf_config.vocab_size, self.config.max_num_seqs)
 
     def choose_kernels(self) -> None:
@@ -105,7 +109,7 @@ class Generate(Runner):
     def bind(self, num_blocks: int) -> None:
         """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
         limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
-        self.limits = replace(limits, snapshots=self._num_snapshots(num_blocks))
+        self.limits = replace(limits, snapshots=self._num_snapshots(num_blocks), media=self._num_features())
         self._bind(num_blocks, self.limits.max_model_len)
         self._mark("KV cache")
         self.capture()
@@ -133,6 +137,8 @@ class Generate(Runner):
         """Start a step without waiting for the device. At most two steps may be in flight."""
         if step.new_rows:
             self.sampler.set_rows(step.new_rows)
+            if self.features is not None:
+                self.batch.set_shifts(step.new_rows)
         plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0), step.masked)
         self.batch.update(step.block_updates)
         if self.states is not None:
@@ -164,13 +170,19 @@ class Generate(Runner):
 
     def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
         """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples."""
-        found = self.graphs.run(step) if self.graphs is not None else None
+        media, features = step.media, self.features
+        found = self.graphs.run(step) if self.graphs is not None and media is None else None
         if found is not None:
             return found
         inputs = self.batch.load(step)
         tables = self.batch.rows_tables(inputs)
         metadata = with_groups(self.backend.plan(inputs, tables[0]), inputs, tables)
-        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata))
+        more: dict[str, Any] = {}
+        if media is not None and features is not None:
+            more["media"] = features.prepare(media)
+            if len(media.rows):
+                inputs = replace(inputs, positions=features.positions(media, inputs.positions))
+        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata, **more))
 
     def _captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph captures.
@@ -188,14 +200,16 @@ class Generate(Runner):
         finish(tokens, inputs, self.batch)
         return Outputs(hidden, logits, tokens)
 
-    def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
-        """Hidden states [T, H]."""
+    def _forward(
+        self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, **media: Any
+    ) -> torch.Tensor:
+        """Hidden states [T, H]. media: of the model's forward, for a step with media."""
         if self.states is not None:
             slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
             fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
             metadata = replace(metadata, state_slots=slots.to(torch.int32), fresh=fresh)
         with forward_context(metadata), direct_calls(self.device):
-            return self.model(ids, inputs.positions)
+            return self.model(ids, inputs.positions, **media)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, step: StepInput, wanted: PromptTargets
@@ -243,6 +257,12 @@ class Generate(Runner):
         counts = kv_cache.group_blocks(self.groups, num_blocks, self.config)
         paged = sum(n * self.block_bytes(g.layers) for g, n in zip(self.groups, counts, strict=True))
         return state_cache.num_snapshots(self.config, self.slot_bytes, paged // state_cache.SHARE)
+
+    def _num_features(self) -> int:
+        """Features of media to keep: those of the longest prompt, or of all media that a step encodes."""
+        if self.features is None:
+            return 0
+        return max(self.max_model_len, self.config.max_num_batched_tokens)
 
     def _bind(self, num_blocks: int, max_model_len: int) -> None:
         """Allocate the cache of num_blocks blocks, and the states that `limits` has."""

@@ -6,14 +6,14 @@ device, and no Python loop runs over rows or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.execution.step import NewRow, StepInput
 
 TURN = 10  # the place of `turn` among the arrays of a packed buffer
 
@@ -128,6 +128,7 @@ class InputBatch:
     last_tokens  [max_num_seqs + 1] int64 on the device: the token that each slot sampled last
     sampled      [3, max_num_seqs] int64 in pinned host memory: the tokens of a step's rows. Steps alternate between the
                  first two rows; the third takes results that are never read, e.g. during capture
+    shifts       [max_num_seqs + 1] int64 on the host: NewRow.shift of each slot
     The last slot is for padding: its blocks are the reserved block 0.
     """
 
@@ -142,6 +143,7 @@ class InputBatch:
         self.block_table = torch.zeros(self._mirror.shape, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.sampled = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.shifts, self._shifted = np.zeros(max_num_seqs + 1, dtype=np.int64), False
         self._turn = 0
         self._staging, self._updates = Staging(device), Staging(device)
 
@@ -172,6 +174,12 @@ class InputBatch:
         rows = len(tokens)
         self.last_tokens.scatter_(0, inputs.slots[:rows], tokens)
         self.sampled[inputs.host_turn, :rows].copy_(tokens, non_blocking=True)
+
+    def set_shifts(self, new_rows: Sequence[NewRow]) -> None:
+        """Set the shifts of slots that get another request."""
+        for row in new_rows:
+            self.shifts[row.slot] = row.shift
+        self._shifted = bool(self.shifts.any())
 
     def sample_slots(self, step: StepInput) -> np.ndarray:
         """[B] int64: the slots for the sampler; the dummy slot where a prompt is not complete."""
@@ -257,12 +265,15 @@ class InputBatch:
             positions[:n] = np.arange(n) + np.repeat(behind, step.query_lens)
         token_slots[n:], positions[n:] = self.dummy, 0
         at = positions[:n]
+        slots_of_tokens = token_slots[:n]
         for group, slot_mapping in enumerate((mapping, *more)):
             slot_mapping[n:] = -1
-            blocks = self._mirror[token_slots[:n] + group * (self.dummy + 1), at >> self._shift].astype(
+            blocks = self._mirror[slots_of_tokens + group * (self.dummy + 1), at >> self._shift].astype(
                 np.int64
             )
             slot_mapping[:n] = (blocks << self._shift) | (at & self._mask)
+        if self._shifted:
+            at += self.shifts[slots_of_tokens]
         if n == b and len(ids) == len(slots):  # padding rows of a decode batch have one query
             starts[:] = np.arange(len(starts))
             last[:] = starts[:-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class NewRow:
     seed              seed of its noise
     end_token_ids     tokens that end it, banned before params.min_tokens
     prompt_token_ids, output_token_ids  for penalties; empty without penalties
+    shift             position of a token behind the last medium, less its index
     """
 
     slot: int
@@ -33,6 +34,7 @@ class NewRow:
     end_token_ids: frozenset[int] = frozenset()
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,32 @@ class PromptTargets:
     row: int
     num_logprobs: int
     targets: np.ndarray
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A medium to encode: see media_cache.MediaItem."""
+
+    digest: bytes
+    values: Any
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class StepMedia:
+    """The media of a step.
+
+    dropped    digests whose features are not needed any more, before those to encode are made
+    encodes    media to encode
+    spans      (first token of the step, digest, first feature, number) of the tokens with features
+    rows [M], positions [3, M]  int64: the tokens up to the last medium of their request, and their positions
+    """
+
+    dropped: Sequence[bytes]
+    encodes: Sequence[Encoding]
+    spans: Sequence[tuple[int, bytes, int, int]]
+    rows: np.ndarray
+    positions: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -59,6 +87,7 @@ class StepInput:
                    layers is g * (max_num_seqs + 1) + slot
     new_rows       slots that get a new request before the step runs
     masked         the step samples only when its Pending gets the TokenMasks
+    media          None: no request of the step reads media
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -74,6 +103,7 @@ class StepInput:
     masked: bool = False
     state_loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
     state_saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    media: StepMedia | None = None
 
 
 @dataclass(frozen=True)

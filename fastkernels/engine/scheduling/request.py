@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from fastkernels.engine.cache.media_cache import MediaItem
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,6 +69,9 @@ class Request:
     decode_snapshot      the name of its last snapshot within generated tokens
     num_sent_chars       characters of its text that the caller has received
     num_cached_tokens    tokens that its first admission found in the prefix cache
+    media                of its prompt, in order
+    positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
+    num_released         media of which all tokens are computed; num_held: media that it holds, after those
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
 
@@ -81,6 +87,9 @@ class Request:
     index: int = 0
     constraint: Constraint | None = None
     cache_root: bytes = b""
+    media: tuple[MediaItem, ...] = ()
+    positions: np.ndarray | None = None
+    shift: int = 0
     arrival: float = field(default_factory=time.monotonic)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: SampleLogprobs | None = None
@@ -98,6 +107,8 @@ class Request:
     snapshot: int = 0
     unnamed: list[tuple[int, int]] = field(default_factory=list)
     decode_snapshot: bytes | None = None
+    num_released: int = 0
+    num_held: int = 0
     num_sent_chars: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -116,6 +127,18 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of the sequence, including those being sampled."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight
+
+    @property
+    def media_end(self) -> int:
+        """The number of tokens up to the end of the last medium."""
+        return self.media[-1].end if self.media else 0
+
+    def media_key(self, start: int, stop: int) -> bytes:
+        """What the names of blocks have of the media in tokens start .. stop - 1: digests and places."""
+        return b"".join(
+            m.digest + (m.start - start).to_bytes(8, "little", signed=True)
+            for m in self.media if m.start < stop and m.end > start
+        )  # fmt: skip
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -13,6 +13,9 @@ With two steps in flight, a request may be scheduled while its last token is bei
 Some layers keep a state of each sequence instead of the keys of its tokens. The state of a running sequence is in the
 slot after its own number. The prefix cache has snapshots of states for these layers, and chunks of a prompt end where a
 snapshot can be taken, at the border of a block.
+
+Media of a prompt are encoded in the step that computes their first token, and kept until that of the last one. A chunk
+ends before a medium that the step has no room for.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_block, known_prefix
+from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 
@@ -47,6 +51,8 @@ class Batch:
     offsets  tokens generated before the one that this step samples; -1: it samples none
     admitted requests that received their slot in this step
     state_loads, state_saves  slots of recurrent state to copy, (from, to), before and after the step
+    media    whether a request reads media, or has tokens before one
+    encodes, dropped  media to encode, and digests of those that are not needed any more
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -57,6 +63,9 @@ class Batch:
     num_decodes: int = 0
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
+    media: bool = False
+    encodes: list[MediaItem] = field(default_factory=list)
+    dropped: list[bytes] = field(default_factory=list)
 
     @property
     def masked(self) -> bool:
@@ -65,6 +74,11 @@ class Batch:
             r.constraint is not None and offset >= 0
             for r, offset in zip(self.requests, self.offsets, strict=True)
         )
+
+
+def _reads(request: Request) -> bool:
+    """Whether the request's next token is not behind its last medium."""
+    return request.num_computed_tokens < request.media_end
 
 
 def _key(request: Request) -> tuple[float, str, int]:
@@ -77,6 +91,7 @@ class Scheduler:
     groups: the blocks of each group of paged layers; those of layers that see all tokens come first
     least_tokens: of a shortened step
     states: the snapshots of layers that keep a state; None: there are none
+    media: what the ranks keep of media; None: the model reads none
 
     `blocks` is the first group, or without one the snapshots: what names a prefix.
     """
@@ -91,9 +106,10 @@ class Scheduler:
         max_waiting: int,
         least_tokens: int = LEAST_TOKENS,
         states: Snapshots | None = None,
+        media: MediaCache | None = None,
     ):
         self.least_tokens = least_tokens
-        self.groups, self.states = groups, states
+        self.groups, self.states, self.media = groups, states, media
         self._caches: list[PrefixCache] = [*groups]
         if states is not None:
             self._caches.append(states)
@@ -114,6 +130,7 @@ class Scheduler:
         self._preempted = False  # whether this step preempted a request
         self._loads: list[tuple[int, int]] = []  # copies of states in the step being scheduled
         self._saves: list[tuple[int, int]] = []
+        self._readers: list[Request] = []  # requests of that step with tokens up to their last medium
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
@@ -156,6 +173,8 @@ class Scheduler:
             group.reset_cache()
         if self.states is not None:
             self.states.reset_cache()
+        if self.media is not None:
+            self.media.forget()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, and ValueError for a request larger than the KV cache."""
@@ -185,9 +204,12 @@ class Scheduler:
         counts = [planned[r] for r in requests]
         starts = [r.num_computed_tokens for r in requests]
         offsets = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
-        return Batch(
+        batch = Batch(
             requests, starts, counts, offsets, admitted, len(ones), self._loads, self._saves
         )  # fmt: skip
+        if self._readers:
+            self._give_media(batch)
+        return batch
 
     def remove(self, requests: Iterable[Request]) -> None:
         """Remove unfinished requests, and free their slots and blocks."""
@@ -222,10 +244,11 @@ class Scheduler:
     def _plan_running(self) -> int:
         """Plan one token for each decoding request, then chunks of the others. Returns the remaining budget."""
         block_size, planned, prefills = self.blocks.block_size, self._planned, list[Request]()
+        media = self.media is not None
         for request in list(self.running):
             generated = len(request.output_token_ids) + request.num_inflight
             after = len(request.prompt_token_ids) + generated
-            if after - request.num_computed_tokens > 1:
+            if after - request.num_computed_tokens > 1 or (media and _reads(request)):
                 prefills.append(request)
                 continue
             if request.status is not Status.RUNNING or generated >= request.max_tokens:
@@ -240,7 +263,9 @@ class Scheduler:
             if count < 1 or request.status is not Status.RUNNING:
                 continue
             count = self._cut(request, request.num_computed_tokens, count)
-            if self._make_room(request, request.num_computed_tokens + count):
+            if media and _reads(request):
+                count = self._hold_media(request, request.num_computed_tokens, count)
+            if count > 0 and self._make_room(request, request.num_computed_tokens + count):
                 planned[request] = count
                 budget -= count
         return budget
@@ -305,6 +330,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if request.unnamed:
             self._name_snapshots(request, last=True)
+        if request.num_held:
+            self._release_media(request)
         for group, table in zip(self.groups, request.block_tables, strict=True):
             group.free(table.blocks)
             table.clear()
@@ -321,9 +348,13 @@ class Scheduler:
             cached = len(names) * self.blocks.block_size
             branch = seen * self.blocks.block_size if seen > len(names) else 0
             count = self._cut(request, cached, min(request.num_tokens - cached, budget), branch)
+            if cached < request.media_end:
+                request.num_released = sum(item.end <= cached for item in request.media)
+                count = self._hold_media(request, cached, count)
             # The blocks of a whole prompt, or of what a window needs of it in this step
             ends = [request.num_tokens if group.window is None else cached + count for group in self.groups]
-            if not self._has_room(found, ends):
+            if count < 1 or not self._has_room(found, ends):
+                self._release_media(request)
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
@@ -389,6 +420,35 @@ class Scheduler:
             return -1
         request.num_inflight += 1
         return generated
+
+    def _hold_media(self, request: Request, start: int, count: int) -> int:
+        """The number of tokens, up to `count`, of which the media are there or encoded in this step; holds them."""
+        assert self.media is not None
+        self._readers.append(request)
+        media, at = request.media, request.num_released + request.num_held
+        while at < len(media) and media[at].start < start + count:
+            if not self.media.hold(media[at]):
+                return max(media[at].start - start, 0)
+            request.num_held += 1
+            at += 1
+        return count
+
+    def _release_media(self, request: Request, computed: int = sys.maxsize) -> None:
+        """Release the media that end within the first `computed` tokens."""
+        while request.num_held and request.media[request.num_released].end <= computed:
+            assert self.media is not None
+            self.media.release(request.media[request.num_released])
+            request.num_released += 1
+            request.num_held -= 1
+
+    def _give_media(self, batch: Batch) -> None:
+        """Give the batch the media that it encodes. Later steps may drop those of which it computes the last token."""
+        assert self.media is not None
+        batch.media = True
+        batch.encodes, batch.dropped = self.media.take()
+        for request in self._readers:
+            self._release_media(request, request.num_computed_tokens)
+        self._readers = []
 
     def _known_names(self, request: Request) -> list[bytes]:
         """Names of the blocks to look up. At least one token must be computed to sample the next one."""
@@ -476,5 +536,6 @@ class Scheduler:
     def _hash(self, request: Request, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.blocks.block_size
         for i in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else request.cache_root
-            hashes.append(hash_block(parent, request.token_ids(i * size, (i + 1) * size)))
+            parent, at = hashes[-1] if hashes else request.cache_root, i * size
+            media = request.media_key(at, at + size) if at < request.media_end else b""
+            hashes.append(hash_block(parent, request.token_ids(at, at + size), media))

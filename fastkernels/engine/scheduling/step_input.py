@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastkernels.engine.execution.step import NO_COPIES, SAMPLED, NewRow, PromptTargets, StepInput
+from fastkernels.engine.execution.step import (
+    NO_COPIES,
+    SAMPLED,
+    Encoding,
+    NewRow,
+    PromptTargets,
+    StepInput,
+    StepMedia,
+)
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
@@ -34,6 +42,7 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         prompt_targets=_prompt_targets(batch),
         masked=batch.masked,
         state_loads=np.array(batch.state_loads, np.int32).reshape(-1, 2) if batch.state_loads else NO_COPIES,
+        media=_media(batch) if batch.media else None,
         state_saves=np.array(batch.state_saves, np.int32).reshape(-1, 2) if batch.state_saves else NO_COPIES,
     )
 
@@ -63,6 +72,33 @@ def _new_row(request: Request) -> NewRow:
         request.end_token_ids,
         tuple(request.prompt_token_ids) if counts else (),
         tuple(request.output_token_ids) if counts else (),
+        request.shift,
+    )
+
+
+def _media(batch: Batch) -> StepMedia:
+    spans: list[tuple[int, bytes, int, int]] = []
+    rows: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    token = 0  # of the step
+    for request, start, count in zip(batch.requests, batch.starts, batch.counts, strict=True):
+        stop = min(start + count, request.media_end)
+        if start < stop:
+            assert request.positions is not None
+            rows.append(np.arange(token, token + stop - start))
+            positions.append(request.positions[:, start:stop])
+            for item in request.media:
+                first, last = max(item.start, start), min(item.end, stop)
+                if first < last:
+                    spans.append((token + first - start, item.digest, first - item.start, last - first))
+        token += count
+    encodes = [Encoding(item.digest, item.values, item.grid) for item in batch.encodes]
+    return StepMedia(
+        batch.dropped,
+        encodes,
+        spans,
+        np.concatenate([np.empty(0, np.int64), *rows]),
+        np.concatenate([np.empty((3, 0), np.int64), *positions], axis=1),
     )
 
 

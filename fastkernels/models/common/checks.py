@@ -64,7 +64,7 @@ def check_file(folder: Path) -> None:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
-    if arch.inputs != "tokens" or names[0] in arch.text_of:
+    if arch.inputs != "tokens" or names[0] in arch.text_of or arch.media:
         return  # transformers' defaults are public models: wrong sizes do not fit the weights
     required = [name for size in REQUIRED if (name := arch.sizes.get(size, size))]
     missing = [name for name in required if name not in raw]

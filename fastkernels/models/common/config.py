@@ -35,6 +35,36 @@ class PlainConfig(SimpleNamespace):
         return {**made, "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch.")}
 
 
+class MediaConfig:
+    """The config of a model that reads media: the fields of its text model, and the others of the whole."""
+
+    FIRST = (
+        "architectures",
+        "model_type",
+        "dtype",
+        "quantization_config",
+        "eos_token_id",
+        "tie_word_embeddings",
+    )
+
+    def __init__(self, whole: Any) -> None:
+        self.__dict__.update(whole=whole, text_config=whole.text_config)
+        for name in self.FIRST:
+            if getattr(whole, name, None) is not None:
+                self.__dict__[name] = getattr(whole, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "whole" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return (
+            getattr(self.text_config, name) if hasattr(self.text_config, name) else getattr(self.whole, name)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a config.json."""
+        return self.whole.to_dict()
+
+
 def read(folder: Path) -> PlainConfig | None:
     """The config of a folder if its config.json is plain, else None."""
     try:
@@ -91,13 +121,18 @@ def of_type(kind: str, architectures: Sequence[str], fields: Mapping[str, Any]) 
 
     made = AutoConfig.for_model(kind, **fields)
     made.architectures = list(architectures)
-    return made
+    return text_model(made)
 
 
 def text_model(config: Any) -> Any:
-    """The config of the text model, where that is the part of this architecture that a model file describes."""
+    """The config with the fields of its text model, where an architecture has one within.
+
+    Of some architectures a model file describes the text model only.
+    """
     names = getattr(config, "architectures", None) or [""]
     found = registry.by_architecture().get(names[0])
+    if found is not None and found.arch.media:
+        return MediaConfig(config)
     if found is None or names[0] not in found.arch.text_of:
         return config
     text = config.text_config

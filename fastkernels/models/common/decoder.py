@@ -26,6 +26,7 @@ from fastkernels.models.common.description import (
 )
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
+from fastkernels.models.common.media import Media
 from fastkernels.models.common.registry import describe, find
 from fastkernels.models.common.sandwich import sandwich_of
 from fastkernels.overrides.activation.gelu import gelu
@@ -538,8 +539,12 @@ class DecoderModel(nn.Module):
         self.scale = d.embedding_scale
         self.sandwich = sandwich_of(d)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None
+    ) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
+        if media is not None:
+            hidden = media.insert(hidden)
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
         if self.embed_norm is not None:
@@ -552,6 +557,8 @@ class DecoderModel(nn.Module):
         for i, layer in enumerate(self.layers):
             own = () if inputs is None else (inputs[:, i],)
             hidden, residual = layer(positions, hidden, residual, *own)
+            if media is not None:
+                hidden = media.after(i, hidden)
         return add_and_norm(self.norm, hidden, residual)[0]
 
 
@@ -575,8 +582,10 @@ class Decoder(nn.Module):
             d.vocab, scale=d.logits_scale, soft_cap=d.logits_softcap or None
         )
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids, positions)
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, media)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = getattr(self.lm_head, "bias", None)

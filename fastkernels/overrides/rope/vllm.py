@@ -352,10 +352,11 @@ def get_rope(
     is_neox_style: bool = True,
     rope_parameters: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-) -> VllmRotaryEmbedding:
+) -> VllmRotaryEmbedding | VllmMRotaryEmbedding:
     """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
 
-    For 'longrope' they may also hold max_model_len, see ChosenLongRoPE; by default it is max_position.
+    For 'longrope' they may also hold max_model_len, see ChosenLongRoPE; by default it is max_position. With
+    mrope_section the positions may have three axes.
     Raises ValueError for a rope_type other than 'default' and those of ROPE_TYPES, or a missing parameter.
     """
     p = dict(rope_parameters or {})
@@ -366,6 +367,12 @@ def get_rope(
     )
     args = (head_size, rotary_dim, max_position, base, is_neox_style)
     dtype = dtype or torch.get_default_dtype()
+    if section := p.get("mrope_section"):
+        if kind != "default":
+            raise ValueError(f"rope_type {kind!r} with mrope_section is not supported, only 'default'")
+        turns = bool(p.get("mrope_interleaved", False))
+        # Media take fewer positions than tokens, so that the table needs no more rows
+        return VllmMRotaryEmbedding(*args, dtype, section, turns, positions_factor=1)
     if kind == "default":
         return VllmRotaryEmbedding(*args, dtype)
     if kind not in ROPE_TYPES:

@@ -1,0 +1,124 @@
+"""Qwen2-VL (arXiv 2409.12191): Qwen2 with images of any size, and positions of three axes (M-RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core.forward_context import forward_context
+from fastkernels.models.common import activation_modules
+from fastkernels.models.common import description as d
+from fastkernels.models.common import qwen_vision as vision
+from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.decoder import Decoder
+from fastkernels.models.common.media import Grid
+from fastkernels.overrides.linear.vllm import VllmColumnParallelLinear, VllmRowParallelLinear
+from fastkernels.overrides.norm.vllm import VllmLayerNorm
+
+EPS = 1e-6
+
+
+def describe(config: Any) -> d.Decoder:
+    return d.llama(config, d.windows(config), bias=True)
+
+
+class Qwen2VisionMLP(nn.Module):
+    """Up projection, activation, down projection."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, inner = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
+        self.fc1 = VllmColumnParallelLinear(size, inner, return_bias=False)
+        self.act = activation_modules.named(config.hidden_act)
+        self.fc2 = VllmRowParallelLinear(inner, size, return_bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Qwen2VisionBlock(vision.VisionBlock):
+    """One layer of the vision tower."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm1 = VllmLayerNorm(config.embed_dim, EPS)
+        self.attn = vision.VisionAttention(config.embed_dim, config.num_heads)
+        self.norm2 = VllmLayerNorm(config.embed_dim, EPS)
+        self.mlp = Qwen2VisionMLP(config)
+
+
+class Qwen2VisionPatchMerger(nn.Module):
+    """Patches [P, H] to features [P / merge^2, size]."""
+
+    def __init__(self, size: int, hidden: int, merge: int) -> None:
+        super().__init__()
+        self.wide = hidden * merge * merge
+        self.ln_q = VllmLayerNorm(hidden, EPS)
+        self.mlp = vision.TwoLinears((self.wide, self.wide, size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.ln_q(hidden).view(-1, self.wide))
+
+
+class Qwen2VisionTransformer(nn.Module):
+    """config: of the vision tower. forward: patches [P, C * t * p * p] and grids to features."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.head_size = config, config.embed_dim // config.num_heads
+        self.patch_embed = vision.VisionPatchEmbed(
+            config.in_channels, config.temporal_patch_size, config.patch_size, config.embed_dim, bias=False
+        )
+        self.blocks = nn.ModuleList(Qwen2VisionBlock(config) for _ in range(config.depth))
+        self.merger = Qwen2VisionPatchMerger(config.hidden_size, config.embed_dim, config.spatial_merge_size)
+
+    def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        hidden = self.patch_embed(patches)
+        positions = torch.arange(len(hidden), device=hidden.device)
+        merge = self.config.spatial_merge_size
+        table = vision.table_of(grids, merge, self.head_size, vision.THETA, hidden.device)
+        with forward_context(vision.metadata_of(vision.steps_of(grids), hidden.device)):
+            for block in self.blocks:
+                hidden = block(hidden, positions, table)
+        return self.merger(hidden)
+
+
+class Qwen2VLForConditionalGeneration(Decoder):
+    """See fastkernels/models/common/media.py. config: transformers' Qwen2VLConfig. Raises Unsupported."""
+
+    placeholders = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+
+    def __init__(self, config: Any) -> None:
+        own = vision.vision_config(config, "embed_dim")
+        if own.hidden_size != config.hidden_size:
+            raise d.Unsupported(
+                f"config.vision_config.hidden_size={own.hidden_size} is not the text model's {config.hidden_size}"
+            )
+        super().__init__(config)
+        self.token_ids = {"image": config.image_token_id}
+        self.merge = own.spatial_merge_size
+        self.patch_channels = own.in_channels * own.temporal_patch_size * own.patch_size**2
+        self.visual = Qwen2VisionTransformer(own)
+
+    def merged(self, grid: Grid) -> Grid:
+        return vision.merged(grid, self.merge)
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        assert len(patches) == sum(map(prod, grids)), (patches.shape, grids)
+        return self.visual(patches, grids)
+
+
+ARCH = Architecture(
+    names=("Qwen2VLForConditionalGeneration",),
+    category="multimodal",
+    model="Qwen2VLForConditionalGeneration",
+    runner="Generate",
+    model_type="qwen2_vl",
+    media=("image",),
+    prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
