@@ -66,7 +66,11 @@ class LLMEngine(Engine):
         media = None
         if hasattr(self.runner.model, "encode"):
             own = config.limit_mm_per_prompt or {}
-            self.media = MediaReader(self.folder, self.runner.model, self.runner.dtype, own)
+            self.media = MediaReader(
+                self.folder, self.runner.model, self.runner.dtype, own, self.max_model_len
+            )
+            if self.tokenizer is not None and not self.tokenizer.chat_template:
+                self.tokenizer.chat_template = self.media.processor.chat_template
             media = MediaCache(limits.media, limits.max_num_batched_tokens)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
@@ -91,7 +95,7 @@ class LLMEngine(Engine):
     ) -> RequestGroup:
         """See Engine. cache_salt: only requests with the same one share cached blocks.
 
-        prompt: also {'prompt': text, 'multi_modal_data': {'image': a PIL image or a list of them}}
+        prompt: also {'prompt': text, 'multi_modal_data': {'image': a PIL image, the bytes of a file, or a list}}
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.media_cache import MediaItem
-from fastkernels.engine.images import is_image, rgb
+from fastkernels.engine.images import decode, is_image, rgb
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.media import mrope_positions
 
@@ -42,12 +42,12 @@ class MediaReader:
     """Makes a MediaPrompt of token ids and media. Safe in any thread.
 
     model   with the interface of fastkernels/models/common/media.py
-    limits  {kind: media in a prompt}
+    limits  {kind: media in a prompt}; most: tokens of a prompt
     Raises CheckpointError for a checkpoint without a processor.
     """
 
-    def __init__(self, folder: Path, model: Any, dtype: torch.dtype, limits: Mapping[str, int]):
-        self.model, self.dtype = model, dtype
+    def __init__(self, folder: Path, model: Any, dtype: torch.dtype, limits: Mapping[str, int], most: int):
+        self.model, self.dtype, self.most = model, dtype, most
         self.limits = {kind: limits.get(kind, LIMIT) for kind in model.token_ids}
         self.processor = _processor(folder)
 
@@ -63,7 +63,7 @@ class MediaReader:
             )
 
     def read(self, text: str | None, ids: Sequence[int], data: Mapping[str, Any]) -> MediaPrompt:
-        """ids: with one placeholder for each medium; data: {'image': a PIL image, or a list of them}.
+        """ids: with one placeholder for each medium; data: {'image': a PIL image or the bytes of a file, or a list of these}.
 
         Raises ValueError for something else than images, too many, or another number than that of placeholders.
         """
@@ -88,12 +88,22 @@ class MediaReader:
             made += ids[before:place]
             items.append(self._image(i, image, len(made)))
             made += [token] * items[-1].size
+            if len(made) > self.most:
+                raise ValueError(
+                    f"the prompt has {len(made)} tokens up to image {i}, and the maximum context length is {self.most}"
+                    " tokens, output included"
+                )
             before = place + 1
         made += ids[before:]
         spans = [(item.start, self.model.merged(item.grid)) for item in items]
         return MediaPrompt(text, made, tuple(items), *mrope_positions(spans))
 
     def _image(self, i: int, image: Any, start: int) -> MediaItem:
+        if isinstance(image, bytes):
+            try:
+                image = decode(image)
+            except ValueError as error:
+                raise ValueError(f"image {i} of the prompt is {error}") from error
         if not is_image(image):
             raise ValueError(f"image {i} of the prompt must be a PIL image, got {type(image).__name__}")
         image = rgb(image)

@@ -601,7 +601,7 @@ MEDIA_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' or 'image_url' in part %}"
     + IMAGE
-    + "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    + "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _QWEN_TEXT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -73,6 +73,10 @@ class ServerOptions:
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="serve /tokenizer_info")
     ] = SERVER.enable_tokenizer_info_endpoint
+    allowed_media_domains: Annotated[
+        str,
+        typer.Option(help="JSON list of hosts whose URLs of images are downloaded (default: only data URLs)"),
+    ] = "[]"
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,10 @@ class EngineOptions:
             help="groups of those ranks that have different experts (1: all ranks share each expert)"
         ),
     ] = DEFAULT.expert_parallel_size
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        typer.Option(help="JSON of the media of a prompt, such as '{\"image\": 4}' (default: 999)"),
+    ] = None
     max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs
     json_any_whitespace: Annotated[
         bool,
@@ -176,10 +184,10 @@ def serve(
     try:
         lists = {
             name: _strings(f"--{name.replace('_', '-')}", getattr(server, name))
-            for name in ("allowed_origins", "allowed_methods", "allowed_headers")
+            for name in ("allowed_origins", "allowed_methods", "allowed_headers", "allowed_media_domains")
         }
         server_config = ServerConfig(**{**asdict(server), **lists})
-        config = EngineConfig(model=model, **asdict(engine))
+        config = EngineConfig(**engine_fields(model, engine))
         with process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError) as error:
@@ -187,6 +195,17 @@ def serve(
         raise typer.Exit(1) from error
     if status:
         raise typer.Exit(status)
+
+
+def engine_fields(model: str, options: EngineOptions) -> dict[str, Any]:
+    """The fields of an EngineConfig. Raises ValueError."""
+    fields = {"model": model, **asdict(options)}
+    if (given := options.limit_mm_per_prompt) is not None:
+        try:
+            fields["limit_mm_per_prompt"] = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"--limit-mm-per-prompt must be a JSON object, got {given!r}") from error
+    return fields
 
 
 def _strings(flag: str, text: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class ServerConfig:
     chat_template       a file with a chat template, or its text; None: the tokenizer's
     trust_request_chat_template  whether requests may bring their own chat template, which is run in Jinja's sandbox
     enable_tokenizer_info_endpoint  serve /tokenizer_info, which shows the chat template
+    allowed_media_domains  hosts whose http and https URLs of images are downloaded; (): none, only data URLs are read
     reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
     """
 
@@ -41,3 +42,4 @@ class ServerConfig:
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
+    allowed_media_domains: tuple[str, ...] = ()

@@ -9,10 +9,14 @@ from typing import Any
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.media import MediaPrompts
+from fastkernels.engine.http.messages import image_urls
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import ReasoningParser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat
 from fastkernels.engine.http.prompts import Prompts
+from fastkernels.engine.http.protocol import Conversation
+from fastkernels.engine.http.responses import Prompt
 from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.stream import OutputStream
 
@@ -28,6 +32,7 @@ class Context:
     prompts: Prompts
     tools: ToolFormat
     reasoning: type[ReasoningParser] | None
+    media: MediaPrompts
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than this server's."""
@@ -42,6 +47,23 @@ class Context:
             return self.llm.engine.prompt_limit(wanted, room)
         except ValueError as error:
             raise ApiError(400, str(error), "truncate_prompt_tokens") from error
+
+    async def chat(
+        self,
+        body: Conversation,
+        special: bool | None = None,
+        limit: int | None = None,
+        side: str | None = None,
+        **more: Any,
+    ) -> Prompt:
+        """The prompt of a conversation, with its images. Raises ApiError. See Prompts.chat."""
+        urls = image_urls([m.content for m in body.messages])
+        self.media.check(urls, limit)
+        ids = await self.prompts.chat(body, special, limit, side, **more)
+        if not urls:
+            return Prompt(ids)
+        media = await self.media.read(ids, urls)
+        return Prompt(media.token_ids, media=media)
 
     async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none. Raises QueueFull, which counts as a refused request."""

@@ -96,15 +96,15 @@ class Generation:
             change["skip_special_tokens"] = False
         body = body.model_copy(update=change)
         more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        ids = await self.context.prompts.chat(
+        prompt = await self.context.chat(
             body, body.add_special_tokens, self._prompt_limit(body), body.truncation_side, **more
         )
         # A structured output begins at once, without reasoning.
         structured = tools.schema is not None or _is_structured(body)
         reasoning = None if structured else self.context.reasoning
         if tools.parser is None and reasoning is None:
-            return Plan(body, Prompt(ids), None, None)
-        tail = "" if reasoning is None else self.context.prompts.tail(ids)
+            return Plan(body, prompt, None, None)
+        tail = "" if reasoning is None else self.context.prompts.tail(prompt.token_ids)
 
         def make_parser() -> MessageParser:
             return MessageParser(
@@ -112,7 +112,7 @@ class Generation:
                 body.parallel_tool_calls is False, body.include_reasoning is not False,
             )  # fmt: skip
 
-        return Plan(body, Prompt(ids), make_parser, tools.schema)
+        return Plan(body, prompt, make_parser, tools.schema)
 
     async def _answer(
         self,
@@ -163,7 +163,7 @@ class Generation:
             try:
                 made.append(
                     self.context.llm.make_request(
-                        f"{own}-{i}", prompt.token_ids, params[id(body)], body.priority or 0,
+                        f"{own}-{i}", prompt.media or prompt.token_ids, params[id(body)], body.priority or 0,
                         cache_salt=body.cache_salt,
                     )
                 )  # fmt: skip

@@ -9,18 +9,44 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from fastkernels.engine.http.unserved import field_error, shown
 
+IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _content(value: Any) -> str | list[dict[str, str]] | None:
+def image_part(part: Any) -> dict[str, Any] | None:
+    """A content part with an image, as OpenAI has it; None for another part. Raises ValueError.
+
+    `detail` has no effect: a model's images have one resolution.
+    """
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return None
+    given = part.get("image_url")
+    given = {"url": given} if isinstance(given, str) else given
+    if not isinstance(given, dict) or not isinstance(given.get("url"), str) or set(given) - {"url", "detail"}:
+        raise ValueError(f"an image must be {IMAGE_FORM}")
+    return {"type": "image_url", "image_url": {"url": given["url"]}}
+
+
+def image_urls(contents: Sequence[Any]) -> list[str]:
+    """The URLs of all images in the contents of messages, in order."""
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+
+
+def _content(value: Any) -> str | list[dict[str, Any]] | None:
     """A message's text, or its parts. Whether the template gets parts or their text is decided in prompts.py."""
     if value is None or isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
+    found: list[dict[str, Any]] = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a text, or a list of {"type": "text", "text": ...}')
-    return [{"type": "text", "text": part["text"]} for part in parts]
+        if (image := image_part(part)) is not None:
+            found.append(image)
+        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        else:
+            raise ValueError(f'must be a text, or a list of {{"type": "text", "text": ...}} and {IMAGE_FORM}')
+    return found
 
 
 def _arguments(value: Any) -> str | dict[str, Any] | None:
@@ -33,7 +59,18 @@ _PART = {
     "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }  # fmt: skip
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
+_IMAGE = {
+    "type": "object", "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object", "required": ["url"], "additionalProperties": False,
+            "properties": {"url": {"type": "string"}, "detail": {"type": ["string", "null"]}},
+        },
+    },
+}  # fmt: skip
+_PARTS = {"type": "array", "items": {"anyOf": [_PART, _IMAGE]}}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}
 _ARGUMENTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 
 
@@ -93,4 +130,4 @@ def check_content(messages: Sequence[Message]) -> None:
             where = f"messages[{i}].content"
             given = f"must not be {shown(None)}" if "content" in message.model_fields_set else "is required"
             more = ", unless the message has tool_calls" if message.role == "assistant" else ""
-            raise field_error(where, f"{where} {given}: it is a text or a list of text parts{more}")
+            raise field_error(where, f"{where} {given}: it is a text or a list of parts{more}")

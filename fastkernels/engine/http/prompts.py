@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -29,8 +29,13 @@ T = TypeVar("T")
 class Prompts:
     """Tokenizes for one model. Long texts share one thread, because a tokenizer is not safe in several."""
 
-    def __init__(self, tokenizer: Any, max_model_len: int, trust_request_template: bool = False):
+    def __init__(
+        self, tokenizer: Any, max_model_len: int, trust_request_template: bool = False,
+        placeholders: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        """placeholders: {kind of media: text that stands for one}"""
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.placeholders = placeholders or {}
         self.trust_request_template = trust_request_template
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastkernels-tokenizer")
 
@@ -111,7 +116,7 @@ class Prompts:
         if reserved:
             raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]!r}", "chat_template_kwargs")
         tools = [t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None
-        messages = [_for_template(i, m, template) for i, m in enumerate(body.messages)]
+        messages = [_for_template(i, m, template, self.placeholders) for i, m in enumerate(body.messages)]
         render = functools.partial(
             self.tokenizer.apply_chat_template, messages, tools=tools, documents=body.documents, tokenize=False,
             chat_template=template,
@@ -164,17 +169,23 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _for_template(index: int, message: Message, template: str) -> dict[str, Any]:
+def _for_template(
+    index: int, message: Message, template: str, placeholders: Mapping[str, str]
+) -> dict[str, Any]:
     """Convert a message to what the template reads, as vLLM does. Raises ApiError for an unknown role.
 
-    Parts become lines of one text, unless the template loops over parts. A developer's message becomes a system
+    Parts become lines of one text, unless the template loops over parts; an image is {"type": "image"} then, and a
+    placeholder otherwise. A developer's message becomes a system
     message, unless the template names that role. Arguments of tool calls become objects.
     """
     found = message.for_template()
     found["role"] = _role(index, message.role, template)
     content = found["content"] or ""
-    if isinstance(content, list) and not templates.reads_parts(template):
-        content = "\n".join(part["text"] for part in content)
+    if isinstance(content, list):
+        parts = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
+        reads = templates.reads_parts(template)
+        # Without a placeholder the model takes no images, and the request is refused
+        content = parts if reads else "\n".join(p.get("text", placeholders.get("image", "")) for p in parts)
     found["content"] = content
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if isinstance(found.get(name), str):  # templates use either name

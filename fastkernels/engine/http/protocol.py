@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from fastkernels.engine.http import unserved
-from fastkernels.engine.http.messages import Message, check_content
+from fastkernels.engine.http.messages import IMAGE_FORM, Message, check_content
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, RequestOutputKind, SamplingParams
 from fastkernels.engine.structured.bodies import (
@@ -59,7 +59,6 @@ TruncatePrompt = Annotated[
     ),
 ]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 VIDEO_FORM = '{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,FRAME,FRAME,..."}}'
 FORMS = {"image_url": IMAGE_FORM, "video_url": VIDEO_FORM}
 _TEXT = {"type": "string", "minLength": 1}

@@ -14,6 +14,7 @@ from fastkernels.engine.http.errors import error_body
 from fastkernels.engine.http.logprobs import Spell, chat_logprobs, completion_logprobs, prompt_logprobs_body
 from fastkernels.engine.http.parsing.message import MessageParser, chat_delta, chat_message
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
+from fastkernels.engine.media import MediaPrompt
 from fastkernels.engine.scheduling.request import CompletionOutput, PromptLogprobs, RequestOutput
 
 FINGERPRINT = f"fastkernels-{__version__}"  # what a seed's repeatable answer depends on, with the model
@@ -22,10 +23,11 @@ Outputs = Sequence[tuple[int, RequestOutput]]  # (index of the prompt, its outpu
 
 @dataclass
 class Prompt:
-    """One prompt of a request. text is set only if it is echoed."""
+    """One prompt of a request. text is set only if it is echoed. media: the same prompt, if it has images."""
 
     token_ids: list[int]
     text: str = ""
+    media: MediaPrompt | None = None
     logprobs: PromptLogprobs | None = None
     num_cached: int = 0
 

@@ -30,6 +30,7 @@ from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.gate import Gate
 from fastkernels.engine.http.generation import Generation
+from fastkernels.engine.http.media import MediaPrompts
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
@@ -112,12 +113,14 @@ class Server:
         self.metrics = Metrics(self.model_name, engine)
         if template is not None and engine.tokenizer is not None:
             engine.tokenizer.chat_template = template
+        self.media = MediaPrompts(engine, self.config, self.model_name)
         self.prompts = Prompts(
-            engine.tokenizer, engine.max_model_len, self.config.trust_request_chat_template
-        )
+            engine.tokenizer, engine.max_model_len, self.config.trust_request_chat_template,
+            self.media.placeholders,
+        )  # fmt: skip
         tools = ToolFormat(engine.tokenizer, tool_parser)
         self.context = Context(
-            self.config, self.llm, self.model_name, self.metrics, self.prompts, tools, reasoning
+            self.config, self.llm, self.model_name, self.metrics, self.prompts, tools, reasoning, self.media
         )
         self.report = ReportFile(engine)
         self.llm.on_step = self._on_step
@@ -143,6 +146,7 @@ class Server:
             self.llm.call(lambda: self.report.write(force=True)).result(timeout)
         self.llm.shutdown(max(until - time.monotonic(), 0.0))
         self.prompts.close()
+        self.media.close()
 
     def _on_step(self, stats: Any) -> None:
         self.metrics.observe(stats)
@@ -231,7 +235,7 @@ class Server:
         if body.prompt is not None:
             ids = await self.prompts.text(body.prompt, body.add_special_tokens is not False)
         else:
-            ids = await self.prompts.chat(body, body.add_special_tokens)
+            ids = (await self.context.chat(body, body.add_special_tokens)).token_ids
         strings = self.prompts.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {
             "count": len(ids), "max_model_len": self.llm.engine.max_model_len, "tokens": ids, "token_strs": strings,
