@@ -608,12 +608,28 @@ _QWEN_TEXT = {
     **SIZES, "vocab_size": 520, "hidden_size": 64, "intermediate_size": 96, "head_dim": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
 }  # fmt: skip
+_QWEN3_TEXT = {
+    "num_hidden_layers": 3, "head_dim": 24, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [5, 4, 3], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_QWEN3_VISION = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
+}  # fmt: skip
 # Models that read images. name: (prefix of transformers' classes, fields of the text model, those of the vision tower)
 VLMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VL",
         {},
         {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    ),
+    "qwen3_vl": ("Qwen3VL", _QWEN3_TEXT, _QWEN3_VISION),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**_QWEN3_TEXT, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        _QWEN3_VISION,
     ),
 }
 

@@ -1,0 +1,171 @@
+"""Qwen3-VL (arXiv 2511.21631): Qwen3 that also reads features of inner layers of its vision tower (deepstack)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastkernels.core.forward_context import forward_context
+from fastkernels.models.common import activation_modules
+from fastkernels.models.common import description as d
+from fastkernels.models.common import qwen_vision as vision
+from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.decoder import Decoder
+from fastkernels.models.common.media import Grid
+from fastkernels.overrides.activation.vllm import VllmGELU
+from fastkernels.overrides.linear.vllm import VllmColumnParallelLinear, VllmRowParallelLinear
+from fastkernels.overrides.norm.vllm import VllmLayerNorm
+
+EPS = 1e-6
+
+
+def describe(config: Any) -> d.Decoder:
+    bias, norm = config.attention_bias, d.Norm(eps=config.rms_norm_eps)
+    return d.llama(config, bias=bias, out_bias=bias, head_norm=norm)
+
+
+class Qwen3VisionMLP(nn.Module):
+    """Up projection, activation, down projection."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.linear_fc1 = VllmColumnParallelLinear(size, inner, return_bias=False)
+        self.act_fn = activation_modules.named(config.hidden_act)
+        self.linear_fc2 = VllmRowParallelLinear(inner, size, return_bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_fc2(self.act_fn(self.linear_fc1(x)))
+
+
+class Qwen3VisionBlock(vision.VisionBlock):
+    """One layer of the vision tower."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm1 = VllmLayerNorm(config.hidden_size, EPS)
+        self.attn = vision.VisionAttention(config.hidden_size, config.num_heads)
+        self.norm2 = VllmLayerNorm(config.hidden_size, EPS)
+        self.mlp = Qwen3VisionMLP(config)
+
+
+class Qwen3VisionPatchMerger(nn.Module):
+    """Patches [P, H] to features [P / merge^2, size]. inner: of a layer within, whose norm is that of a block."""
+
+    def __init__(self, config: Any, inner: bool = False) -> None:
+        super().__init__()
+        self.wide = config.hidden_size * config.spatial_merge_size**2
+        self.size = self.wide if inner else config.hidden_size
+        self.norm = VllmLayerNorm(self.size, EPS)
+        self.linear_fc1 = VllmColumnParallelLinear(self.wide, self.wide, return_bias=False)
+        self.act_fn = VllmGELU()
+        self.linear_fc2 = VllmRowParallelLinear(self.wide, config.out_hidden_size, return_bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        x = self.norm(hidden.view(-1, self.size)).view(-1, self.wide)
+        return self.linear_fc2(self.act_fn(self.linear_fc1(x)))
+
+
+class Qwen3VisionTransformer(nn.Module):
+    """config: of the vision tower. forward: patches [P, C * t * p * p] and grids to features [F, n * size].
+
+    The first `size` channels are the last layer's, the others those of layers within.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.head_size = config, config.hidden_size // config.num_heads
+        self.side = int(config.num_position_embeddings**0.5)
+        if self.side**2 != config.num_position_embeddings:
+            raise d.Unsupported(
+                f"config.vision_config.num_position_embeddings={config.num_position_embeddings} is not a square number"
+            )
+        self.inner = sorted(config.deepstack_visual_indexes)
+        if self.inner != list(config.deepstack_visual_indexes) or not all(
+            0 <= i < config.depth for i in self.inner
+        ):
+            raise d.Unsupported(
+                f"config.vision_config.deepstack_visual_indexes={config.deepstack_visual_indexes!r} is not supported,"
+                f" only increasing numbers of its {config.depth} layers"
+            )
+        self.patch_embed = vision.VisionPatchEmbed(
+            config.in_channels, config.temporal_patch_size, config.patch_size, config.hidden_size, bias=True
+        )
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Qwen3VisionBlock(config) for _ in range(config.depth))
+        self.merger = Qwen3VisionPatchMerger(config)
+        self.deepstack_merger_list = nn.ModuleList(Qwen3VisionPatchMerger(config, True) for _ in self.inner)
+
+    def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        hidden = self.patch_embed(patches)
+        hidden = hidden + self._learned_positions(grids).to(hidden.dtype)
+        positions = torch.arange(len(hidden), device=hidden.device)
+        merge = self.config.spatial_merge_size
+        table = vision.table_of(grids, merge, self.head_size, vision.THETA, hidden.device)
+        found = []
+        with forward_context(vision.metadata_of(vision.steps_of(grids), hidden.device)):
+            for i, block in enumerate(self.blocks):
+                hidden = block(hidden, positions, table)
+                if i in self.inner:
+                    found.append(self.deepstack_merger_list[len(found)](hidden))
+        return torch.cat([self.merger(hidden), *found], dim=-1)
+
+    def _learned_positions(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """[P, H] float32: the square table, resized to each grid and in the order of the patches."""
+        weight, merge = self.pos_embed.weight, self.config.spatial_merge_size
+        square = weight.float().T.reshape(1, -1, self.side, self.side)
+        resized: dict[tuple[int, int], torch.Tensor] = {}
+        for _, rows, columns in grids:
+            if (rows, columns) not in resized:
+                made = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=True)[0]
+                places = vision.blocks_first(rows, columns, merge) @ [columns, 1]
+                resized[rows, columns] = made.flatten(1).T[torch.from_numpy(places).to(weight.device)]
+        return torch.cat([resized[rows, columns].repeat(steps, 1) for steps, rows, columns in grids])
+
+
+class Qwen3VLForConditionalGeneration(Decoder):
+    """See fastkernels/models/common/media.py. config: transformers' Qwen3VLConfig. Raises Unsupported."""
+
+    placeholders = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+
+    def __init__(self, config: Any) -> None:
+        own = vision.vision_config(config, "hidden_size")
+        if own.out_hidden_size != config.hidden_size:
+            raise d.Unsupported(
+                f"config.vision_config.out_hidden_size={own.out_hidden_size} is not the text model's"
+                f" {config.hidden_size}"
+            )
+        if len(own.deepstack_visual_indexes) > config.num_hidden_layers:
+            raise d.Unsupported(
+                f"config.vision_config.deepstack_visual_indexes={own.deepstack_visual_indexes!r} has more layers than"
+                f" the text model's {config.num_hidden_layers}"
+            )
+        super().__init__(config)
+        self.token_ids = {"image": config.image_token_id}
+        self.merge = own.spatial_merge_size
+        self.patch_channels = own.in_channels * own.temporal_patch_size * own.patch_size**2
+        self.visual = Qwen3VisionTransformer(own)
+
+    def merged(self, grid: Grid) -> Grid:
+        return vision.merged(grid, self.merge)
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        assert len(patches) == sum(map(prod, grids)), (patches.shape, grids)
+        return self.visual(patches, grids)
+
+
+ARCH = Architecture(
+    names=("Qwen3VLForConditionalGeneration",),
+    category="multimodal",
+    model="Qwen3VLForConditionalGeneration",
+    runner="Generate",
+    model_type="qwen3_vl",
+    media=("image",),
+    prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
