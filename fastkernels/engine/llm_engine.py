@@ -36,7 +36,8 @@ from fastkernels.models.common.plan import plan
 def _least_tokens(config: Any) -> int:
     """The tokens of a shortened step. A mixture reads all its experts; each token is multiplied with few of them."""
     made = plan(config)
-    return LEAST_TOKENS * max(made.weight_bytes // made.read_bytes, 1)
+    weights = sum(item.weight_bytes(made.dtype) for item in made if item.read != 0)
+    return LEAST_TOKENS * max(weights // made.read_bytes, 1)
 
 
 class LLMEngine(Engine):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fk_bench.info.verified import LOGITS
 from support.serving.rank_forks import Fork
-from support.tiny import KINDS, MODELS, make_tiny
+from support.tiny import KINDS, MODELS, VLMS, make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
@@ -231,4 +231,6 @@ def test_every_language_model_is_tested() -> None:
     kinds = {kind for kind, _ in MODELS.values()}
     names = {f"{KINDS[kind][0]}ForCausalLM" for kind in kinds}
     generators = [m.arch for m in models().values() if m.arch.runner == "Generate"]
-    assert names == {name for arch in generators for name in arch.names}
+    assert names == {name for arch in generators if not arch.media for name in arch.names}
+    readers = {f"{prefix}ForConditionalGeneration" for prefix, *_ in VLMS.values()}  # in test_media.py
+    assert readers == {name for arch in generators if arch.media for name in arch.names}

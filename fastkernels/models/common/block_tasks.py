@@ -21,7 +21,7 @@ from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
-from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, states_of, text_of
+from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
 from fastkernels.models.common.registry import find
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
@@ -76,8 +76,11 @@ def _shape(full: Sequence[int], small: Sequence[int]) -> str:
 
 def _hidden(block: Block, small: bool) -> int:
     """Channels of the residual stream."""
+    if of_tower(block.paths[0]):
+        return int(next(block.module(small).parameters()).shape[-1])
     config = block.structure(small).config
-    config = getattr(config, "vision_config", config)
+    if not find(config.architectures[0]).arch.media:
+        config = getattr(config, "vision_config", config)
     return int(getattr(config, "hidden_size", 0) or config.n_embd)
 
 
@@ -88,6 +91,8 @@ def _stream(block: Block, name: str, small: bool) -> tuple[int, ...]:
     if INPUTS[name] == "layer_input":
         described: Any = block.made(small).kwargs.get("layer_input") or block.made(small).args[-1]
         return (described.size,)
+    if INPUTS[name] == "table" and of_tower(block.paths[0]):
+        return (next(m.head_size for m in block.module(small).modules() if hasattr(m, "head_size")),)
     if INPUTS[name] == "table":
         return (_hidden(block, small) // block.structure(small).config.num_attention_heads,)
     return ()
@@ -225,7 +230,7 @@ def spec(block: Block) -> OpSpec:
 
 def _attends(module: nn.Module) -> bool:
     """Whether the module attends within the sequences of a step."""
-    return any(hasattr(m, "qkv_proj") for m in module.modules())
+    return any(hasattr(m, "qkv_proj") or hasattr(m, "qkv") for m in module.modules())
 
 
 def _ops(module: nn.Module) -> tuple[str, ...]:

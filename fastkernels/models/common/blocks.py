@@ -136,11 +136,13 @@ def of(text: str) -> Blocks:
             declined[path] = why
         else:
             groups.setdefault((kind, made.key), []).append(path)
-    kinds = [kind for kind, _ in groups]
+    kinds = [(kind, of_tower(paths[0])) for (kind, _), paths in groups.items()]
     name, blocks = given["name"], []
     for (kind, _), paths in groups.items():
-        number = "" if kinds.count(kind) == 1 else f"_{_number(paths[0])}"
-        blocks.append(Block(f"{name}.{kind}{number}", kind, tuple(paths), full, small))
+        tower = of_tower(paths[0])
+        number = "" if kinds.count((kind, tower)) == 1 else f"_{_number(paths[0])}"
+        own = f"{name}.{'vision_' if tower else ''}{kind}{number}"
+        blocks.append(Block(own, kind, tuple(paths), full, small))
     if (why := reasons[""]) is None:
         blocks.append(Block(f"{name}.model", "model", ("",), short, short))
     else:
@@ -148,6 +150,11 @@ def of(text: str) -> Blocks:
     if not blocks:
         raise Unsupported(f"{name} has no block that can be judged: {declined}")
     return Blocks(name, tuple(blocks), declined)
+
+
+def of_tower(path: str) -> bool:
+    """Whether a module belongs to the vision tower of a language model."""
+    return path.startswith("visual.")
 
 
 def _number(path: str) -> str:
@@ -201,6 +208,7 @@ def _noting(classes: set[type], noted: dict[int, tuple[tuple[Any, ...], dict[str
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """{path: layer}: the members of the longest list of modules of one model."""
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    lists = {path: m for path, m in lists.items() if not of_tower(path) or _parts(m[0])}  # not mergers
     nested = {p for p in lists for q in lists if p != q and p.startswith(f"{q}.")}
     return {f"{path}.{i}": m for path, ms in lists.items() if path not in nested for i, m in enumerate(ms)}
 
@@ -258,6 +266,8 @@ def _unsupported(structure: Structure, path: str) -> str | None:
     module, cls = structure.model.get_submodule(path), structure.made[path].cls
     if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode"):
         return "its runner gives it other inputs than a step of tokens"
+    if not path and find(structure.config.architectures[0]).arch.media:
+        return "it reads images, which no step of tokens gives"
     takes = [p for p in inspect.signature(cls.forward).parameters.values() if p.name != "self"]  # type: ignore[attr-defined]
     config = getattr(structure.config, "vision_config", structure.config)
     if not states_of(structure.model) and not isinstance(getattr(config, "num_attention_heads", None), int):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastkernels.models.common import activations
+from fastkernels.models.common.towers import Part
 from fastkernels.overrides.block import attention_sizes
 from fastkernels.overrides.rope.rope_types import ROPE_TYPES
 
@@ -618,6 +619,7 @@ class Decoder:
     logits_softcap    cap * tanh(logit / cap); 0: none
     layer_input       what each layer reads of a token itself; None: nothing
     positions         learned positions; None: none
+    tower             the modules that read images
     """
 
     vocab: int
@@ -632,6 +634,7 @@ class Decoder:
     layer_input: LayerInput | None = None
     positions: Positions | None = None
     embedding_norm: Norm | None = None
+    tower: tuple[Part, ...] = ()
 
 
 def limits(values: Sequence[float]) -> tuple[float, float | None]:

@@ -224,6 +224,9 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
         tuple(k for name in shapes for k in _keys(f"{head}.{name}", arch)), d.vocab * d.hidden,
         2 * d.vocab * d.hidden,
     )  # fmt: skip
+    for part in d.tower:
+        keys = tuple(k for name in part.shapes for k in _keys(f"{part.path}.{name}", arch))
+        yield Item(part.path, part.op, part.arguments, part.shapes, part.layout, keys, read=0)
 
 
 def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:

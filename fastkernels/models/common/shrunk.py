@@ -20,7 +20,7 @@ MOST: dict[str, int] = {
     "index_n_heads": 12, "index_head_dim": 24, "sliding_window": 8, "max_position_embeddings": 512, "rotary_dim": 8,
     "time_step_rank": 8, "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_num_heads": 4, "linear_head_dim": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16, "out_hidden_size": 64,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3, "type_vocab_size": 2,
 }  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -53,6 +53,8 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
         name: small(value) if name.endswith("_config") and isinstance(value, dict) else _least(name, value)
         for name, value in given.items()
     }
+    if isinstance(made.get("embed_dim"), int) and isinstance(made.get("num_heads"), int):  # of a vision tower
+        made["embed_dim"] = min(made["embed_dim"], 64)
     if "num_attention_heads" not in made or "hidden_size" not in made:  # such as d_model
         return {**made, "dtype": "float32"}
     heads = given.get("num_attention_heads")
@@ -70,6 +72,10 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(rope, dict) and any(name in rope for name in PER_PAIR):
         pairs = int(2 * pairs * rope.get("partial_rotary_factor", 1.0)) // 2
         made["rope_parameters"] = {k: v[:pairs] if k in PER_PAIR else v for k, v in rope.items()}
+    if isinstance(rope, dict) and rope.get("mrope_section"):
+        section = [pairs * n // sum(rope["mrope_section"]) for n in rope["mrope_section"]]
+        section[0] += pairs - sum(section)
+        made["rope_parameters"] = {**rope, "mrope_section": section}
     return {**made, "dtype": "float32"}
 
 

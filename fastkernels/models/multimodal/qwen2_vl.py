@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import activation_modules
+from fastkernels.models.common import activation_modules, towers
 from fastkernels.models.common import description as d
 from fastkernels.models.common import qwen_vision as vision
 from fastkernels.models.common.architecture import Architecture
@@ -23,7 +24,18 @@ EPS = 1e-6
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.llama(config, d.windows(config), bias=True)
+    return replace(d.llama(config, d.windows(config), bias=True), tower=tuple(tower(config.vision_config)))
+
+
+def tower(own: Any) -> Iterator[towers.Part]:
+    """The modules of the vision tower with this config."""
+    wide = own.embed_dim * own.spatial_merge_size**2
+    yield towers.patch_embed("visual.patch_embed.proj", own, own.embed_dim, bias=False)
+    yield from towers.blocks("visual.blocks", own, own.embed_dim, int(own.embed_dim * own.mlp_ratio))
+    yield towers.layer_norm("visual.merger.ln_q", own.embed_dim)
+    yield towers.linear("visual.merger.mlp.0", wide, wide, "columns")
+    yield towers.activation("visual.merger.mlp.1", "gelu")
+    yield towers.linear("visual.merger.mlp.2", own.hidden_size, wide, "rows")
 
 
 class Qwen2VisionMLP(nn.Module):
@@ -121,4 +133,23 @@ ARCH = Architecture(
     media=("image",),
     prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-)
+    public={
+        "Qwen/Qwen2-VL-2B-Instruct": {
+            "text_config": {
+                "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+                "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            },
+            "vision_config": {"hidden_size": 1536},
+            "tie_word_embeddings": True,
+        },
+        "Qwen/Qwen2-VL-7B-Instruct": {
+            "text_config": {
+                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            },
+            "vision_config": {"hidden_size": 3584},
+        },
+    },
+)  # fmt: skip

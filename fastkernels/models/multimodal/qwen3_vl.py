@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import activation_modules
+from fastkernels.models.common import activation_modules, towers
 from fastkernels.models.common import description as d
 from fastkernels.models.common import qwen_vision as vision
 from fastkernels.models.common.architecture import Architecture
@@ -26,7 +27,24 @@ EPS = 1e-6
 
 def describe(config: Any) -> d.Decoder:
     bias, norm = config.attention_bias, d.Norm(eps=config.rms_norm_eps)
-    return d.llama(config, bias=bias, out_bias=bias, head_norm=norm)
+    made = d.llama(config, bias=bias, out_bias=bias, head_norm=norm)
+    return replace(made, tower=tuple(tower(config.vision_config)))
+
+
+def tower(own: Any) -> Iterator[towers.Part]:
+    """The modules of the vision tower with this config."""
+    hidden, positions = own.hidden_size, (own.num_position_embeddings, own.hidden_size)
+    wide = hidden * own.spatial_merge_size**2
+    yield towers.patch_embed("visual.patch_embed.proj", own, hidden, bias=True)
+    yield towers.Part("visual.pos_embed", "interpolate", {"weight": positions})
+    names = "linear_fc1", "act_fn", "linear_fc2"
+    yield from towers.blocks("visual.blocks", own, hidden, own.intermediate_size, names)
+    inner = [f"visual.deepstack_merger_list.{i}" for i in range(len(own.deepstack_visual_indexes))]
+    for path in ("visual.merger", *inner):
+        yield towers.layer_norm(f"{path}.norm", wide if path in inner else hidden)
+        yield towers.linear(f"{path}.linear_fc1", wide, wide, "columns")
+        yield towers.activation(f"{path}.act_fn", "gelu")
+        yield towers.linear(f"{path}.linear_fc2", own.out_hidden_size, wide, "rows")
 
 
 class Qwen3VisionMLP(nn.Module):
@@ -140,11 +158,6 @@ class Qwen3VLForConditionalGeneration(Decoder):
                 f"config.vision_config.out_hidden_size={own.out_hidden_size} is not the text model's"
                 f" {config.hidden_size}"
             )
-        if len(own.deepstack_visual_indexes) > config.num_hidden_layers:
-            raise d.Unsupported(
-                f"config.vision_config.deepstack_visual_indexes={own.deepstack_visual_indexes!r} has more layers than"
-                f" the text model's {config.num_hidden_layers}"
-            )
         super().__init__(config)
         self.token_ids = {"image": config.image_token_id}
         self.merge = own.spatial_merge_size
@@ -166,6 +179,32 @@ ARCH = Architecture(
     runner="Generate",
     model_type="qwen3_vl",
     media=("image",),
-    prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
+    renamed={"model.language_model.": "model.", "model.visual.": "visual."},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-)
+    public={
+        "Qwen/Qwen3-VL-2B-Instruct": {
+            "text_config": {
+                "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+                "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048,
+                "deepstack_visual_indexes": [5, 11, 17],
+            },
+            "tie_word_embeddings": True,
+        },
+        "Qwen/Qwen3-VL-8B-Instruct": {
+            "text_config": {
+                "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {"depth": 27, "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+        },
+    },
+)  # fmt: skip
