@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.tiny import IMAGE, VLMS, make_tiny_vlm
 from support.vlm_oracle import VlmOracle, image, prompt
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.core.dispatch import OPS
 from fastkernels.engine.execution.media_features import MediaFeatures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -91,10 +93,22 @@ def test_small_steps_keep_tokens(qwen2_vl: VlmOracle, overlap: bool) -> None:
         max_model_len=96, async_scheduling=overlap,
     )  # fmt: skip
     for _ in range(2):
-        check(qwen2_vl, llm, [(f"{i} {IMAGE} seen", WIDE) for i in range(3)], n=40)
+        check(qwen2_vl, llm, [(f"{i} {IMAGE} seen", WIDE) for i in range(3)], n=30)
         check(qwen2_vl, llm)
     scheduler = llm.llm_engine.scheduler
     assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+
+
+def test_fused_rotation_takes_positions_of_axes(oracle: VlmOracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where one launch rotates and stores keys."""
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rope_store_kvcache:reference")
+    op = OPS["rope_store_kvcache"]
+    op.reset()
+    calls = op.calls
+    check(oracle, LLM(str(oracle.folder), **CPU), [PROMPTS[0], PROMPTS[2]])
+    assert op.calls > calls
+    monkeypatch.undo()
+    op.reset()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 16])
@@ -146,7 +160,7 @@ def test_images_of_a_step_are_encoded_together(qwen2_vl: VlmOracle, encoded: lis
     encoded.clear()
     llm = LLM(str(qwen2_vl.folder), max_num_batched_tokens=32, max_num_seqs=8, **CPU)
     check(qwen2_vl, llm, [PROMPTS[0], PROMPTS[3], PROMPTS[2]])
-    assert sorted(sum(encoded, [])) == [(1, 6, 10), (1, 8, 8), (1, 14, 6)]
+    assert sorted(itertools.chain(*encoded)) == [(1, 6, 10), (1, 8, 8), (1, 14, 6)]
     assert all(len(step) == 1 or sum(r * c // 4 for _, r, c in step) <= 32 for step in encoded)
 
 

@@ -21,7 +21,7 @@ from fastkernels.engine.execution.attention import AttentionBackend, make_backen
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.media_features import MediaFeatures
-from fastkernels.engine.execution.memory_profile import activation_bytes
+from fastkernels.engine.execution.memory_profile import activation_bytes, media_bytes
 from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs, TokenMasks
@@ -89,6 +89,9 @@ class Generate(Runner):
         self._running_bytes(budget - torch.cuda.memory_allocated())
         self._bind(2 if self.groups else 0, min(self.max_model_len, config.max_num_batched_tokens))
         weights, activations = activation_bytes(self)  # the weights with the slots of running sequences
+        if self.features is not None:
+            peak, kept = media_bytes(self.features, config.max_num_batched_tokens, self._num_features())
+            activations = max(activations, peak) + kept
         self._mark("largest step")
         del self.backend  # and its workspaces
         self._unbind()

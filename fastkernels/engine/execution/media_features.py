@@ -45,13 +45,15 @@ class MediaFeatures:
         own = self._to_device(torch.from_numpy(np.ascontiguousarray(step.positions)))
         return axes.index_copy_(1, self._to_device(torch.from_numpy(step.rows)), own)
 
-    def run_largest(self, tokens: int) -> None:
-        """Encode zeros for about as many tokens as a step may encode, to measure the memory."""
+    @torch.inference_mode()
+    def run_largest(self, tokens: int) -> int:
+        """Encode one medium of about this number of features, to measure the memory. Returns the bytes of a feature."""
         merge, channels = self._model.merge, self._model.patch_channels
         side = max(1, int(tokens**0.5)) * merge
         weight = next(self._model.visual.parameters())
         patches = torch.zeros(side * side, channels, dtype=weight.dtype, device=self._device)
-        self._model.encode(patches, [(1, side, side)])
+        found = self._model.encode(patches, [(1, side, side)])
+        return found.shape[1] * found.element_size()
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":

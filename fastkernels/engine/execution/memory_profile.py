@@ -9,6 +9,7 @@ import torch
 
 from fastkernels.engine.cache.kv_cache import GIB
 from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS
+from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -70,6 +71,18 @@ def activation_bytes(runner: Runner) -> tuple[int, int]:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     return before, peak - before + SLACK + graph_bytes(runner, peak - before)
+
+
+def media_bytes(features: MediaFeatures, tokens: int, capacity: int) -> tuple[int, int]:
+    """(additional bytes of a step that encodes `tokens` features, bytes of `capacity` kept ones). CUDA only."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    size = features.run_largest(tokens)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return peak, capacity * size
 
 
 def graph_bytes(runner: Runner, step: int) -> int:

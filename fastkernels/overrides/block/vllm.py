@@ -34,9 +34,10 @@ from fastkernels.overrides.moe.vllm import VllmMixtralMoE
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmRMSNorm
+from fastkernels.overrides.rope.rope_scaling import axes_chosen
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
-from fastkernels.overrides.rope.vllm import OF_TABLES, get_rope
+from fastkernels.overrides.rope.vllm import OF_TABLES, VllmMRotaryEmbedding, get_rope
 
 
 class VllmLlamaMLP(PackedMLP):
@@ -124,7 +125,7 @@ class LlamaAttention(SelfAttention):
             rope_store_kvcache.requested != "off"
             and (qkv.is_cuda or rope_store_kvcache.requested == "named")
             and not any(op.requested for op in ((*apart, rms_norm, gemma_rms_norm) if norms else apart))
-            and type(self.rotary_emb) in OF_TABLES
+            and type(self.rotary_emb) in (*OF_TABLES, VllmMRotaryEmbedding)
             and type(self.attn) is VllmAttention
             and self.attn.kv_cache is not None
             and all(type(n) is VllmGemmaRMSNorm or _is_plain(n) for n in norms)
@@ -135,11 +136,14 @@ class LlamaAttention(SelfAttention):
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         by_head, rope, attn = (-1, self.head_dim), self.rotary_emb, self.attn
+        table = rope.cos_sin_cache
+        if positions.ndim == 2:
+            positions, table = axes_chosen(positions, table, rope.mrope_section, rope.mrope_interleaved)
         norms = self._head_norms()
         weights = [norm.weight for norm in norms] or [None, None]
         rope_store_kvcache(
             positions, q.unflatten(-1, by_head), k.unflatten(-1, by_head), v.unflatten(-1, by_head), *attn.kv_cache,
-            get_forward_context().of(attn).slot_mapping, rope.cos_sin_cache, rope.is_neox_style, *weights,
+            get_forward_context().of(attn).slot_mapping, table, rope.is_neox_style, *weights,
             norms[0].variance_epsilon if norms else 1e-6, attn.k_scale, attn.v_scale, *self._rest_of_norms(),
         )  # fmt: skip
 
