@@ -625,6 +625,14 @@ VLMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {},
+        {
+            "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+    ),
     "qwen3_vl": ("Qwen3VL", _QWEN3_TEXT, _QWEN3_VISION),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",

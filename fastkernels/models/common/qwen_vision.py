@@ -1,11 +1,11 @@
-"""Parts of the vision towers of Qwen's models: patches in blocks, their rotary positions, attention, merger.
+"""Qwen's models with a vision tower, and parts of the towers: patches in blocks, rotary positions, attention, merger.
 
 Patches come in blocks of merge x merge, which become one feature: first the blocks of a row of blocks, step after step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.models.common.decoder import Decoder
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.encoder import attend_within, size_of
 from fastkernels.models.common.media import Grid
@@ -74,14 +75,6 @@ def steps_of(grids: Sequence[Grid]) -> list[int]:
     return [rows * columns for steps, rows, columns in grids for _ in range(steps)]
 
 
-def merged(grid: Grid, merge: int) -> Grid:
-    """The grid of features. Raises ValueError for one that cannot be divided into blocks."""
-    steps, rows, columns = grid
-    if rows % merge or columns % merge or not prod(grid):
-        raise ValueError(f"a grid of {steps} x {rows} x {columns} patches has no blocks of {merge} x {merge}")
-    return steps, rows // merge, columns // merge
-
-
 class VisionPatchEmbed(nn.Module):
     """The convolution of patches without overlap: patches [P, C * t * p * p] to [P, H]."""
 
@@ -138,19 +131,52 @@ class TwoLinears(nn.Module):
         return x
 
 
-def vision_config(config: Any, hidden: str) -> Any:
-    """The config of the vision tower. hidden: its field with the channels of a patch. Raises Unsupported."""
-    own = config.vision_config
-    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "num_heads", "depth", hidden):
-        size_of(own, name)
-    if getattr(own, hidden) % (4 * own.num_heads):
-        raise Unsupported(
-            f"config.vision_config.{hidden}={getattr(own, hidden)} is not a multiple of four times"
-            f" num_heads={own.num_heads}: two axes of positions need pairs of channels"
-        )
-    rope = getattr(own, "rope_parameters", None) or {}
-    if rope.get("rope_type", "axial") not in ("axial", "default") or rope.get("rope_theta", THETA) != THETA:
-        raise Unsupported(
-            f"config.vision_config.rope_parameters={rope!r} is not supported, only theta {THETA:g}"
-        )
-    return own
+class QwenVL(Decoder):
+    """A language model with a vision tower; see media.py for its interface.
+
+    tower_class  built from the tower's config: patches [P, C * t * p * p] and grids to features
+    sizes        fields of that config: channels of a patch's hidden state, and of a feature
+    """
+
+    placeholders: Mapping[str, str] = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+    tower_class: type[nn.Module]
+    sizes: tuple[str, str]
+
+    def __init__(self, config: Any) -> None:
+        own = config.vision_config
+        hidden, features = self.sizes
+        for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "num_heads", "depth", hidden):
+            size_of(own, name)
+        if getattr(own, hidden) % (4 * own.num_heads):
+            raise Unsupported(
+                f"config.vision_config.{hidden}={getattr(own, hidden)} is not a multiple of four times"
+                f" num_heads={own.num_heads}: two axes of positions need pairs of channels"
+            )
+        rope = getattr(own, "rope_parameters", None) or {}
+        if rope.get("rope_type", "axial") not in ("axial", "default") or rope.get("rope_theta", THETA) != THETA:
+            raise Unsupported(
+                f"config.vision_config.rope_parameters={rope!r} is not supported, only theta {THETA:g}"
+            )
+        if getattr(own, features) != config.hidden_size:
+            raise Unsupported(
+                f"config.vision_config.{features}={getattr(own, features)} is not the text model's"
+                f" hidden_size={config.hidden_size}"
+            )
+        super().__init__(config)
+        self.token_ids = {"image": config.image_token_id}
+        self.merge = own.spatial_merge_size
+        self.patch_channels = own.in_channels * own.temporal_patch_size * own.patch_size**2
+        self.visual = self.tower_class(own)
+
+    def merged(self, grid: Grid) -> Grid:
+        """The grid of features. Raises ValueError for one that cannot be divided into blocks."""
+        steps, rows, columns = grid
+        if rows % self.merge or columns % self.merge or not prod(grid):
+            raise ValueError(
+                f"a grid of {steps} x {rows} x {columns} patches has no blocks of {self.merge} x {self.merge}"
+            )
+        return steps, rows // self.merge, columns // self.merge
+
+    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Features of media [sum of merged grids, n * H]."""
+        return self.visual(patches, grids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fastkernels.models.common import activation_modules, towers
 from fastkernels.models.common import description as d
 from fastkernels.models.common import qwen_vision as vision
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.decoder import Decoder
 from fastkernels.models.common.media import Grid
 from fastkernels.overrides.activation.vllm import VllmGELU
 from fastkernels.overrides.linear.vllm import VllmColumnParallelLinear, VllmRowParallelLinear
@@ -146,30 +144,11 @@ class Qwen3VisionTransformer(nn.Module):
         return torch.cat([resized[rows, columns].repeat(steps, 1) for steps, rows, columns in grids])
 
 
-class Qwen3VLForConditionalGeneration(Decoder):
-    """See fastkernels/models/common/media.py. config: transformers' Qwen3VLConfig. Raises Unsupported."""
+class Qwen3VLForConditionalGeneration(vision.QwenVL):
+    """config: transformers' Qwen3VLConfig. Raises Unsupported."""
 
-    placeholders = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
-
-    def __init__(self, config: Any) -> None:
-        own = vision.vision_config(config, "hidden_size")
-        if own.out_hidden_size != config.hidden_size:
-            raise d.Unsupported(
-                f"config.vision_config.out_hidden_size={own.out_hidden_size} is not the text model's"
-                f" {config.hidden_size}"
-            )
-        super().__init__(config)
-        self.token_ids = {"image": config.image_token_id}
-        self.merge = own.spatial_merge_size
-        self.patch_channels = own.in_channels * own.temporal_patch_size * own.patch_size**2
-        self.visual = Qwen3VisionTransformer(own)
-
-    def merged(self, grid: Grid) -> Grid:
-        return vision.merged(grid, self.merge)
-
-    def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        assert len(patches) == sum(map(prod, grids)), (patches.shape, grids)
-        return self.visual(patches, grids)
+    tower_class = Qwen3VisionTransformer
+    sizes = ("hidden_size", "out_hidden_size")
 
 
 ARCH = Architecture(
