@@ -13,6 +13,7 @@ from fastkernels.engine import scoring
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import is_integer, make_engine
 from fastkernels.engine.images import is_image
+from fastkernels.engine.media import data_of
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
@@ -200,7 +201,9 @@ class LLM:
         """Continue conversations.
 
         use_tqdm  as in `generate`
-        messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them
+        messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. Parts of a content may be
+                  images, for a model that reads them: {'type': 'image_pil', 'image_pil': a PIL image}, or
+                  {'type': 'image_url', 'image_url': {'url': a data URL}}
         template  keyword arguments of the tokenizer's chat template
 
         Raises ValueError for an unsupported request before anything runs.
@@ -208,12 +211,14 @@ class LLM:
         tokenizer = self.get_tokenizer()
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate")
-        prompts = [
-            tokenizer.apply_chat_template(
-                c, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, **template
+        prompts: list[Any] = []
+        for conversation in _conversations(messages):
+            given, images = _with_images_apart(conversation)
+            made = tokenizer.apply_chat_template(
+                given, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, **template
             )["input_ids"]
-            for c in _conversations(messages)
-        ]
+            data = {"multi_modal_data": {"image": images}} if images else {}
+            prompts.append({"prompt_token_ids": made, **data} if data else made)
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
@@ -271,6 +276,31 @@ def _unwrapped(prompt: Any) -> Any:
                 return data[kind]
         return next((prompt[k] for k in ("prompt_token_ids", "prompt") if k in prompt), prompt)
     return prompt
+
+
+def _with_images_apart(conversation: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(the messages with {'type': 'image'} in place of each image, the images). Raises ValueError."""
+    images: list[Any] = []
+    made = []
+    for message in conversation:
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            made.append(message)
+            continue
+        parts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image_pil":
+                images.append(part["image_pil"])
+            elif kind == "image_url":
+                given = part["image_url"]
+                images.append(data_of(given if isinstance(given, str) else given["url"], len(images)))
+            else:
+                parts.append(part)
+                continue
+            parts.append({"type": "image"})
+        made.append({**message, "content": parts})
+    return made, images
 
 
 def _conversations(messages: Any) -> list[Any]:

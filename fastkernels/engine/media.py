@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,17 @@ def _processor(folder: Path) -> Any:
     if getattr(found, "image_processor", None) is None:
         raise CheckpointError(f"{folder} has no image processor (preprocessor_config.json)")
     return found
+
+
+def data_of(url: str, i: int) -> bytes:
+    """The bytes of image i, given as a data URL in base64. Raises ValueError."""
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:") or not comma or not head.endswith(";base64"):
+        raise ValueError(f"image {i} is not a data URL in base64: it begins with {head[:64]!r}")
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
+    except ValueError as error:
+        raise ValueError(f"image {i} is not base64 behind the comma: {error}") from error
 
 
 def media_of(prompt: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.media import MediaPrompt
+from fastkernels.engine.media import MediaPrompt, data_of
 
 WORKERS = 4  # threads that decode and resize
 TIMEOUT = 10.0  # seconds of a download
@@ -92,7 +91,7 @@ class MediaPrompts:
             )
 
     def _file(self, i: int, url: str) -> bytes:
-        return _decoded(i, url) if url.startswith("data:") else self._download(i, url)
+        return data_of(url, i) if url.startswith("data:") else self._download(i, url)
 
     def _download(self, i: int, url: str) -> bytes:
         """The file behind a URL, without redirects, of at most max_body_size bytes. Raises ValueError."""
@@ -112,14 +111,3 @@ class MediaPrompts:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"image {i} cannot be read: {url[:200]!r}: {error}") from error
         return bytes(found)
-
-
-def _decoded(i: int, url: str) -> bytes:
-    """The bytes of a data URL in base64. Raises ValueError."""
-    head, comma, data = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise ValueError(f"image {i} is not a data URL in base64: it begins with {head[:64]!r}")
-    try:
-        return base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
-    except ValueError as error:
-        raise ValueError(f"image {i} is not base64 behind the comma: {error}") from error

@@ -161,6 +161,30 @@ def test_template_without_parts_gets_placeholders(folder: Path, expected: Any) -
     )
 
 
+def test_other_apis_take_images(url: str, folder: Path, expected: Any) -> None:
+    """OpenAI's responses, Anthropic's messages and LLM.chat."""
+    tokens, text = expected("See ", WIDE)
+    parts = [{"type": "input_text", "text": "See "}, {"type": "input_image", "image_url": data_url(WIDE)}]
+    body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 12, "temperature": 0}
+    found = httpx.post(f"{url}/v1/responses", json=body).json()
+    assert found["usage"]["input_tokens"] == tokens
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file(WIDE)).decode()}
+    blocks = [{"type": "text", "text": "See "}, {"type": "image", "source": source}]
+    body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 12, "temperature": 0, "model": "tiny"}
+    found = httpx.post(f"{url}/v1/messages", json=body).json()
+    assert found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"] == tokens
+    source["data"] = None  # type: ignore[assignment]
+    answer = httpx.post(f"{url}/v1/messages", json=body)
+    assert answer.status_code == 400 and "source of a block of type image must be" in answer.text
+    llm = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100)
+    for last in ({"type": "image_pil", "image_pil": WIDE}, part(data_url(WIDE))):
+        chat = [{"role": "user", "content": [{"type": "text", "text": "See "}, last]}]
+        output = llm.chat(chat, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+        assert output[0].outputs[0].text == text
+    with pytest.raises(ValueError, match="image 0 is not a data URL in base64"):
+        llm.chat([{"role": "user", "content": [part("cat.png")]}], use_tqdm=False)
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG whose header claims this size, with few bytes."""
 

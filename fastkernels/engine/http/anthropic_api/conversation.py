@@ -71,10 +71,10 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
         found.append(
             {"role": "tool", "tool_call_id": result["tool_use_id"], "content": _text(result.get("content"))}
         )
-    texts = [{"type": "text", "text": block["text"]} for block in by_kind.get("text", ()) if block["text"]]
+    texts = [part for block in given.content if (part := _part(block)) is not None]
     message: dict[str, Any] = {
         "role": given.role,
-        "content": texts[0]["text"] if len(texts) == 1 else texts or "",
+        "content": texts[0]["text"] if len(texts) == 1 and "text" in texts[0] else texts or "",
     }
     if "thinking" in by_kind:
         message["reasoning"] = "".join(block["thinking"] for block in by_kind["thinking"])
@@ -87,6 +87,15 @@ def _messages(given: MessageParam) -> list[dict[str, Any]]:
             for use in by_kind["tool_use"]
         ]  # fmt: skip
     return found if found and not texts else [*found, message]
+
+
+def _part(block: dict[str, Any]) -> dict[str, Any] | None:
+    """The content part of a block of type text or image; None for others and an empty text."""
+    if block["type"] == "image":
+        source = block["source"]
+        url = source.get("url") or f"data:{source['media_type']};base64,{source['data']}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "text", "text": block["text"]} if block["type"] == "text" and block["text"] else None
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

@@ -13,6 +13,7 @@ from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 # The fields of each kind of block: (name, type, whether it is required)
 BLOCKS: dict[str, tuple[tuple[str, tuple[type, ...], bool], ...]] = {
     "text": (("text", (str,), True),),
+    "image": (("source", (dict,), True),),
     "thinking": (("thinking", (str,), True),),
     "redacted_thinking": (),
     "tool_use": (("id", (str,), True), ("name", (str,), True), ("input", (dict,), False)),
@@ -38,6 +39,13 @@ def _block(block: Any, kinds: tuple[str, ...], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}{name} of a block of type {kind} must be {words}")
     if kind == "tool_use" and not block["name"]:
         raise ValueError(f"{where}name of a block of type tool_use must not be empty")
+    if kind == "image":
+        source = block["source"]
+        url, data = source.get("type") == "url", source.get("type") == "base64"
+        names = ("url",) if url else ("media_type", "data")
+        if not (url or data) or not all(isinstance(source.get(name), str) for name in names):
+            form = '{"type": "base64", "media_type": "image/png", "data": ...} or {"type": "url", "url": ...}'
+            raise ValueError(f"{where}source of a block of type image must be {form}")
     if isinstance(block.get("content"), list):
         for part in block["content"]:
             _block(part, ("text",), f"{where}content of a block of type tool_result ")

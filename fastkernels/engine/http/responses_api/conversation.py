@@ -35,7 +35,7 @@ def messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         elif kind == "message":
             role = _fields(item, i, "role")["role"]
             role = "system" if role == "developer" else role  # templates know the older name
-            found.append({"role": role, "content": _text(item.get("content"), i)})
+            found.append({"role": role, "content": _content(item.get("content"), i)})
         else:
             raise ApiError(
                 400, f"input[{i}]: items of type {shown(kind)} are not supported; use message, function_call,"
@@ -60,6 +60,25 @@ def _fields(item: dict[str, Any], index: int, *names: str) -> dict[str, str]:
     return {name: item[name] for name in names}
 
 
+def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
+    """A message's text, or with images its parts."""
+    if not isinstance(content, list) or not any(
+        isinstance(part, dict) and part.get("type") == "input_image" for part in content
+    ):
+        return _text(content, index)
+    found: list[dict[str, Any]] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "input_image":
+            found.append({"type": "text", "text": _text([part], index)})
+        elif isinstance(part.get("image_url"), str):
+            found.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            raise ApiError(
+                400, f"input[{index}]: an input_image needs image_url, a data URL; files are not stored", "input"
+            )
+    return found
+
+
 def _text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
@@ -74,7 +93,7 @@ def _text(content: Any, index: int) -> str:
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
                 400,
-                f"input[{index}]: parts of the content must be text, got one of type {shown(kind)}",
+                f"input[{index}]: parts of the content must be text or input_image, got one of type {shown(kind)}",
                 "input",
             )
     return "".join(part["text"] for part in content)
