@@ -105,9 +105,7 @@ class AsyncLLM:
         if structured is not None and grammars is not None:
             await grammars.ready(structured)
 
-    def make_request(
-        self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0, **more: Any
-    ) -> Any:
+    def make_request(self, request_id: str, prompt: Any, params: Any, priority: int = 0, **more: Any) -> Any:
         """Check a request without queuing it; see Engine. Safe in any thread. Raises ValueError."""
         return self.engine.make_request(request_id, prompt, params, priority, **more)
 

@@ -215,7 +215,11 @@ class LLM:
         for conversation in _conversations(messages):
             given, images = _with_images_apart(conversation)
             made = tokenizer.apply_chat_template(
-                given, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, **template
+                given,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=True,
+                **template,
             )["input_ids"]
             data = {"multi_modal_data": {"image": images}} if images else {}
             prompts.append({"prompt_token_ids": made, **data} if data else made)

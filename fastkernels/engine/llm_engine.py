@@ -89,14 +89,14 @@ class LLMEngine(Engine):
     def make_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | dict[str, Any] | MediaPrompt,
+        prompt: Any,
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestGroup:
         """See Engine. cache_salt: only requests with the same one share cached blocks.
 
-        prompt: also {'prompt': text, 'multi_modal_data': {'image': a PIL image, the bytes of a file, or a list}}
+        prompt: text, token ids, a MediaPrompt, or {'prompt': text, 'multi_modal_data': {'image': a PIL image, the bytes of a file, or a list}}
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")

@@ -76,7 +76,7 @@ class MediaCache:
         return made
 
     def forget(self) -> None:
-        """Drop the media that nobody holds: the model's code may have changed, or a step may have failed."""
+        """Drop the media without a holder: the model's code may have changed, or a step may have failed."""
         while self._idle:
             self._drop_oldest()
 

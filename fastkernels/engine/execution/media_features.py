@@ -1,4 +1,4 @@
-"""The features of media on a rank: it encodes those of a step at once, and keeps them until the scheduler drops them."""
+"""The features of media on a rank, which encodes those of a step at once and keeps them until they are dropped."""
 
 from __future__ import annotations
 

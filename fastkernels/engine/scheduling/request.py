@@ -134,7 +134,7 @@ class Request:
         return self.media[-1].end if self.media else 0
 
     def media_key(self, start: int, stop: int) -> bytes:
-        """What the names of blocks have of the media in tokens start .. stop - 1: digests and places."""
+        """Digests and places of the media in tokens start .. stop - 1, for the names of blocks."""
         return b"".join(
             m.digest + (m.start - start).to_bytes(8, "little", signed=True)
             for m in self.media if m.start < stop and m.end > start

@@ -92,7 +92,8 @@ def _stream(block: Block, name: str, small: bool) -> tuple[int, ...]:
         described: Any = block.made(small).kwargs.get("layer_input") or block.made(small).args[-1]
         return (described.size,)
     if INPUTS[name] == "table" and of_tower(block.paths[0]):
-        return (next(m.head_size for m in block.module(small).modules() if hasattr(m, "head_size")),)
+        sizes: list[Any] = [m.head_size for m in block.module(small).modules() if hasattr(m, "head_size")]
+        return (sizes[0],)
     if INPUTS[name] == "table":
         return (_hidden(block, small) // block.structure(small).config.num_attention_heads,)
     return ()

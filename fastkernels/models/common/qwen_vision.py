@@ -80,7 +80,7 @@ class VisionPatchEmbed(nn.Module):
 
     def __init__(self, channels: int, steps: int, patch: int, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.proj = nn.Module()
+        self.proj: Any = nn.Module()
         self.proj.weight = nn.Parameter(torch.empty(hidden, channels, steps, patch, patch))
         self.proj.bias = nn.Parameter(torch.empty(hidden)) if bias else None
 
@@ -107,6 +107,11 @@ class VisionAttention(nn.Module):
 
 class VisionBlock(nn.Module):
     """One layer with pre-normalization; subclasses make norm1, attn, norm2 and mlp."""
+
+    norm1: nn.Module
+    attn: VisionAttention
+    norm2: nn.Module
+    mlp: nn.Module
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attn(self.norm1(hidden), positions, table)
@@ -153,7 +158,10 @@ class QwenVL(Decoder):
                 f" num_heads={own.num_heads}: two axes of positions need pairs of channels"
             )
         rope = getattr(own, "rope_parameters", None) or {}
-        if rope.get("rope_type", "axial") not in ("axial", "default") or rope.get("rope_theta", THETA) != THETA:
+        if (
+            rope.get("rope_type", "axial") not in ("axial", "default")
+            or rope.get("rope_theta", THETA) != THETA
+        ):
             raise Unsupported(
                 f"config.vision_config.rope_parameters={rope!r} is not supported, only theta {THETA:g}"
             )

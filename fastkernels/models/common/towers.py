@@ -59,7 +59,9 @@ def blocks(
         at, sizes = f"{path}.{i}", {"num_heads": config.num_heads, "head_size": hidden // config.num_heads}
         yield norm(f"{at}.norm1", hidden)
         yield linear(f"{at}.attn.qkv", 3 * hidden, hidden, "heads")
-        yield Part(f"{at}.attn", "rotary_emb", arguments={"head_size": sizes["head_size"], "is_neox_style": True})
+        yield Part(
+            f"{at}.attn", "rotary_emb", arguments={"head_size": sizes["head_size"], "is_neox_style": True}
+        )
         yield Part(f"{at}.attn", "attention_dense", layout="heads", arguments=sizes)
         yield linear(f"{at}.attn.proj", hidden, hidden, "rows")
         yield norm(f"{at}.norm2", hidden)

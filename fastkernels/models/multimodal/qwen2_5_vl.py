@@ -123,10 +123,10 @@ class Qwen2_5_VisionTransformer(nn.Module):
         device = hidden.device
         orders, sizes, first = [], [], 0
         for grid in grids:
-            order, counts = windows(tuple(grid), self.merge, self.side)
-            orders.append(order + first)
+            own, counts = windows(grid, self.merge, self.side)
+            orders.append(own + first)
             sizes += (counts * unit).tolist()
-            first += len(order)
+            first += len(own)
         order = torch.from_numpy(np.concatenate(orders)).to(device)
         table = vision.table_of(grids, self.merge, self.head_size, vision.THETA, device)
         hidden, table = (x.unflatten(0, (-1, unit))[order].flatten(0, 1) for x in (hidden, table))

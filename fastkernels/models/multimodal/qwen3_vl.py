@@ -123,7 +123,7 @@ class Qwen3VisionTransformer(nn.Module):
         positions = torch.arange(len(hidden), device=hidden.device)
         merge = self.config.spatial_merge_size
         table = vision.table_of(grids, merge, self.head_size, vision.THETA, hidden.device)
-        found = []
+        found: list[torch.Tensor] = []
         with forward_context(vision.metadata_of(vision.steps_of(grids), hidden.device)):
             for i, block in enumerate(self.blocks):
                 hidden = block(hidden, positions, table)

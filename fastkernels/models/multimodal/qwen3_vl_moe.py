@@ -40,7 +40,11 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
 
 def _load(
-    load: Callable[..., Any], shape: tuple[int, ...], parameter: nn.Parameter, loaded: torch.Tensor, *where: Any
+    load: Callable[..., Any],
+    shape: tuple[int, ...],
+    parameter: nn.Parameter,
+    loaded: torch.Tensor,
+    *where: Any,
 ) -> None:
     load(parameter, loaded if loaded.shape == shape else loaded.transpose(1, 2), *where)
 

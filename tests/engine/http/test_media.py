@@ -170,7 +170,12 @@ def test_other_apis_take_images(url: str, folder: Path, expected: Any) -> None:
     assert found["usage"]["input_tokens"] == tokens
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file(WIDE)).decode()}
     blocks = [{"type": "text", "text": "See "}, {"type": "image", "source": source}]
-    body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 12, "temperature": 0, "model": "tiny"}
+    body = {
+        "messages": [{"role": "user", "content": blocks}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "model": "tiny",
+    }
     found = httpx.post(f"{url}/v1/messages", json=body).json()
     assert found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"] == tokens
     source["data"] = None  # type: ignore[assignment]

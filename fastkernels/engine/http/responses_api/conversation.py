@@ -74,7 +74,9 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
             found.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
             raise ApiError(
-                400, f"input[{index}]: an input_image needs image_url, a data URL; files are not stored", "input"
+                400,
+                f"input[{index}]: an input_image needs image_url, a data URL; files are not stored",
+                "input",
             )
     return found
 
