@@ -96,7 +96,8 @@ class LLMEngine(Engine):
     ) -> RequestGroup:
         """See Engine. cache_salt: only requests with the same one share cached blocks.
 
-        prompt: text, token ids, a MediaPrompt, or {'prompt': text, 'multi_modal_data': {'image': a PIL image, the bytes of a file, or a list}}
+        prompt: text, token ids, a MediaPrompt, or {'prompt': text, 'multi_modal_data': {'image': a PIL image, the bytes
+        of a file, or a list of these}}
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")

@@ -78,9 +78,11 @@ def steps_of(grids: Sequence[Grid]) -> list[int]:
 class VisionPatchEmbed(nn.Module):
     """The convolution of patches without overlap: patches [P, C * t * p * p] to [P, H]."""
 
+    proj: Any
+
     def __init__(self, channels: int, steps: int, patch: int, hidden: int, bias: bool) -> None:
         super().__init__()
-        self.proj: Any = nn.Module()
+        self.proj = nn.Module()
         self.proj.weight = nn.Parameter(torch.empty(hidden, channels, steps, patch, patch))
         self.proj.bias = nn.Parameter(torch.empty(hidden)) if bias else None
 
