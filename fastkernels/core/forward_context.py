@@ -13,6 +13,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class CrossMetadata:
+    """The states of an encoder that each of T tokens attends to: block_table [T, max_blocks], seq_lens [T] int32."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """One step's batch of B sequences with T tokens in all; a sequence's tokens are contiguous.
 
@@ -28,6 +37,7 @@ class AttentionMetadata:
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
     state_slots    [B] int32: the slot of each sequence in `states` of the layers that keep some; 0 for padding
+    cross          of a decoder with cross attention
     key_rows       of an encoder: the tokens that others see, sequence after sequence; seq_lens counts these. None: all
     fresh          [B] bool: whether the sequence begins in this step: its state is zero, whatever the slot holds
 
@@ -49,6 +59,7 @@ class AttentionMetadata:
     state_slots: torch.Tensor | None = None
     fresh: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
+    cross: CrossMetadata | None = None
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""

@@ -14,9 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Numbers for every token, in paged blocks. window: tokens that a query sees, itself included; None: all."""
+    """Numbers for every token, in paged blocks. window: tokens that a query sees, itself included; None: all.
+
+    cross: of an encoder's states, in blocks of their own
+    """
 
     window: int | None = None
+    cross: bool = False
 
 
 @dataclass(frozen=True)

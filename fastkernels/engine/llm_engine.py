@@ -16,7 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastkernels.engine.cache.blocks import BlockManager, salt_root
+from fastkernels.engine import tokenizer
+from fastkernels.engine.audio import AudioReader, SourcePrompt
+from fastkernels.engine.cache.blocks import BlockManager, hash_block, salt_root
+from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
@@ -73,9 +76,15 @@ class LLMEngine(Engine):
             if self.tokenizer is not None and not self.tokenizer.chat_template:
                 self.tokenizer.chat_template = self.media.processor.chat_template
             media = MediaCache(limits.media, limits.max_num_batched_tokens)
+        self.audio: AudioReader | None = None
+        cross = None
+        if limits.cross is not None:
+            self.audio = AudioReader(self.folder, self.runner.model, self.runner.dtype)
+            count, length = limits.cross
+            cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states, media,
+            _least_tokens(self.hf_config), states, media, cross,
         )  # fmt: skip
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
@@ -102,12 +111,12 @@ class LLMEngine(Engine):
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
         limit = self.prompt_limit(params.truncate_prompt_tokens)
-        made = None
-        if isinstance(prompt, MediaPrompt):
+        made: MediaPrompt | SourcePrompt | None = None
+        if isinstance(prompt, (MediaPrompt, SourcePrompt)):
             made = prompt
         else:
             prompt, data = media_of(prompt)
-            if data:
+            if data or self.audio is not None:
                 made = self.read_media(prompt, data, limit)
         if made is None:
             text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
@@ -143,8 +152,11 @@ class LLMEngine(Engine):
                     priority, index, new_constraint(), salt_root(cache_salt),
                 )
             )  # fmt: skip
-            if made is not None:
-                sequence = group.sequences[-1]
+            sequence = group.sequences[-1]
+            if isinstance(made, SourcePrompt):
+                sequence.source, root = made.source, salt_root(cache_salt)
+                sequence.cache_root = hash_block(root, (), made.source.digest)
+            elif made is not None:
                 sequence.media, sequence.positions, sequence.shift = made.items, made.positions, made.shift
         if params.prompt_logprobs is not None:
             group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first
@@ -152,17 +164,26 @@ class LLMEngine(Engine):
 
     def read_media(
         self, prompt: str | Sequence[int], data: Mapping[str, Any], limit: int | None = None
-    ) -> MediaPrompt:
+    ) -> MediaPrompt | SourcePrompt:
         """A prompt with media {'image': ...}, for make_request; resizes images. Safe in any thread. Raises ValueError.
 
         limit: of tokens, which is not possible with media
         """
-        if self.media is None:
+        if self.audio is not None and limit is None:
+            return self.audio.read(*self._without_specials(prompt), data)
+        if self.media is None and self.audio is None:
             kinds = ", ".join(sorted(data))
             raise ValueError(f"the prompt has media ({kinds}), and {self.config.model} takes text only")
         if limit is not None:
             raise ValueError("truncate_prompt_tokens is not possible for a prompt with media")
+        assert self.media is not None
         return self.media.read(*self.token_ids_of(prompt), data)
+
+    def _without_specials(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """As token_ids_of, for a decoder whose prompt is as the caller writes it."""
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            return prompt, self.token_ids_of(tokenizer.encode(self.tokenizer, prompt, special=False))[1]
+        return self.token_ids_of(prompt)
 
     def add_request(
         self,

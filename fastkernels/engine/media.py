@@ -64,7 +64,7 @@ class MediaReader:
             )
 
     def read(self, text: str | None, ids: Sequence[int], data: Mapping[str, Any]) -> MediaPrompt:
-        """ids: with one placeholder for each medium; data: {'image': a PIL image or a file's bytes, or a list of these}.
+        """ids: with one placeholder for each medium; data: {'image': PIL images or files' bytes, one or a list}.
 
         Raises ValueError for something else than images, too many, or another number than that of placeholders.
         """

@@ -690,6 +690,29 @@ def make_tiny_vlm(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -
     return Path(folder)
 
 
+def make_tiny_whisper(folder: str | Path, seed: int = 0, **fields: Any) -> Path:
+    """A random float32 Whisper in `folder`, for audio of up to a second. fields: of the config"""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB, "num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "decoder_layers": 3,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 80,
+        "max_source_positions": 50, "max_target_positions": 96, "pad_token_id": 3, "bos_token_id": 0, "eos_token_id": 1,
+        "decoder_start_token_id": 2,
+    }  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**{**sizes, **fields}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float(name.endswith("norm.weight")), 0.25, generator=generator)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+    return Path(folder)
+
+
 def make_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
     """A random float32 SDXL pipeline of diffusers in `folder`, without tokenizers: two levels, 32 pixels and more."""
     import diffusers

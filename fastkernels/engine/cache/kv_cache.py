@@ -25,6 +25,7 @@ class Limits:
     groups: (window, number of blocks) of each group of layers; see Group.
     snapshots: of recurrent states; None: no layer keeps a state.
     media: features of media that the ranks keep.
+    cross: (blocks of sources, states of a source); None: the model has no cross attention.
     """
 
     num_blocks: int
@@ -33,6 +34,7 @@ class Limits:
     groups: tuple[tuple[int | None, int], ...] = ()
     snapshots: int | None = None
     media: int = 0
+    cross: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

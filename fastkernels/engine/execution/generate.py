@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -18,6 +19,7 @@ from fastkernels.core.layer_state import KVSpec
 from fastkernels.engine.cache import kv_cache, state_cache
 from fastkernels.engine.cache.state_cache import StateCache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
+from fastkernels.engine.execution.cross_states import CrossStates
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.media_features import MediaFeatures
@@ -44,6 +46,7 @@ class Generate(Runner):
     graphs: Graphs | None
     states: StateCache | None = None  # of layers that keep a state, if there are any
     features: MediaFeatures | None = None  # of media, for a model that reads them
+    cross: CrossStates | None = None  # of sources, for a model with cross attention
 
     def _prepare(self, folder: Path) -> None:
         self.cache_dtype = kv_cache.cache_dtype(self.config.kv_cache_dtype, self.dtype)
@@ -51,7 +54,9 @@ class Generate(Runner):
 
     def _loaded(self) -> None:
         modules = list(self.model.modules())
-        self.layers = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
+        paged = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
+        self.layers = [m for m in paged if not m.keeps.cross]
+        self.cross_layers = [m for m in paged if m.keeps.cross]
         self.groups = kv_cache.groups_of(self.layers, self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
@@ -113,6 +118,10 @@ class Generate(Runner):
         """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
         limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
         self.limits = replace(limits, snapshots=self._num_snapshots(num_blocks), media=self._num_features())
+        if self.cross_layers:
+            self.limits = replace(
+                self.limits, cross=(self._cross_blocks(num_blocks), self.model.source_length)
+            )
         self._bind(num_blocks, self.limits.max_model_len)
         self._mark("KV cache")
         self.capture()
@@ -144,6 +153,8 @@ class Generate(Runner):
                 self.batch.set_shifts(step.new_rows)
         plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0), step.masked)
         self.batch.update(step.block_updates)
+        if step.sources is not None and self.cross is not None:
+            self.cross.update(step.sources)
         if self.states is not None:
             self.states.copy(step.state_loads)
         inputs, outputs = self._run(step)
@@ -211,6 +222,8 @@ class Generate(Runner):
             slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
             fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
             metadata = replace(metadata, state_slots=slots.to(torch.int32), fresh=fresh)
+        if self.cross is not None:
+            metadata = replace(metadata, cross=self.cross.metadata(inputs.token_slots))
         with forward_context(metadata), direct_calls(self.device):
             return self.model(ids, inputs.positions, **media)
 
@@ -242,6 +255,15 @@ class Generate(Runner):
             return state_cache.num_snapshots(self.config, self.slot_bytes, num_bytes)
         if self.state_layers:
             num_bytes = num_bytes * state_cache.SHARE // (state_cache.SHARE + 1)
+        if self.cross_layers:
+            own, cross = self.block_bytes(), self.block_bytes(self.cross_layers)
+            most = num_bytes // own
+            return (
+                bisect.bisect_right(
+                    range(2, most + 1), num_bytes, key=lambda n: n * own + self._cross_blocks(n) * cross
+                )
+                + 1
+            )
         return kv_cache.fitting_blocks(self.groups, num_bytes, self.config, self.cache_dtype)
 
     def _running_bytes(self, num_bytes: int) -> int:
@@ -261,6 +283,12 @@ class Generate(Runner):
         paged = sum(n * self.block_bytes(g.layers) for g, n in zip(self.groups, counts, strict=True))
         return state_cache.num_snapshots(self.config, self.slot_bytes, paged // state_cache.SHARE)
 
+    def _cross_blocks(self, num_blocks: int) -> int:
+        """Blocks of sources next to num_blocks blocks, block 0 included: for as many sequences, from one to all."""
+        size = self.config.block_size
+        own, each = -(-self.max_model_len // size), -(-self.model.source_length // size)
+        return 1 + each * max(1, min(self.config.max_num_seqs, (num_blocks - 1) // own))
+
     def _num_features(self) -> int:
         """Features of media to keep: those of the longest prompt, or of all media that a step encodes."""
         if self.features is None:
@@ -277,13 +305,19 @@ class Generate(Runner):
             slots = 1 + config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
             self.states = None  # frees the old one first
             self.states = StateCache(self.state_layers, slots, self.dtype, self.device)
+        if self.cross_layers:
+            kv_cache.unbind(self.cross_layers)
+            for layer in self.cross_layers:
+                count = self._cross_blocks(num_blocks)
+                layer.kv_cache = layer.new_cache(count, config.block_size, self.cache_dtype, self.device)
+            self.cross = CrossStates(self.model, config.max_num_seqs, config.block_size, self.device)
         # Without paged layers, one table stays zero.
         groups = max(1, len(self.groups))
         self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size, groups)
         self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
 
     def _unbind(self) -> None:
-        kv_cache.unbind(self.layers)
+        kv_cache.unbind([*self.layers, *self.cross_layers])
         for layer in self.state_layers:
             layer.states = None
         self.states = None

@@ -73,6 +73,18 @@ class StepMedia:
 
 
 @dataclass(frozen=True)
+class StepSources:
+    """Requests with a source for cross attention that enter slots [N] int64.
+
+    tables [N, blocks of a source] int32; encodes: (features, its row of tables) of the sources to compute
+    """
+
+    slots: np.ndarray
+    tables: np.ndarray
+    encodes: Sequence[tuple[Any, np.ndarray]]
+
+
+@dataclass(frozen=True)
 class StepInput:
     """B rows with T tokens in total. Rows with one query come first; the tokens of a row are contiguous.
 
@@ -88,6 +100,7 @@ class StepInput:
     new_rows       slots that get a new request before the step runs
     masked         the step samples only when its Pending gets the TokenMasks
     media          None: no request of the step reads media
+    sources        None: no request with a source enters a slot
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -104,6 +117,7 @@ class StepInput:
     state_loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
     state_saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
     media: StepMedia | None = None
+    sources: StepSources | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from fastkernels.engine.cache.cross_blocks import Source
 from fastkernels.engine.cache.media_cache import MediaItem
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
@@ -71,6 +72,7 @@ class Request:
     num_cached_tokens    tokens that its first admission found in the prefix cache
     media                of its prompt, in order
     positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
+    source               what its encoder reads; cross_blocks: the blocks of that
     num_released         media of which all tokens are computed; num_held: media that it holds, after those
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
@@ -90,6 +92,8 @@ class Request:
     media: tuple[MediaItem, ...] = ()
     positions: np.ndarray | None = None
     shift: int = 0
+    source: Source | None = None
+    cross_blocks: list[int] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: SampleLogprobs | None = None

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_block, known_prefix
+from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
@@ -53,6 +54,7 @@ class Batch:
     state_loads, state_saves  slots of recurrent state to copy, (from, to), before and after the step
     media    whether a request reads media, or has tokens before one
     encodes, dropped  media to encode, and digests of those that are not needed any more
+    sources  (admitted request with a source, whether the step computes its blocks)
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Batch:
     media: bool = False
     encodes: list[MediaItem] = field(default_factory=list)
     dropped: list[bytes] = field(default_factory=list)
+    sources: list[tuple[Request, bool]] = field(default_factory=list)
 
     @property
     def masked(self) -> bool:
@@ -92,6 +95,7 @@ class Scheduler:
     least_tokens: of a shortened step
     states: the snapshots of layers that keep a state; None: there are none
     media: what the ranks keep of media; None: the model reads none
+    cross: the blocks of sources; None: the model has no cross attention
 
     `blocks` is the first group, or without one the snapshots: what names a prefix.
     """
@@ -107,7 +111,9 @@ class Scheduler:
         least_tokens: int = LEAST_TOKENS,
         states: Snapshots | None = None,
         media: MediaCache | None = None,
+        cross: CrossBlocks | None = None,
     ):
+        self.cross = cross
         self.least_tokens = least_tokens
         self.groups, self.states, self.media = groups, states, media
         self._caches: list[PrefixCache] = [*groups]
@@ -130,6 +136,7 @@ class Scheduler:
         self._preempted = False  # whether this step preempted a request
         self._loads: list[tuple[int, int]] = []  # copies of states in the step being scheduled
         self._saves: list[tuple[int, int]] = []
+        self._sources: list[tuple[Request, bool]] = []  # of that step's admitted requests
         self._readers: list[Request] = []  # requests of that step with tokens up to their last medium
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
@@ -175,6 +182,8 @@ class Scheduler:
             self.states.reset_cache()
         if self.media is not None:
             self.media.forget()
+        if self.cross is not None:
+            self.cross.blocks.reset_cache()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, and ValueError for a request larger than the KV cache."""
@@ -209,6 +218,8 @@ class Scheduler:
         )  # fmt: skip
         if self._readers:
             self._give_media(batch)
+        if self._sources:
+            batch.sources, self._sources = self._sources, []
         return batch
 
     def remove(self, requests: Iterable[Request]) -> None:
@@ -332,6 +343,8 @@ class Scheduler:
             self._name_snapshots(request, last=True)
         if request.num_held:
             self._release_media(request)
+        if self.cross is not None:
+            self.cross.free(request.cross_blocks)
         for group, table in zip(self.groups, request.block_tables, strict=True):
             group.free(table.blocks)
             table.clear()
@@ -353,13 +366,17 @@ class Scheduler:
                 count = self._hold_media(request, cached, count)
             # The blocks of a whole prompt, or of what a window needs of it in this step
             ends = [request.num_tokens if group.window is None else cached + count for group in self.groups]
-            if count < 1 or not self._has_room(found, ends):
+            source = request.source
+            no_source = self.cross is not None and source is not None and not self.cross.has_room(source)
+            if count < 1 or no_source or not self._has_room(found, ends):
                 self._release_media(request)
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             request.branch = branch
             self._start(request, found, names)
+            if self.cross is not None and source is not None:
+                self._sources.append((request, self.cross.hold(source, request.cross_blocks)))
             for group, table, end in zip(self.groups, request.block_tables, ends, strict=True):
                 group.grow(table.blocks, end)
             # Named at once: layers store a step's keys before they read, so the same step can already share them.

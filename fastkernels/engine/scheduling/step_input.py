@@ -12,6 +12,7 @@ from fastkernels.engine.execution.step import (
     PromptTargets,
     StepInput,
     StepMedia,
+    StepSources,
 )
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
@@ -43,6 +44,7 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         masked=batch.masked,
         state_loads=np.array(batch.state_loads, np.int32).reshape(-1, 2) if batch.state_loads else NO_COPIES,
         media=_media(batch) if batch.media else None,
+        sources=_sources(batch) if batch.sources else None,
         state_saves=np.array(batch.state_saves, np.int32).reshape(-1, 2) if batch.state_saves else NO_COPIES,
     )
 
@@ -74,6 +76,16 @@ def _new_row(request: Request) -> NewRow:
         tuple(request.output_token_ids) if counts else (),
         request.shift,
     )
+
+
+def _sources(batch: Batch) -> StepSources:
+    rows = [np.array(request.cross_blocks, np.int32) for request, _ in batch.sources]
+    encodes = [
+        (request.source.values, row)
+        for (request, computes), row in zip(batch.sources, rows, strict=True)
+        if computes and request.source is not None
+    ]
+    return StepSources(np.array([r.slot for r, _ in batch.sources], np.int64), np.stack(rows), encodes)
 
 
 def _media(batch: Batch) -> StepMedia:

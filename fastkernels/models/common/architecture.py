@@ -22,8 +22,8 @@ class Architecture:
     aliases         other values of it, whose config.json has the same fields with the same meaning
     timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
     inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py)
-    media           what prompts may hold next to tokens: 'image' (see common/media.py). The fields of the text model
-                    are in its config's `text_config`
+    media           what prompts may hold next to tokens: 'image' (see common/media.py) or 'audio' (audio/whisper.py).
+                    The fields of the text model may be in its config's `text_config`
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
                     by default

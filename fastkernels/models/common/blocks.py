@@ -32,6 +32,7 @@ INPUTS = {
     "positions": "positions", "hidden_states": "stream", "hidden": "stream", "x": "stream", "residual": "stream",
     "layer_input": "layer_input", "input_ids": "ids", "table": "table",
 }  # fmt: skip
+TOWERS = {"visual": "vision_", "audio": "audio_"}
 DTYPES = {torch.bfloat16, torch.float32, torch.uint8}  # of weights; uint8: MXFP4
 
 
@@ -141,7 +142,7 @@ def of(text: str) -> Blocks:
     for (kind, _), paths in groups.items():
         tower = of_tower(paths[0])
         number = "" if kinds.count((kind, tower)) == 1 else f"_{_number(paths[0])}"
-        own = f"{name}.{'vision_' if tower else ''}{kind}{number}"
+        own = f"{name}.{tower}{kind}{number}"
         blocks.append(Block(own, kind, tuple(paths), full, small))
     if (why := reasons[""]) is None:
         blocks.append(Block(f"{name}.model", "model", ("",), short, short))
@@ -152,9 +153,9 @@ def of(text: str) -> Blocks:
     return Blocks(name, tuple(blocks), declined)
 
 
-def of_tower(path: str) -> bool:
-    """Whether a module belongs to the vision tower of a language model."""
-    return path.startswith("visual.")
+def of_tower(path: str) -> str:
+    """What the names of blocks of a language model's tower begin with; '' for other modules."""
+    return TOWERS.get(path.partition(".")[0], "")
 
 
 def _number(path: str) -> str:
@@ -267,7 +268,9 @@ def _unsupported(structure: Structure, path: str) -> str | None:
     if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode"):
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:
-        return "it reads images, which no step of tokens gives"
+        return "it reads images or audio, which no step of tokens gives"
+    if any(type(m).__name__ == "CrossAttention" for m in module.modules()):
+        return "it attends to an encoder's states, which no step of tokens gives"
     takes = [p for p in inspect.signature(cls.forward).parameters.values() if p.name != "self"]  # type: ignore[attr-defined]
     config = getattr(structure.config, "vision_config", structure.config)
     if not states_of(structure.model) and not isinstance(getattr(config, "num_attention_heads", None), int):

@@ -131,7 +131,7 @@ def text_model(config: Any) -> Any:
     """
     names = getattr(config, "architectures", None) or [""]
     found = registry.by_architecture().get(names[0])
-    if found is not None and found.arch.media:
+    if found is not None and found.arch.media and hasattr(config, "text_config"):
         return MediaConfig(config)
     if found is None or names[0] not in found.arch.text_of:
         return config

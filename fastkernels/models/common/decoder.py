@@ -12,6 +12,7 @@ from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
 from fastkernels.models.common import activation_modules, concurrent, description, state_layers, whole_layers
 from fastkernels.models.common.clamped_experts import ClampedExperts
+from fastkernels.models.common.cross import CrossAttention
 from fastkernels.models.common.description import (
     NUMBERED,
     Attention,
@@ -464,6 +465,11 @@ class DecoderLayer(nn.Module):
             if norm is not None:
                 self.add_module(layer.name(part), make_norm(norm, hidden))
         self.norms = norms
+        self.cross: tuple[str, str] | None = None  # the names of cross attention and of the norm before it
+        if layer.cross is not None:
+            self.cross = layer.name("cross"), layer.name("before_cross")
+            self.add_module(self.cross[0], CrossAttention(layer.cross, hidden, f"{prefix}.{self.cross[0]}"))
+            self.add_module(self.cross[1], make_norm(layer.cross.norm, hidden))
         self.moe = (
             None if layer.experts is None
             else ExpertsBesideMlp(layer.experts, make_norm, hidden, f"{prefix}.moe")
@@ -489,6 +495,9 @@ class DecoderLayer(nn.Module):
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)
+        if self.cross is not None:
+            y, residual = add_and_norm(getattr(self, self.cross[1]), out, residual)
+            out = getattr(self, self.cross[0])(y)
         if mlp is None:
             return out if self.multiplier == 1.0 else out * self.multiplier, residual
         if self.parallel:

@@ -61,6 +61,7 @@ class Norm:
 class Attention:
     """Self-attention with a KV cache: q, k and v in one projection, rotary embedding, paged attention, projection.
 
+    key_bias      False: with `bias`, keys have none (ARCH.absent has its name)
     scale         of the scores; None: head_size ** -0.5
     window        tokens that a query sees, itself included; None: all
     softcap       cap * tanh(score / cap); 0: none
@@ -84,6 +85,7 @@ class Attention:
     head_size: int
     bias: bool = False
     out_bias: bool = False
+    key_bias: bool = True
     scale: float | None = None
     window: int | None = None
     softcap: float = 0.0
@@ -567,6 +569,20 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class Cross:
+    """Attention to an encoder's states after self-attention, with the norm before it. Keys have no bias."""
+
+    heads: int
+    head_size: int
+    norm: Norm
+
+    @property
+    def state_channels(self) -> int:
+        """Numbers in the cache for each state."""
+        return 2 * self.heads * self.head_size
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer on the residual stream x:
 
@@ -575,7 +591,8 @@ class Layer:
 
     or, if `parallel`, both from the same x; without before_mlp the MLP then reads what the attention reads. Norms that
     are None are left out, and so is an MLP that is None. names: the modules' names in the checkpoint, where they are
-    not Llama's. experts: next to the MLP. scaled: a learned number multiplies the layer's result.
+    not Llama's. experts: next to the MLP. scaled: a learned number multiplies the layer's result. cross: between
+    attention and MLP.
     """
 
     attention: Mixer
@@ -589,6 +606,7 @@ class Layer:
     names: Mapping[str, str] = field(default_factory=dict)
     experts: ParallelExperts | None = None
     scaled: bool = False
+    cross: Cross | None = None
 
     @property
     def all_experts(self) -> Experts | None:
@@ -604,7 +622,7 @@ class Layer:
 
 NAMES = {
     "before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm", "out_norm": "attn_sub_norm",
-    "inner_norm": "ffn_sub_norm",
+    "inner_norm": "ffn_sub_norm", "cross": "encoder_attn", "before_cross": "encoder_attn_layer_norm",
 }  # fmt: skip
 
 

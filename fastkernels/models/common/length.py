@@ -15,7 +15,8 @@ def longest(config: Any) -> int | None:
 
     Qwen's recipe for long texts adds YaRN to a config and leaves max_position_embeddings as it was.
     """
-    own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    own = next((found for name in names if (found := getattr(config, name, None))), None)
     known = registry.by_architecture().get((getattr(config, "architectures", None) or [""])[0])
     if own and known is not None and known.arch.first_position:
         own -= (getattr(config, known.arch.first_position, None) or 0) + 1

@@ -34,10 +34,10 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         return build.skeleton(Path(), timm_config.parse(raw, Path("config.json")), dtype)
     names, sizes = [found.arch.names[0]], dict(next(iter(found.arch.public.values()), {}))
     whole = config_file.of_type(found.arch.model_type, names, sizes)
-    if found.arch.media:
+    if "text_config" in sizes:
         sizes["text_config"] = {**sizes["text_config"], "num_hidden_layers": _layers(whole)}
     else:
-        sizes["num_hidden_layers"] = _layers(whole)
+        sizes[found.arch.sizes.get("num_hidden_layers", "num_hidden_layers")] = _layers(whole)
     config = config_file.of_type(found.arch.model_type, names, sizes)
     return build.skeleton(Path(), config, dtype)
 

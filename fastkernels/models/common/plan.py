@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import (
     NAMES,
     Attention,
+    Cross,
     Decoder,
     Experts,
     GatedDelta,
@@ -163,6 +165,12 @@ def plan(model: Any, dtype: str = "") -> Plan:
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     formats = quantization.read(config)
     items = tuple(_in_format(item, formats, arch, SIZES[dtype]) for item in _items(described, arch))
+    if arch.absent:
+        patterns = registry.load(arch.absent)(config)
+        items = tuple(
+            replace(item, keys=tuple(k for k in item.keys if not any(fnmatchcase(k, p) for p in patterns)))
+            for item in items
+        )
     attentions = tuple(layer.attention for layer in described.layers)
     shifts = sum(isinstance(layer.mlp, Mlp) and layer.mlp.shift for layer in described.layers)
     mlp_state = shifts * described.hidden
@@ -243,6 +251,8 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
     else:
         yield from _attention(attention, hidden, name, arch)
     yield from norm("after_attention")
+    if layer.cross is not None:
+        yield from _cross(layer.cross, hidden, path, layer, arch)
     yield from norm("before_mlp")
     mlp, name = layer.mlp, f"{path}.{layer.name('mlp')}"
     if mlp is None:
@@ -254,6 +264,17 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
     if layer.experts is not None:
         yield from _parallel_experts(layer.experts, hidden, f"{path}.moe", arch)
     yield from norm("after_mlp")
+
+
+def _cross(c: Cross, hidden: int, path: str, layer: Layer, arch: Architecture) -> Iterator[Item]:
+    size, at = c.heads * c.head_size, f"{path}.{layer.name('cross')}"
+    yield _norm(c.norm, f"{path}.{layer.name('before_cross')}", hidden, arch)
+    yield _linear(f"{at}.q_proj", size, hidden, True, "columns", arch)
+    for name, bias in (("k_proj", False), ("v_proj", True)):  # of states, once
+        made = _linear(f"{at}.{name}", size, hidden, bias, "columns", arch)
+        yield replace(made, read=0, flops=0)
+    yield Item(at, "attention_decode", {"num_heads": c.heads, "head_size": c.head_size}, layout="heads")
+    yield _linear(f"{at}.o_proj", hidden, size, True, "rows", arch)
 
 
 def _parallel_experts(p: ParallelExperts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
@@ -288,6 +309,9 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
     own = 0 if a.shared is not None else 1 if a.keys_as_values else 2
     rows = ((2 if a.gated else 1) * a.heads + own * a.kv_heads) * a.head_size
     projection = _linear(f"{path}.{'qkv_proj' if own else 'q_proj'}", rows, hidden, a.bias, "heads", arch)
+    if a.bias and not a.key_bias:
+        shapes = {**projection.shapes, "bias": (rows - a.kv_heads * a.head_size,)}
+        projection = replace(projection, shapes=shapes)
     yield replace(projection, keys=tuple(k for k in projection.keys if own != 1 or ".v_proj." not in k))
     for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 1 if a.shared is not None else 2]:
         if a.head_norm is not None:

@@ -21,6 +21,7 @@ MOST: dict[str, int] = {
     "time_step_rank": 8, "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16, "out_hidden_size": 64,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3, "type_vocab_size": 2,
 }  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
