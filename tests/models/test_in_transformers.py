@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from support.hosts.leaves import state, unexplained
-from support.tiny import FLA, KINDS, MODELS, SIZES
+from support.tiny import FLA, IMAGE, KINDS, MODELS, SIZES, VLMS, make_tiny_vlm
+from support.vlm_oracle import VlmOracle, image
 
 import fastkernels
 from fastkernels.core import registry
@@ -41,6 +44,24 @@ def test_every_module_is_patched_or_has_a_reason(kind: str) -> None:
     assert state(model).keys() == before.keys() and all(
         state(model)[name][0] is before[name][0] for name in norms
     )
+
+
+@pytest.mark.parametrize("kind", VLMS)
+def test_vlm_with_patched_modules_equals_stock(kind: str, tmp_path: Path) -> None:
+    """Patch embedding, norms, MLPs and mergers of the tower run ours; its attention stays the host's, with a reason."""
+    oracle = VlmOracle(make_tiny_vlm(tmp_path / kind, kind))
+    model, inputs = oracle.model, oracle.inputs(f"a {IMAGE} b {IMAGE}", [image(0, 40, 24), image(1, 24, 56)])
+    before = state(model)
+    with torch.inference_mode():
+        stock = model(**inputs).logits
+        with fastkernels.patch(model, ops=registry.op_names()) as report:
+            torch.testing.assert_close(model(**inputs).logits, stock, atol=1e-4, rtol=1e-4)
+            changed = {name for name, now in state(model).items() if now != before[name]}
+            assert unexplained(model, before, report.rows) == []
+    visual = {name.partition("visual.")[2] for name in changed if "visual." in name}
+    assert "patch_embed.proj" in visual and {"blocks.0.norm1", "blocks.1.norm2"} <= visual
+    assert {"gelu", "patch_embedding", "rms_norm"} <= {row.op for row in report.active}
+    assert state(model).keys() == before.keys()
 
 
 def test_model_classes_are_those_of_the_models() -> None:
