@@ -11,7 +11,7 @@ from fastkernels.engine.cache.blocks import BlockManager
 
 @dataclass(frozen=True)
 class Source:
-    """What an encoder reads: its features, a tensor on the CPU, and the digest of the content."""
+    """The features that an encoder reads, a tensor on the CPU, and the digest of the content."""
 
     digest: bytes
     values: Any

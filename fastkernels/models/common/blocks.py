@@ -154,7 +154,7 @@ def of(text: str) -> Blocks:
 
 
 def of_tower(path: str) -> str:
-    """What the names of blocks of a language model's tower begin with; '' for other modules."""
+    """The prefix of the names of blocks of a language model's tower; '' for other modules."""
     return TOWERS.get(path.partition(".")[0], "")
 
 
