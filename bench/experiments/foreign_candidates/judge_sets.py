@@ -6,7 +6,7 @@ compiled code, and what new batch sizes compile. All files share the judge's for
 baselines, and files of one op follow each other. Resumes: what OUT/summary.jsonl has is not judged again. The files
 without a failed case are copied to OUT/passing/SET, sets for `fk-bench eval`.
 
-    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS]
+    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS] [--no-time]
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fastkernels.core import candidate
 
 
-def options(device: str) -> Options:
+def options(device: str, timed: bool) -> Options:
     """A short run of `fk-bench kernels --quick --deployment --no-scan`, without captured and extreme cases."""
     return Options(
         device=device, cases=("random", "held-out"), most=4, rounds=3, seconds=0.3, hard=1, timeout=180.0,
-        op_budget=240.0, scan=False, timed=device == "cuda", deployment=True,
+        op_budget=240.0, scan=False, timed=timed, deployment=True,
     )  # fmt: skip
 
 
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="")
     parser.add_argument("--limit", type=float, default=480.0)
+    parser.add_argument("--no-time", action="store_true", help="check only: such runs may share a GPU")
     args = parser.parse_args()
     start, summary = time.perf_counter(), args.out / "summary.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def main() -> None:
             wanted = not args.only or file.op in args.only.split(",")
             if wanted and (folder.name, file.op, digest) not in done:
                 waiting.append((folder.name, file, digest))
-    chosen = options(args.device)
+    chosen = options(args.device, args.device == "cuda" and not args.no_time)
     with sides_of(chosen) as sides:
         for number, (name, file, digest) in enumerate(sorted(waiting, key=lambda w: (w[1].op, w[0]))):
             if time.perf_counter() - start > args.limit:
