@@ -20,9 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.rows import append
+from fk_bench.core.rows import Row, append
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate.adapters.foreign_files import digest_of
+from fk_bench.evaluate.adapters.published import ABSENT
 from fk_bench.evaluate.adapters.sets import SetFile, read_set
 from fk_bench.kernels.judge import Options, judge_ops
 from fk_bench.kernels.judge.processes.sides import Sides
@@ -53,8 +54,8 @@ def judged(file: SetFile, chosen: Options, sides: Sides, rows: Path) -> dict[str
     for r in found:
         phases.update(r.case.get("seconds", {}))
     return {
-        "own": dict(Counter(r.status.value for r in cases if r not in held)),
-        "held_out": dict(Counter(r.status.value for r in held)),
+        "own": dict(Counter(_status(r) for r in cases if r not in held)),
+        "held_out": dict(Counter(_status(r) for r in held)),
         "speedups": {r.case["name"]: round(r.metrics["speedup"], 3) for r in cases if "speedup" in r.metrics},
         "speedup": of_op.metrics.get("speedup_geomean"), "ci95": of_op.ci95.get("speedup_geomean"),
         "held_out_speedup": _mean([r.metrics["speedup"] for r in held if "speedup" in r.metrics]),
@@ -65,6 +66,11 @@ def judged(file: SetFile, chosen: Options, sides: Sides, rows: Path) -> dict[str
         ],
         **of_op.case.get("deployment", {"deployed": "unknown", "serving": "unknown"}),
     }  # fmt: skip
+
+
+def _status(row: Row) -> str:
+    """The status of a case; 'absent' if it has an option that the published class does not have."""
+    return "absent" if ABSENT in row.reason else str(row.status.value)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -133,9 +139,9 @@ def main() -> None:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Whether each case of a file, own and held-out, is right."""
+    """Whether each case that a file has an option for, own and held-out, is right."""
     counts = Counter(row.get("own", {})) + Counter(row.get("held_out", {}))
-    return bool(counts["ok"]) and set(+counts) <= {"ok", "skipped"}
+    return bool(counts["ok"]) and set(+counts) <= {"ok", "skipped", "absent"}
 
 
 def pass_on(file: SetFile, folder: Path) -> None:
