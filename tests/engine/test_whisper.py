@@ -12,6 +12,7 @@ import pytest
 import torch
 from fk_bench.info.verified import LOGITS
 from support.tiny import make_tiny_whisper
+from support.whisper_base import whisper_base_path
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.execution.cross_states import CrossStates
@@ -160,6 +161,28 @@ def test_equal_audio_shares_states_and_prefix(oracle: Oracle, encoded: list[int]
 def test_whisper_ranks_compute_the_same(oracle: Oracle) -> None:
     with LLM(str(oracle.folder), tensor_parallel_size=2, **CPU) as llm:
         check(oracle, llm)
+
+
+@pytest.mark.slow
+def test_whisper_base_equals_transformers() -> None:
+    """The published weights, on tones and noise, for which the model has little to say."""
+    oracle = Oracle(whisper_base_path())
+    prompt = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+    llm = LLM(str(oracle.folder), device="cpu", dtype="float32", num_blocks=100, max_num_seqs=2)
+    ids = llm.get_tokenizer()(prompt, add_special_tokens=False).input_ids
+    assert len(ids) == 4
+    time = np.arange(3 * RATE) / RATE
+    tones = sum(
+        np.sin(2 * np.pi * f * time) * np.sin(np.pi * (f % 7 + 1) * time) for f in (180, 420, 950, 2300)
+    )
+    for samples in ((0.1 * tones).astype(np.float32), audio(0, 5 * RATE)):
+        given = {"prompt": prompt, "multi_modal_data": {"audio": (samples, RATE)}}
+        output = llm.generate(given, replace(GREEDY, logprobs=0), use_tqdm=False)[0]
+        made = list(output.outputs[0].token_ids)
+        assert output.prompt_token_ids == ids and made == oracle.greedy(ids, samples)
+        want = oracle.logits([*ids, *made[:-1]], samples).log_softmax(-1)[len(ids) - 1 :]
+        got = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, made, strict=True)]
+        assert got == pytest.approx(want[range(len(made)), made].tolist(), abs=1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(
