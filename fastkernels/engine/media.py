@@ -159,4 +159,7 @@ def media_of(prompt: Any) -> tuple[Any, Mapping[str, Any]]:
     for name in ("prompt_token_ids", "prompt"):
         if prompt.get(name) is not None:
             return prompt[name], {kind: value for kind, value in data.items() if value is not None}
-    raise ValueError(f"a prompt must have 'prompt' or 'prompt_token_ids', got {sorted(map(str, prompt))}")
+    raise ValueError(
+        "the prompt must be text or token ids, or a dict with 'prompt' or 'prompt_token_ids', got"
+        f" {reprlib.repr(dict(prompt))}"
+    )

@@ -76,6 +76,22 @@ def test_our_blocks_equal_their_references(model: str) -> None:
     assert len(names) >= 3
 
 
+def test_blocks_of_a_tower_have_names_of_their_own() -> None:
+    text, names = model_blocks.register("qwen2_vl")
+    assert set(names) == {
+        f"qwen2_vl.{kind}"
+        for kind in (
+            "attention",
+            "mlp",
+            "decoder_layer",
+            "vision_attention",
+            "vision_mlp",
+            "vision_encoder_layer",
+        )
+    }
+    assert blocks.of(text).declined == {"model": "it reads images or audio, which no step of tokens gives"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_model_has_judgeable_blocks() -> None:
