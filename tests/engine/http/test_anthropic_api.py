@@ -152,7 +152,7 @@ def test_json_schema_is_followed(client):
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "block of type text",
+            "source of a block of type image must be",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]},
