@@ -73,8 +73,12 @@ class LLMEngine(Engine):
             self.media = MediaReader(
                 self.folder, self.runner.model, self.runner.dtype, own, self.max_model_len
             )
-            if self.tokenizer is not None and not self.tokenizer.chat_template:
-                self.tokenizer.chat_template = self.media.processor.chat_template
+            if (
+                config.load_format != "dummy"
+            ):  # which a folder with a config is enough for, until an image is given
+                template = self.media.processor.chat_template
+                if self.tokenizer is not None and not self.tokenizer.chat_template:
+                    self.tokenizer.chat_template = template
             media = MediaCache(limits.media, limits.max_num_batched_tokens)
         self.audio: AudioReader | None = None
         cross = None

@@ -7,6 +7,7 @@ import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,17 @@ class MediaReader:
 
     model   with the interface of fastkernels/models/common/media.py
     limits  {kind: media in a prompt}; most: tokens of a prompt
-    Raises CheckpointError for a checkpoint without a processor.
     """
 
     def __init__(self, folder: Path, model: Any, dtype: torch.dtype, limits: Mapping[str, int], most: int):
         self.model, self.dtype, self.most = model, dtype, most
         self.limits = {kind: limits.get(kind, LIMIT) for kind in model.token_ids}
-        self.processor = _processor(folder)
+        self._folder = folder
+
+    @cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor. Raises CheckpointError if it has none that can be used."""
+        return _processor(self._folder)
 
     def limit(self, kind: str, count: int) -> None:
         """Raise ValueError for more media of a kind than a prompt may have."""
@@ -108,9 +113,9 @@ class MediaReader:
         if not is_image(image):
             raise ValueError(f"image {i} of the prompt must be a PIL image, got {type(image).__name__}")
         image = rgb(image)
-        size = f"{image.width} x {image.height} pixels"
+        size, process = f"{image.width} x {image.height} pixels", self.processor.image_processor
         try:
-            found = self.processor.image_processor(images=[image], return_tensors="pt")
+            found = process(images=[image], return_tensors="pt")
             steps, rows, columns = found["image_grid_thw"][0].tolist()
             merged = self.model.merged((steps, rows, columns))
         except (ValueError, RuntimeError, ZeroDivisionError) as error:

@@ -16,6 +16,7 @@ from support.vlm_oracle import VlmOracle, image, prompt
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
 from fastkernels.engine.execution.media_features import MediaFeatures
+from fastkernels.models.common.checkpoint import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}
@@ -254,6 +255,20 @@ def test_bad_media_are_refused(qwen2_vl: VlmOracle, given: Any, message: str | N
     with pytest.raises(ValueError, match=message):
         llm.generate(given, GREEDY, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_processor_is_needed_for_weights_and_images(qwen2_vl: VlmOracle, tmp_path: Path) -> None:
+    """Dummy weights run texts without one, as benchmarks do."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((qwen2_vl.folder / name).read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"the processor of .* \(preprocessor_config.json\) cannot be used"
+    ):
+        LLM(str(tmp_path), **CPU)
+    llm = LLM(str(tmp_path), load_format="dummy", **CPU)
+    assert len(llm.generate("text", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    with pytest.raises(CheckpointError, match="preprocessor_config.json"):
+        generate(llm, [PROMPTS[0]])
 
 
 def test_truncation_of_media_is_refused(qwen2_vl: VlmOracle) -> None:

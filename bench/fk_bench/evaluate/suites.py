@@ -221,7 +221,8 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     from fastkernels.models.common.registry import models
 
     given = _made("[served]", _Served, data["served"])
-    found = {name: m for name, m in models().items() if m.arch.runner == "Generate"}
+    texts = (m for m in models().values() if m.arch.runner == "Generate" and "audio" not in m.arch.media)
+    found = {m.name: m for m in texts}
     named = {*given.fields, *(name for names in given.lacks.values() for name in names)}
     for what, values, known in (
         ("architecture", named, found), ("host", {*given.minutes, *given.lacks}, HOSTS),

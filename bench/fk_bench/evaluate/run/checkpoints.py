@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,17 @@ def config_of(model: Model) -> dict[str, Any]:
     _, config = load_config(model.public)
     known = config.to_dict()
     found = {**known, **model.config}
+    if isinstance(text := found.get("text_config"), dict):
+        return {**found, "text_config": _cut(text, text, model.layers)}
+    return _cut(found, known, model.layers)
+
+
+def _cut(found: dict[str, Any], known: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """The fields of a config with at most so many layers; 0: all."""
     layers, before = found.get("num_hidden_layers"), known.get("num_hidden_layers")
-    if model.layers and layers:
-        layers = found["num_hidden_layers"] = min(layers, model.layers)
+    if most and layers:
+        layers = min(layers, most)
+        found = {**found, "num_hidden_layers": layers}
     if layers and layers < before:
         found = {k: _of_first(v, layers, before) for k, v in found.items()}
     return found
