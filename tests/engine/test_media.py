@@ -267,7 +267,7 @@ def test_processor_is_needed_for_weights_and_images(qwen2_vl: VlmOracle, tmp_pat
         LLM(str(tmp_path), **CPU)
     llm = LLM(str(tmp_path), load_format="dummy", **CPU)
     assert len(llm.generate("text", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
-    with pytest.raises(CheckpointError, match="preprocessor_config.json"):
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
         generate(llm, [PROMPTS[0]])
 
 
