@@ -58,7 +58,7 @@ def _cut(found: dict[str, Any], known: Mapping[str, Any], most: int) -> dict[str
     if most and layers:
         layers = min(layers, most)
         found = {**found, "num_hidden_layers": layers}
-    if layers and layers < before:
+    if layers and before and layers < before:
         found = {k: _of_first(v, layers, before) for k, v in found.items()}
     return found
 
