@@ -89,7 +89,11 @@ def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]
 
 
 def _quicken() -> None:
-    """Take 20% off the interpreter's time: it replaces Triton's language at each call of a device function again."""
+    """Halve the interpreter's time.
+
+    At each call of a device function it replaces Triton's language again, and for each tensor it makes a type, and a
+    shape with a type of its own.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -102,6 +106,26 @@ def _quicken() -> None:
 
     interpreter._patch_lang = patch
     interpreter._get_np_dtype = lambda kind: of_scalar(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
+
+    new_block, new_tensor = tl.block_type.__init__, tl.tensor.__init__
+    blocks: dict[tuple[object, ...], dict[str, object]] = {}
+    tensors: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def block(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[object]) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            new_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        key = (type.name,)
+        if key not in tensors:
+            new_tensor(self, handle, type)
+            tensors[key] = dict(vars(self))
+        vars(self).update(tensors[key], handle=handle, type=type)
+
+    tl.block_type.__init__, tl.tensor.__init__ = block, tensor
 
 
 def _serve() -> None:
