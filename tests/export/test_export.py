@@ -32,7 +32,7 @@ from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, w
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
-NEWEST = {(host, compare.versions(host)[-1]) for host in compare.hosts()}
+NEWEST = {(host, compare.versions(host)[-1]) for host in ("vllm", "sglang", "transformers")}
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
@@ -154,7 +154,7 @@ def test_standalone_files_run_alone(
         pytest.param("sglang", "0", id="sglang-unsupported", marks=pytest.mark.slow),
         pytest.param("sglang", "1", id="sglang-interpreted"),
         pytest.param("transformers", "0", id="transformers-unsupported", marks=pytest.mark.slow),
-        pytest.param("transformers", "1", id="transformers-interpreted"),
+        pytest.param("transformers", "1", id="transformers-interpreted", marks=pytest.mark.slow),
     ],
 )
 def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_path: Path) -> None:
