@@ -1,5 +1,5 @@
-"""Long files first, above all the real hosts': two workers share the tests file by file. One thread for each process:
-threads of two workers that wait for each other on two cores take ten times as long.
+"""Long files first, above all the real hosts': three workers share the tests file by file. One thread for each process:
+threads of workers that wait for each other on two cores take ten times as long.
 """
 
 from __future__ import annotations
