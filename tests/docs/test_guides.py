@@ -63,7 +63,10 @@ with fastkernels.patch(model, ops=["mish"]) as report:
 """
 
 
+@pytest.mark.slow
 def test_new_op_of_the_guide_is_off_until_requested(with_op: Path) -> None:
+    (record,) = (line for line in guides.commands(OP_GUIDE) if "signatures.recorder" in line)
+    guides.run(record, with_op)
     (with_op / "off.py").write_text(OFF)
     guides.run("python off.py", with_op)
 

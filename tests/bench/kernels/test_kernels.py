@@ -145,7 +145,7 @@ def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.
     files = written(tmp_path / "c", {"relu2": hoard, "silu_and_mul": FORK})
     candidates = {op: files / f"{op}.py" for op in ("relu2", "silu_and_mul")}
     before = children()
-    names = ("odd_63",)
+    names = ("odd_63", "odd_1000")
     found = {
         r.subject.op: r for r in cases(judge_ops([*candidates], candidates, small(names=names, scan=False)))
     }
