@@ -1,5 +1,5 @@
-"""Long files first, above all the real hosts': two workers share the tests file by file. One thread for each process:
-threads of two workers that wait for each other on two cores take ten times as long.
+"""Long files first, above all the real hosts': three workers share the tests file by file. One thread for each process:
+threads of workers that wait for each other on two cores take ten times as long.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import ssl
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -40,12 +42,60 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, f in enumerate(first) if f in item.nodeid), len(first)))
 
 
+CPU_S = 40.0  # of a test that is not slow, with its fixtures and child processes; another limit: @pytest.mark.cpu(s)
+started = pytest.StashKey[float]()
+files: Counter[str] = Counter()  # seconds of CPU
+expensive: list[str] = []
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended. Waiting for another worker costs none."""
+    warm = sys.modules.get("support.kernels.warm")
+    return sum(os.times()[:4]) + (warm.spent if warm is not None else 0.0)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[started] = cpu_seconds()
     if item.get_closest_marker("gpu") is not None:
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Without the teardown itself, in which processes may end that have served many tests."""
+    seconds = cpu_seconds() - item.stash.get(started, cpu_seconds())
+    marker = item.get_closest_marker("cpu")
+    limit = marker.args[0] if marker is not None else CPU_S
+    over = item.get_closest_marker("slow") is None and seconds > limit
+    item.user_properties += [("cpu_s", seconds), ("over", over and limit)]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        found = dict(report.user_properties)
+        files[report.nodeid.partition("::")[0]] += found.get("cpu_s", 0.0)
+        if found.get("over"):
+            expensive.append(f"{report.nodeid}: {found['cpu_s']:.0f} s of CPU, {found['over']:.0f} allowed")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if sum(files.values()) > 60:
+        terminalreporter.section(f"{sum(files.values()):.0f} s of CPU in tests, most in these files")
+        for file, seconds in files.most_common(10):
+            terminalreporter.line(f"{seconds:6.0f} s  {file}")
+    if expensive:
+        terminalreporter.section("tests that are too expensive: mark them slow or make them cheaper")
+        for line in expensive:
+            terminalreporter.line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if expensive and session.exitstatus == pytest.ExitCode.OK and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -109,7 +109,13 @@ print(len(code), hash(code), cuda_rtc.counts["compiled"])
 
 @pytest.mark.parametrize(
     "compiler",
-    ["made up", pytest.param("nvrtc", marks=pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC)))],
+    [
+        "made up",
+        pytest.param(
+            "nvrtc",
+            marks=[pytest.mark.slow, pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))],
+        ),
+    ],
 )
 def test_eight_processes_share_a_fresh_folder(cache: Path, tmp_path: Path, compiler: str) -> None:
     barrier = tmp_path / "barrier"

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE = (
     ROOT / "docs" / f"{page}.md" for page in ("add-an-op", "add-a-model", "tune")
 )
-LONG = ("pytest tests/overrides/", "fk-bench kernels")
+FAST = "fk-bench export"
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +26,24 @@ def with_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_op_guide_names_the_declared_tests() -> None:
     lines = guides.commands(OP_GUIDE)
     assert any(line.startswith("pytest tests/core/test_spec.py") for line in lines)
-    assert sum(line.startswith(LONG) for line in lines) == 3
+    assert sum(line.startswith(("pytest tests/overrides/", "fk-bench kernels")) for line in lines) == 3
 
 
-def test_op_guide_without_its_long_commands(with_op: Path) -> None:
-    found = {
-        line: guides.run(line, with_op) for line in guides.commands(OP_GUIDE) if not line.startswith(LONG)
-    }
-    signatures = json.loads(found["fk-bench list ops --signatures"].splitlines()[-1])["signatures"]
-    mine = [row for row in signatures if row["op"] == "mish"]
-    assert mine and all(row["exact"] for row in mine)
-    exported = next(text for line, text in found.items() if line.startswith("fk-bench export"))
+def test_new_op_of_the_guide_is_exported(with_op: Path) -> None:
+    (line,) = (line for line in guides.commands(OP_GUIDE) if line.startswith(FAST))
+    exported = guides.run(line, with_op)
     assert "class MishActivation(" in exported and "import fastkernels" not in exported
-    assert "`mish`" in (with_op / "docs" / "reference" / "ops.md").read_text()
 
 
 @pytest.mark.slow
 def test_op_guide_with_its_long_commands(with_op: Path) -> None:
-    found = {line: guides.run(line, with_op) for line in guides.commands(OP_GUIDE) if line.startswith(LONG)}
+    found = {
+        line: guides.run(line, with_op) for line in guides.commands(OP_GUIDE) if not line.startswith(FAST)
+    }
+    signatures = json.loads(found["fk-bench list ops --signatures"].splitlines()[-1])["signatures"]
+    mine = [row for row in signatures if row["op"] == "mish"]
+    assert mine and all(row["exact"] for row in mine)
+    assert "`mish`" in (with_op / "docs" / "reference" / "ops.md").read_text()
     judged = json.loads(found["fk-bench kernels mish"].splitlines()[-1])
     assert judged["failed"] == 0 and judged["cases"] > 20
 
@@ -63,7 +63,10 @@ with fastkernels.patch(model, ops=["mish"]) as report:
 """
 
 
+@pytest.mark.slow
 def test_new_op_of_the_guide_is_off_until_requested(with_op: Path) -> None:
+    (record,) = (line for line in guides.commands(OP_GUIDE) if "signatures.recorder" in line)
+    guides.run(record, with_op)
     (with_op / "off.py").write_text(OFF)
     guides.run("python off.py", with_op)
 

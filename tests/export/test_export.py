@@ -32,7 +32,9 @@ from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, w
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
-NEWEST = {(host, compare.versions(host)[-1]) for host in compare.hosts()}
+# Hosts whose standalone files are tested in `make test`
+STANDALONE = ("vllm", "sglang", "transformers")
+NEWEST = {(host, compare.versions(host)[-1]) for host in STANDALONE}
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
@@ -154,7 +156,7 @@ def test_standalone_files_run_alone(
         pytest.param("sglang", "0", id="sglang-unsupported", marks=pytest.mark.slow),
         pytest.param("sglang", "1", id="sglang-interpreted"),
         pytest.param("transformers", "0", id="transformers-unsupported", marks=pytest.mark.slow),
-        pytest.param("transformers", "1", id="transformers-interpreted"),
+        pytest.param("transformers", "1", id="transformers-interpreted", marks=pytest.mark.slow),
     ],
 )
 def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_path: Path) -> None:
@@ -468,9 +470,9 @@ def _newest(cases: list[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
     return {case for case in newest if registry.get(case[0]).targets or case[1] == "vllm"}
 
 
-def _params(cases: list[tuple[str, str, str]], *more: Any) -> list[Any]:
-    fast = _newest(cases)
-    return [pytest.param(*c, *more, marks=[] if c in fast else [pytest.mark.slow]) for c in cases]
+def _params(cases: list[tuple[str, str, str]], *standalone: bool) -> list[Any]:
+    fast = {c for c in _newest(cases) if not any(standalone) or c[1] in STANDALONE}
+    return [pytest.param(*c, *standalone, marks=[] if c in fast else [pytest.mark.slow]) for c in cases]
 
 
 @pytest.mark.parametrize(
@@ -664,7 +666,10 @@ assert not wrong and not os.listdir(), wrong
 @pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason="NVRTC is not installed")
 @pytest.mark.parametrize(
     "name, winner",
-    [("linear", ("-DROWS=128", "-DAHEAD=2", "-DSPLITS=1")), ("attention_decode", ("-DKEYS=16",))],
+    [
+        ("linear", ("-DROWS=128", "-DAHEAD=2", "-DSPLITS=1")),
+        pytest.param("attention_decode", ("-DKEYS=16",), marks=pytest.mark.slow),
+    ],
 )
 def test_cuda_files_compile_their_own_source(name: str, winner: tuple[str, ...], tmp_path: Path) -> None:
     """In an empty folder, without this package: the source and the tuned parameters are in the file."""

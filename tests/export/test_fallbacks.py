@@ -117,7 +117,13 @@ def call(owner: str | None, node: ast.FunctionDef, reason: str | None) -> tuple[
     return {**positional, **keywords}, calls
 
 
-@pytest.mark.parametrize("host, version", HOSTS, ids=[host for host, _ in HOSTS])
+@pytest.mark.parametrize(
+    "host, version",
+    [
+        pytest.param(*h, id=h[0], marks=pytest.mark.slow if h[0] in ("transformers", "timm") else [])
+        for h in HOSTS
+    ],
+)
 def test_fallback_of_each_file_gets_the_arguments(host: str, version: str) -> None:
     checked = 0
     for name in registry.op_names():

@@ -38,6 +38,7 @@ CHECKS = [
             getattr(pytest.mark, host),
             *([pytest.mark.slow] if check.stem in SLOW or (host, check.stem) in SLOW else []),
             pytest.mark.timeout(SECONDS.get(check.stem, 400) + 100),
+            pytest.mark.cpu(150),
             pytest.mark.skipif(
                 not (ROOT / f".venv-{host}").exists(), reason=f"no .venv-{host}: run `make setup`"
             ),

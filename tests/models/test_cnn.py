@@ -97,7 +97,7 @@ def test_model_equals_timm(name: str, tmp_path: Path) -> None:
             scale = max(1.0, float(np.abs(values).max()))
             np.testing.assert_allclose(output.outputs.data, values, atol=ENCODINGS * scale)
             assert output.num_tokens == 4
-    assert np.ptp(wanted["embed"], axis=0).max() > 0.01, "the images have nearly the same vector"
+    assert np.ptp(wanted["embed"], axis=0).max() > 50 * ENCODINGS, "the images have nearly the same vector"
     family = next(name for name in OPS if name in tmp_path.joinpath("config.json").read_text())
     for op in OPS[family]:
         assert counters()[op]["calls"] > before[op]["calls"], op

@@ -124,7 +124,7 @@ def with_field(raw: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """The config with one field set."""
     if name == "layer_types":
         rest = ["sliding_attention" if value == "sliding" else "full_attention"] * (
-            raw["num_hidden_layers"] - 1
+            (raw["n_layers"] if "n_layers" in raw else raw["num_hidden_layers"]) - 1
         )
         return {
             **raw,
@@ -256,7 +256,7 @@ def test_fields_mean_what_they_mean_in_transformers(checkpoint: Checkpoint) -> N
                 wrong.append(f"{case}: ignored, and transformers applies it")
     assert wrong == []
     # Most fields are those of attention.
-    own = 1 if checkpoint.raw["model_type"] in ("mamba", "retnet", "rwkv7") else 2
+    own = 1 if checkpoint.raw["model_type"] in ("mamba", "mpt", "retnet", "rwkv7") else 2
     assert compared >= own and len(ignored) >= 20
     assert close(checkpoint.ours(checkpoint.raw), checkpoint.expected)
 

@@ -33,6 +33,8 @@ Shapes = Mapping[str, Sequence[int]]
 LARGE = (
     "google/gemma-4-E4B",
     "google/gemma-4-12B",
+    "google/gemma-4-26B-A4B",
+    "Qwen/Qwen3-30B-A3B",
     "facebook/cwm",
     "MiniMaxAI/MiniMax-M2",
     "zai-org/GLM-4.5-Air",

@@ -93,6 +93,7 @@ def test_values(name: str, case: Case) -> None:
     assert spec.op.calls == before + 1
 
 
+@pytest.mark.cpu(100)  # the first runs all
 @pytest.mark.parametrize(("name", "case"), INTERPRETED, ids=IDS)
 def test_triton_interpreted(name: str, case: Case, interpreted: dict[tuple[str, str], str | None]) -> None:
     assert interpreted[name, case.name] is None

@@ -311,6 +311,7 @@ def test_bad_arguments(tmp_path: Path, args: tuple[str, ...], message: str) -> N
     assert done.returncode != 0 and message in done.stderr
 
 
+@pytest.mark.slow
 def test_demo_puts_both_models_on_one_page(tmp_path: Path) -> None:
     from support.demo_vision import demo
 

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,18 @@ import pytest
 from fk_bench import cli
 from fk_bench.info import doctor, verdict
 from fk_integrations.signatures import diff as signature_diff
+from fk_integrations.signatures import recorder
+from support.kernels import warm
 
 from fastkernels.core import registry
+
+
+@pytest.fixture(autouse=True, scope="module")
+def parsed_once() -> Iterator[None]:
+    """Each run of doctor parses the sources of all hosts, for 3 s."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recorder, "Sources", cache(recorder.Sources))
+        yield
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -67,8 +79,8 @@ def test_list_describes_entries(
 def test_models_name_the_test_that_verified_them(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "models", "--json")[1])["models"]
     files = sorted({row["verified"]["test"].partition("::")[0] for row in rows})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    collect = f"import pytest; pytest.main(['--collect-only', '-q', '-o', 'addopts=', *{files}])"
+    done = warm.run(["-c", collect])
     tests = {line.strip() for line in done.stdout.splitlines() if "::" in line}
     tests |= {line.partition("[")[0] for line in tests}
     assert {row["verified"]["test"] for row in rows} - tests == set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from fk_bench.kernels.judge.correctness import extremes
 from fk_bench.kernels.judge.correctness.errors import compare, expect, row_of
 from fk_bench.kernels.judge.memory import layout
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
@@ -90,12 +89,12 @@ def test_quantization_keeps_nan_and_its_scale() -> None:
 def test_interpreted_kernels_contain_nan() -> None:
     names = [n for n in CONTAINED if registry.get(n).op is not None]
     code = (
+        f"import sys\nsys.path.insert(0, {os.getcwd()!r})\n"
         "from tests.bench.kernels.test_nonfinite import lost_in_fp8, problems\n"
         f"found = [p for n in {names} for kind in ('nan', 'inf') for p in problems(n, kind)]\n"
         "raise SystemExit('\\n'.join(found + lost_in_fp8()) or 0)"
     )
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    done = warm.run(["-c", code], {**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -262,6 +262,7 @@ def test_error_of_all_ranks_is_raised_unchanged(tiny, tmp_path):
     )  # no process was started: its imports take more
 
 
+@pytest.mark.slow
 def test_worker_killed_while_idle(tiny, greedy):
     died = threading.Event()
     llm = AsyncLLM(

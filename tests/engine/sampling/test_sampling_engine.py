@@ -28,7 +28,10 @@ def make(folder, **settings):
     [
         pytest.param("llama", False, id="llama-one step"),
         *(pytest.param(k, False, id=f"{k}-one step", marks=pytest.mark.slow) for k in KINDS[1:]),
-        *(pytest.param(k, True, id=f"{k}-two steps") for k in KINDS),
+        *(
+            pytest.param(k, True, id=f"{k}-two steps", marks=[] if k == "mixtral" else pytest.mark.slow)
+            for k in KINDS
+        ),
     ],
 )
 def test_all_parameters_in_all_modes(tiny_of, oracle, kind, overlap):
@@ -76,7 +79,7 @@ def test_prompt_logprobs_bypass_the_prefix_cache(tiny_of, oracle):
         assert output.num_cached_tokens == cached
 
 
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_many_outputs_have_the_right_distribution(tmp_path, oracle, seed):
     """Chi-square test over pairs of the first two tokens of 3000 outputs."""
     folder, n = make_tiny(tmp_path / "small", "llama", "float32", vocab_size=12), 3000

@@ -306,10 +306,10 @@ TestTraffic.settings = settings(max_examples=150, stateful_step_count=40, deadli
 @pytest.mark.parametrize(
     ("depth", "windows", "more"),
     [
-        (1, (), {}),
+        pytest.param(1, (), {}, marks=pytest.mark.slow),
         (2, (), {}),
         (1, (6,), {}),
-        (2, (9, 2), {}),
+        pytest.param(2, (9, 2), {}, marks=pytest.mark.slow),
         (2, (), {"snapshots": 9}),
         (2, (), {"snapshots": 9, "paged": False}),
     ],

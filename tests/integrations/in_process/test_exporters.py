@@ -85,7 +85,12 @@ EXPORTERS = {
 
 
 # The exporter without torch.export has no operators for the masks of transformers' language models.
-PAIRS = [(kind, name) for kind in OPS for name in EXPORTERS if (kind, name) != ("text", "onnx-torchscript")]
+PAIRS = [
+    pytest.param(kind, name, marks=[] if kind == "timm" or name == "export" else pytest.mark.slow)
+    for kind in OPS
+    for name in EXPORTERS
+    if (kind, name) != ("text", "onnx-torchscript")
+]
 
 
 @pytest.mark.parametrize(("kind", "exporter"), PAIRS)

@@ -336,8 +336,15 @@ OF_BOTH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("chip", "kept"), [(H100, True), ("NVIDIA A100", False)])
-@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+@pytest.mark.parametrize(
+    ("name", "chip", "kept"),
+    [
+        (DOUBLE, H100, True),
+        (SINGLE, H100, True),
+        (SINGLE, "NVIDIA A100", False),
+        pytest.param(DOUBLE, "NVIDIA A100", False, marks=pytest.mark.slow),
+    ],
+)
 def test_without_ops_compiled_blocks_are_ours_on_hopper(
     name: str, chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,18 +30,22 @@ from fastkernels.core.registry import UnknownName
 from fastkernels.patch import PatchError
 
 
-@pytest.fixture(scope="module")
-def llm():
+def unfrozen_llm():
+    """A patch collects a frozen heap before it is frozen again, which takes longer than all else that it does."""
     llm = make_llm(os.environ["TINY_LLAMA"])
-    # A patch collects a frozen heap before it is frozen again, which takes longer than everything else that it does.
     gc.unfreeze()
     return llm
 
 
 @pytest.fixture(scope="module")
+def llm():
+    return unfrozen_llm()
+
+
+@pytest.fixture(scope="module")
 def other(llm):
     """A second engine. It stays to the end: its shutdown ends the process groups of both."""
-    return make_llm(os.environ["TINY_LLAMA"])
+    return unfrozen_llm()
 
 
 @pytest.fixture(scope="module")

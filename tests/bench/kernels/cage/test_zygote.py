@@ -230,7 +230,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("seccomp", "groups"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("seccomp", "groups"),
+    [(True, False), (False, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
 def test_timer_wakes_no_stopped_process_unseen(
     zygote: Zygote, steps: dict[str, str], seccomp: bool, groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
