@@ -3,8 +3,8 @@ PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
 DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
 BIN := .venv/bin
-# one worker more than cores, as many tests wait for processes; tests/conftest.py gives them the files in its order
-SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+# two workers, which tests/conftest.py gives the files in its order
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 # the host environments that the lanes need: a part of "own vllm sglang"
 comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))

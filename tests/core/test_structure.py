@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"fastkernels": ROOT, "fk_integrations": ROOT / "integrations", "fk_bench": ROOT / "bench"}
-MOST_BYTES = 4_500_000  # of the tracked files, each compressed
+MOST_BYTES = 6_000_000  # of the tracked files, each compressed
 INIT_LINES = 3  # of the docstring of an __init__.py
 
 HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "flash_attn"}

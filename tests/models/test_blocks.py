@@ -22,6 +22,7 @@ FEW = (
     "llama",
     "mamba",
     "mamba2",
+    "rwkv7",
     "gpt_neox",
     "gemma4",
     "deepseek_v32",
@@ -34,7 +35,7 @@ FEW = (
 # Blocks that are declined: {model: part of the reason}
 DECLINED = {
     "swinv2": "differ in width", "vjepa2": "takes table", "siglip": "takes patches", "dinov3": "takes patches",
-    "gemma4": "KV cache of another layer",
+    "gemma4": "KV cache of another layer", "rwkv7": "values of the first layer",
 }  # fmt: skip
 
 

@@ -284,6 +284,8 @@ def _unsupported(structure: Structure, path: str) -> str | None:
         return f"{cls.__name__}.forward takes {', '.join(unknown)}, which no step of tokens gives"
     if any(type(m).__name__ == "SharedAttention" for m in module.modules()) and path:
         return "it reads the KV cache of another layer"
+    if path and any(getattr(m, "v_lora", None) is not None for m in module.modules()):
+        return "it reads the values of the first layer"
     indexers: list[Any] = [m for m in module.modules() if hasattr(m, "selection")]
     if path and any(m.described.indexer is not None and m.described.indexer.shared for m in indexers):
         return "it attends to the keys that another layer chose"
