@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ PACKAGES = (
     "fla",
 )
 WHO = ("candidate", "baseline")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process runs: its core (None: any), the memfds of its gate and arena, and more file descriptors by name.
+
+    loopback  its network, which it may share with others, has a loopback device
+    """
+
+    core: int | None
+    gate: int
+    arena: int = -1
+    fds: Mapping[str, int] = field(default_factory=dict)
+    loopback: bool = False
 
 
 class Sides:
@@ -92,9 +107,10 @@ class Sides:
         return self._zygotes[python]
 
     @PHASES.of("start")
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
-        """A process for one side, caged if it runs files of a user."""
+    def spawn(self, who: str, files: Sequence[Path] = (), seat: Seat | None = None) -> RunnerProcess:
+        """A process for one side, caged if it runs files of a user. seat: of one rank of several; None: the side's own."""
         zygote = self._zygote(who)
+        seat = seat or Seat(self.core, self._gates[who], self._files[who])
         if files and self.caged:
             own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
@@ -103,16 +119,17 @@ class Sides:
                 readable=tuple(str(f.resolve()) for f in (*files, *own_sources, *tables)),
                 packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
-                address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=self.core,
+                address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=seat.core,
+                loopback=seat.loopback,
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             home = None if files else own_home()
-            cage = CageOptions(**off, memory=None, home=home, core=self.core)
-        fds = {"gate": self._gates[who]}
+            cage = CageOptions(**off, memory=None, home=home, core=seat.core)
+        fds = {"gate": seat.gate, **seat.fds}
         if self.device == "cpu":
-            fds["arena"] = self._files[who]
-        gate = Gate(self._gates[who])
+            fds["arena"] = seat.arena
+        gate = Gate(seat.gate)
         gate.reset()
         side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files, gate)
         side.greet()
