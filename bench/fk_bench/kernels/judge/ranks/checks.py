@@ -19,6 +19,7 @@ from fk_bench.kernels.judge.ranks.values import SITUATIONS, Args, Values
 
 RANDOM = random.SystemRandom()
 LATE_S = 0.03  # a rank is up to so late
+OWNED = 4  # calls in a row whose results must stay: buffers are used in turn
 TRIED = 2  # calls of each situation
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -172,10 +173,10 @@ class RankChecks:
     def _owned(self, lane: Lane) -> None:
         """Results must stay when the arguments change, and when the next call is made."""
         kept = []
-        for slot in (0, 1):
+        for slot in range(OWNED):
             self.fill(slot)
             kept.append(lane.call(slot))
-        for slot in (0, 1):
+        for slot in range(OWNED):
             for arena in lane.arenas:
                 for i, a in enumerate(arena.args_of(slot)):
                     for t in layout.tensors(a) if i not in arena.slots.may_change else ():

@@ -2,13 +2,13 @@
 
 All ranks of both sides are stopped while a call's inputs are made. Then the gates of one side open, its ranks are
 resumed, and the clock runs until each has reported: the time is the maximum over the ranks. In some calls one rank is
-resumed later; these are checked, but not counted. Other than in batches/calls.py there is no real-time priority: ranks
-that wait for each other would keep the judge from its core.
+resumed later; these are checked, but not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from fk_bench.kernels.judge.batches.calls import NO_CALL
 from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
 from fk_bench.kernels.judge.correctness.checks import Wrong, same_bits
+from fk_bench.kernels.judge.processes import priority
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 from fk_bench.kernels.judge.ranks.checks import LATE_S, Lane, RankChecks
 
@@ -39,11 +40,15 @@ class RankCalls:
         self.count, self.rounds = count // 2 * 2, rounds
 
     def run(self) -> Timed:
-        timed = Timed(Samples(1), Samples(1), Samples(1), priority="off: ranks wait for each other")
-        for r in range(-1, EXTENDED * self.rounds):  # the first one warms up
-            if r >= self.rounds and not unsteady(timed.baseline, timed.again) and timed.candidate.steady:
-                break
-            self._round(timed if r >= 0 else None)
+        pids = [side.pid for lane in (self.candidate, self.baseline) for side in lane.team.ranks]
+        # On a shared core a rank in front of its gate would never let the other one run.
+        apart = len(self.candidate.team.ranks) <= len(os.sched_getaffinity(0))
+        with priority.raised(pids) if apart else contextlib.nullcontext("off: more ranks than cores") as report:
+            timed = Timed(Samples(1), Samples(1), Samples(1), priority=report)
+            for r in range(-1, EXTENDED * self.rounds):  # the first one warms up
+                if r >= self.rounds and not unsteady(timed.baseline, timed.again) and timed.candidate.steady:
+                    break
+                self._round(timed if r >= 0 else None)
         return timed
 
     def _round(self, timed: Timed | None) -> None:
