@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ PACKAGES = (
     "fla",
 )
 WHO = ("candidate", "baseline")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Sides:
         self.cage: dict[str, str] = {}  # the report of the last candidate's cage
         self._zygotes: dict[str, Zygote] = {}
         self._trusted: dict[str, RunnerProcess] = {}
+        self._groups: dict[tuple[str, int], Any] = {}  # of several ranks that run our own code
         cpu = device == "cpu"
         # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
@@ -145,6 +147,18 @@ class Sides:
             self._trusted[who] = self.spawn(who)
         return self._trusted[who]
 
+    def group(self, who: str, size: int, start: Callable[[], T]) -> T:
+        """The processes of so many ranks for our own code on one side, shared by all ops; `start` starts them."""
+        if (who, size) not in self._groups:
+            self._groups[who, size] = start()
+        found: T = self._groups[who, size]
+        return found
+
+    def lost_group(self, who: str, size: int) -> None:
+        """End them; the next op gets new ones."""
+        if (group := self._groups.pop((who, size), None)) is not None:
+            group.close()
+
     def lost(self, who: str) -> None:
         """End the trusted process of that side; the next op gets a new one."""
         if (side := self._trusted.pop(who, None)) is not None:
@@ -157,14 +171,14 @@ class Sides:
         self.close()
 
     def close(self) -> None:
-        for side in self._trusted.values():
+        for side in (*self._trusted.values(), *self._groups.values()):
             side.close()
         for zygote in self._zygotes.values():
             zygote.close()
         for fd in (*self._files.values(), *self._gates.values()):
             if fd >= 0:
                 os.close(fd)
-        for owned in (self._trusted, self._zygotes, self._files, self._gates):
+        for owned in (self._trusted, self._groups, self._zygotes, self._files, self._gates):
             owned.clear()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,13 @@ class RankPair:
         self._deaths = 0
         self._budget = Budget(options.op_budget, "op")
 
-    def close(self) -> None:
-        """End the ranks of both sides."""
-        for team in self._teams.values():
-            team.close()
+    def close(self, failed: bool = False) -> None:
+        """Release the ranks of both sides: a candidate's end; ours serve the next op unless something failed."""
+        for who, team in self._teams.items():
+            if not team.trusted:
+                team.close()
+            elif failed:
+                self._sides.lost_group(who, team.size)
         self._teams.clear()
 
     def probe(self) -> None:
@@ -96,15 +100,25 @@ class RankPair:
             if who == "baseline" or o.identity:
                 against = o.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
-            team = self._teams[who] = Team(self._sides, who, o.ranks, o.timeout, list(mine.values()))
-            team.budgets = (self._budget,) if mine and who == "candidate" else ()
-            team.join(o.device)
+            files = list(mine.values())
+            team = self._start(who, files) if files else self._sides.group(who, o.ranks, partial(self._start, who))
+            self._teams[who] = team
+            team.timeout, team.budgets = o.timeout, (self._budget,) if mine and who == "candidate" else ()
             self.loaded[who] = team.ask(
                 "load", op=self.spec.name, device=o.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=None if mine else against, cls=None, threads=1,
             )[0]  # fmt: skip
         return self._teams["candidate"], self._teams["baseline"]
+
+    def _start(self, who: str, files: Sequence[Path] = ()) -> Team:
+        team = Team(self._sides, who, self.options.ranks, self.options.timeout, files)
+        try:
+            team.join(self.options.device)
+        except BaseException:
+            team.close()
+            raise
+        return team
 
     def run(self, trial: Trial) -> tuple[Evidence, RankRun | None]:
         """The evidence of one case."""
@@ -185,7 +199,7 @@ class RankPair:
 
     def _lost(self, error: RunnerError | None, loading: bool) -> None:
         self._deaths += 1
-        self.close()
+        self.close(failed=True)
         if error is not None and (loading or self._deaths >= DEATHS):
             more = "" if loading else f"; not restarted after {DEATHS} failures"
             self._failure = RunnerError(error.status, f"{error}{more}", True, error.who)
