@@ -31,6 +31,7 @@ ALIGN = 4096
 SPINS, LOOK_S, NAP_S = 400, 0.02, 5e-5
 _LOCK = struct.Struct("hh4xqqi4x")  # struct flock
 _ARRIVED, _LEFT = 0, 1  # words of a rank
+_CLOSED, _FAILED = 1, 2  # values of _LEFT
 
 
 class CollectiveError(RuntimeError):
@@ -93,6 +94,9 @@ class Meeting:
         for rank in self._others:
             if self._words[self._word(rank, _ARRIVED)] < count:
                 self._wait(rank, count, call)
+        for rank in self._others:  # one that gave up while it waited for this rank
+            if self._words[self._word(rank, _LEFT)] == _FAILED and self._words[self._word(rank, _ARRIVED)] == count:
+                raise self.fail(f"{call}: rank {rank} has left the group in this call", rank)
         self._fence()
         differing = [r for r in self._others if self._text(r, count) != text]
         if differing:
@@ -139,7 +143,7 @@ class Meeting:
     def fail(self, reason: str, rank: int | None) -> CollectiveError:
         """Leave the group, so that ranks that wait for this one raise too. Returns the error."""
         self._failure = CollectiveError(reason, rank, True)
-        self._words[self._word(self.rank, _LEFT)] = 1
+        self._words[self._word(self.rank, _LEFT)] = _FAILED
         return self._failure
 
     def close(self) -> None:
@@ -147,6 +151,7 @@ class Meeting:
         if self._fd >= 0:
             if self._failure is None:
                 self.fail("it was closed in this rank", self.rank)
+                self._words[self._word(self.rank, _LEFT)] = _CLOSED
             os.close(self._fd)
             self._fd = -1
 
