@@ -14,7 +14,7 @@ import torch
 from fastkernels.core import parallel
 from fastkernels.core.baseline import Baseline, Function, provider
 from fastkernels.core.communicator import Communicator
-from fastkernels.overrides.kit.libraries import T
+from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T
 
 MOST_SHOT = 8 << 20  # bytes of the buffer that PyTorch's symmetric memory has here
 
@@ -25,6 +25,11 @@ def _group(op: str) -> tuple[Baseline, ...]:
         Baseline("nccl", "host", lambda: provider(op, "nccl")),
         Baseline("gloo", "host", lambda: provider(op, "gloo"), devices=("cpu",)),
     )
+
+
+def _composed(op: str) -> tuple[Baseline, ...]:
+    """The parts of a fused op one after the other, as the hosts run them by default."""
+    return (Baseline("composed", "host", lambda: provider(op, "composed"), devices=GPU_AND_CPU),)
 
 
 def _name(comm: Communicator) -> Any:
@@ -106,9 +111,10 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         Baseline("symm_mem_one_shot", "library", _symm_mem(False), refuses=_too_large),
         Baseline("symm_mem_two_shot", "library", _symm_mem(True), refuses=_too_large),
     ),
-    "all_reduce_rms_norm": (
-        Baseline("composed", "host", lambda: provider("all_reduce_rms_norm", "composed"), devices=("cuda", "cpu")),
-    ),
+    "all_reduce_rms_norm": _composed("all_reduce_rms_norm"),
     "all_to_all": _group("all_to_all"),
+    "ep_combine": _composed("ep_combine"),
+    "ep_dispatch": _composed("ep_dispatch"),
+    "linear_all_reduce": _composed("linear_all_reduce"),
     "reduce_scatter": _group("reduce_scatter"),
 }  # fmt: skip

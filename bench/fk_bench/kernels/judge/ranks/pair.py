@@ -34,8 +34,12 @@ HELD_OUT = 2  # cases of unseen sizes
 
 
 def trials(spec: OpSpec, options: Options) -> list[Trial]:
-    """The cases of a collective: its own and unseen sizes. Each is checked in all situations of its ranks."""
+    """The cases of a collective that so many ranks can have: its own, and unseen sizes.
+
+    Each is checked in all situations of its ranks.
+    """
     own = [replace(c, dims={**c.dims, spec.ranks: options.ranks}) for c in (options.task or spec.cases)]
+    own = [c for c in own if all(r(spec.declaration.sizes(c.dims, c.dtype)) for r in spec.declaration.rules)]
     found = [Trial("task" if options.task else "random", c, maker(spec, c)) for c in own]
     if not options.task and "held-out" in options.cases:
         rng = random.Random(secrets.randbits(128))
