@@ -2,8 +2,8 @@
 
 A collective starts with `arrive`: every rank announces its call, and waits for the others until a deadline. So ranks
 that make different calls all raise, a rank that died or is late is named, and no collective starts without its peers.
-On one machine the ranks meet in shared memory. Its second part holds a buffer per rank that all of them map; on GPUs the
-buffers are PyTorch's symmetric memory.
+On one machine the ranks meet in shared memory, which also holds a buffer of each rank. On GPUs the buffers are
+PyTorch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 600.0  # a rank may compile kernels for minutes while the others wait; one that died is found at once
+TIMEOUT_S = (
+    600.0  # a rank may compile kernels for minutes while the others wait; one that died is found at once
+)
 BUFFER_BYTES = 16 << 20  # of a rank; a collective uses half of it in turn
 MAX_RANKS = 64
 LINE, TEXT = 512, 192  # bytes: the part of a rank in the header, and of a call's description in it
@@ -83,7 +85,9 @@ class Meeting:
         """Announce a call and wait until all ranks have announced the same one. Raises CollectiveError."""
         if self._failure is not None:
             raise CollectiveError(
-                f"{call}: the group is closed since an earlier call failed: {self._failure}", self._failure.rank, True
+                f"{call}: the group is closed since an earlier call failed: {self._failure}",
+                self._failure.rank,
+                True,
             )
         self._count += 1
         count, text = self._count, call.encode()[:TEXT].ljust(TEXT, b"\0")
@@ -95,7 +99,10 @@ class Meeting:
             if self._words[self._word(rank, _ARRIVED)] < count:
                 self._wait(rank, count, call)
         for rank in self._others:  # one that gave up while it waited for this rank
-            if self._words[self._word(rank, _LEFT)] == _FAILED and self._words[self._word(rank, _ARRIVED)] == count:
+            if (
+                self._words[self._word(rank, _LEFT)] == _FAILED
+                and self._words[self._word(rank, _ARRIVED)] == count
+            ):
                 raise self.fail(f"{call}: rank {rank} has left the group in this call", rank)
         self._fence()
         differing = [r for r in self._others if self._text(r, count) != text]
@@ -118,13 +125,15 @@ class Meeting:
             if now - look > LOOK_S or spins == SPINS:
                 look = now
                 if words[left]:
-                    raise self.fail(f"{call}: rank {rank} has left the group after call {words[arrived]}", rank)
+                    raise self.fail(
+                        f"{call}: rank {rank} has left the group after call {words[arrived]}", rank
+                    )
                 if not self.alive(rank) and words[arrived] < count:
                     raise self.fail(f"{call}: the process of rank {rank} has ended", rank)
                 if now - start > self.timeout:
                     raise self.fail(
-                        f"{call}: rank {rank} has not made this call in {self.timeout:g} s; it has made {words[arrived]}"
-                        f" calls, this is call {count}", rank,
+                        f"{call}: rank {rank} has not made this call in {self.timeout:g} s; it has made"
+                        f" {words[arrived]} calls, this is call {count}", rank,
                     )  # fmt: skip
             if now - start > LOOK_S:
                 time.sleep(NAP_S)
@@ -237,16 +246,16 @@ class Communicator:
     def _meet(self, buffer_bytes: int) -> None:
         """Share a memory file of rank 0, if all ranks are on its machine."""
         store = dist.PrefixStore(f"fastkernels/{self.name}", dist.distributed_c10d._get_default_store())
-        key, machine = secrets.token_bytes(16), _machine()
+        key, machine = secrets.token_hex(16), _machine()
         number = store.add(f"rank{self.rank}", 1)  # the group may be bound again
         if self.rank == 0:
             fd = os.memfd_create("fastkernels", os.MFD_CLOEXEC)
-            os.pwrite(fd, key, 0)
-            store.set(f"memory{number}", b"|".join((machine, f"/proc/{os.getpid()}/fd/{fd}".encode(), key)))
+            os.pwrite(fd, key.encode(), 0)
+            store.set(f"memory{number}", "|".join((machine, f"/proc/{os.getpid()}/fd/{fd}", key)))
         else:
-            theirs, path, key = store.get(f"memory{number}").split(b"|", 2)
+            theirs, path, key = store.get(f"memory{number}").decode().split("|", 2)
             fd = _opened(path, key) if theirs == machine else -1
-        store.set(f"opened{number}-{self.rank}", b"yes" if fd >= 0 else b"no")
+        store.set(f"opened{number}-{self.rank}", "yes" if fd >= 0 else "no")
         apart = [r for r in range(self.size) if store.get(f"opened{number}-{r}") != b"yes"]
         if apart:
             self.without["meeting"] = f"rank {apart[0]} is on another machine than rank 0"
@@ -256,7 +265,9 @@ class Communicator:
             until = time.monotonic() + self.timeout
             while store.add(f"there{number}", 0) < self.size:  # its locks say who is alive
                 if time.monotonic() > until:
-                    raise CollectiveError(f"not all of {self.size} ranks joined in {self.timeout:g} s", None, True)
+                    raise CollectiveError(
+                        f"not all of {self.size} ranks joined in {self.timeout:g} s", None, True
+                    )
                 time.sleep(1e-3)
         if fd >= 0:
             os.close(fd)
@@ -287,7 +298,9 @@ class Communicator:
             meeting.buffer(self.rank)[:nbytes].view(tensor.dtype).view(shape).copy_(tensor)
         self.arrive(op, tensor)
         return [
-            tensor if r == self.rank or not nbytes else meeting.buffer(r, 0)[:nbytes].view(tensor.dtype).view(shape)
+            tensor
+            if r == self.rank or not nbytes
+            else meeting.buffer(r, 0)[:nbytes].view(tensor.dtype).view(shape)
             for r in range(self.size)
         ]
 
@@ -336,7 +349,13 @@ class Symmetric:
     UNIT = BLOCKS * 512
 
     def __init__(
-        self, pointers: list[int], rank: int, room: int, device: torch.device, timeout: float, kept: Any = None
+        self,
+        pointers: list[int],
+        rank: int,
+        room: int,
+        device: torch.device,
+        timeout: float,
+        kept: Any = None,
     ):
         self.rank, self.size, self.room, self.kept = rank, len(pointers), room, kept
         self.polls = max(1000, int(timeout * 1e6))  # of a flag, about a microsecond each
@@ -351,7 +370,7 @@ class Symmetric:
 
     @classmethod
     def rendezvous(cls, communicator: Communicator, buffer_bytes: int) -> Symmetric:
-        """Allocate PyTorch's symmetric memory in all ranks of a group of GPUs. Raises RuntimeError without peer access."""
+        """Allocate PyTorch's symmetric memory in all ranks of a group of GPUs. Raises RuntimeError without it."""
         # Multicast over NVLink is never used, and PyTorch must not set it up either.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed._symmetric_memory as symm_mem
@@ -371,27 +390,28 @@ class Symmetric:
     def check(self) -> None:
         """Raise CollectiveError if a kernel waited in vain. Synchronizes with the GPU."""
         if missing := int(self.failed):
-            raise CollectiveError(f"rank {missing - 1} did not come to a collective in time", missing - 1, True)
+            raise CollectiveError(
+                f"rank {missing - 1} did not come to a collective in time", missing - 1, True
+            )
 
 
-def _opened(path: bytes, key: bytes) -> int:
+def _opened(path: str, key: str) -> int:
     """The memory file of rank 0; -1 if this process cannot open it, or it is another file."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(fd, len(key), 0) == key:
+        if os.pread(fd, len(key), 0) == key.encode():
             return fd
         os.close(fd)
     return -1
 
 
-def _machine() -> bytes:
+def _machine() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
     except OSError:
-        return b""
+        return ""
 
 
 def _described(t: torch.Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
-

@@ -183,7 +183,9 @@ def communicator(name: str = TP) -> Communicator:
     if found is None:
         if name != TP:
             known = ", ".join(sorted({TP, *_communicators}))
-            raise ValueError(f"there is no group {name!r} of ranks, only {known}: call parallel.join in all ranks")
+            raise ValueError(
+                f"there is no group {name!r} of ranks, only {known}: call parallel.join in all ranks"
+            )
         return _alone
     return found
 

@@ -157,8 +157,8 @@ class OpSpec:
     baseline     the provider that production uses
 
     A collective, whose result depends on the tensors of several ranks:
-    ranks        the axis that counts them; '' for other ops. The declaration is of one rank's call; `reference` takes for
-                 each tensor the list of all ranks' tensors, and returns the list of their results
+    ranks        the axis that counts them; '' for other ops. The declaration is of one rank's call; `reference` takes
+                 for each tensor the list of all ranks' tensors, and returns the list of their results
     replicated   names of the arguments that are the same in all ranks
     same_bits    all ranks get the same bits, in every run
     traffic      bytes that each rank has to send, an expression over axes: for the bus bandwidth

@@ -12,6 +12,8 @@ def all_gather(x, group="tp"):
     first, step = ranks.meeting.buffer(0, 0), 2 * ranks.meeting.half // x.element_size()
     if x.shape[0] != 1 or len(parts) != ranks.size:
         return torch.cat(parts)
-    flat = torch.empty(0, dtype=x.dtype).set_(one, first.storage_offset() // x.element_size(), (ranks.size, x.shape[1]), (step, 1))
+    flat = torch.empty(0, dtype=x.dtype).set_(
+        one, first.storage_offset() // x.element_size(), (ranks.size, x.shape[1]), (step, 1)
+    )
     flat[ranks.rank].copy_(x[0])
     return flat

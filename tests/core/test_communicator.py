@@ -27,7 +27,9 @@ def _different_calls(rank: int) -> list[str]:
     comm = parallel.communicator()
     said = [
         failure(lambda: comm.exchange("all_reduce", torch.zeros(3 + rank))),
-        failure(lambda: comm.exchange("all_reduce", torch.zeros(3, dtype=[torch.float32, torch.int64][rank]))),
+        failure(
+            lambda: comm.exchange("all_reduce", torch.zeros(3, dtype=[torch.float32, torch.int64][rank]))
+        ),
         failure(lambda: comm.exchange(["all_reduce", "all_gather"][rank], torch.zeros(3))),
     ]
     parts = comm.exchange("all_reduce", torch.full((2,), float(rank)))  # the group is still of use
@@ -99,7 +101,7 @@ def test_group_is_freed_when_it_is_left() -> None:
 
 
 def test_unknown_group_is_an_error_that_lists_all() -> None:
-    with pytest.raises(ValueError, match="there is no group 'ep' of ranks, only tp: call parallel.join"):
+    with pytest.raises(ValueError, match="there is no group 'ep' of ranks, only tp: call"):
         parallel.communicator("ep")
     joined = parallel.join("ep", 0, 1)
     assert parallel.communicator("ep") is joined

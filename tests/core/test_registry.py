@@ -29,7 +29,9 @@ def assigned_names(file: Path) -> set[str]:
 
 def test_op_is_a_file_that_assigns_spec() -> None:
     files = {f.stem for f in registry.OPS_ROOT.rglob("*.py") if "SPEC" in assigned_names(f)}
-    assert {*registry.op_names(), *registry.collective_names()} == set(registry.op_modules()) == files >= KNOWN
+    assert (
+        {*registry.op_names(), *registry.collective_names()} == set(registry.op_modules()) == files >= KNOWN
+    )
     assert not set(registry.op_names()) & set(registry.collective_names())
     assert [n for n in registry.op_modules() if registry.get(n).ranks] == registry.collective_names()
 

@@ -10,13 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODULES = ["torch", "torch.distributed", "fastkernels.core.parallel", "fastkernels.overrides.collective.all_reduce"]
+MODULES = [
+    "torch",
+    "torch.distributed",
+    "fastkernels.core.parallel",
+    "fastkernels.overrides.collective.all_reduce",
+]
 
 
 def run(
     size: int, function: Callable[..., Any], *args: Any, late_s: float = 60.0, timeout: float = 120.0
 ) -> list[Any]:
-    """function(rank, *args) of each rank, in a gloo group; None of a rank that died. Raises AssertionError if one fails.
+    """function(rank, *args) of each rank, in a gloo group; None of a rank that died. Raises AssertionError.
 
     late_s: seconds that a rank may be late in a collective
     """
@@ -27,7 +32,9 @@ def run(
         for rank in range(size):
             ours, theirs = context.Pipe(False)
             process = context.Process(
-                target=_rank, args=(theirs, rank, size, str(Path(folder) / "store"), late_s, function, args), daemon=True
+                target=_rank,
+                args=(theirs, rank, size, str(Path(folder) / "store"), late_s, function, args),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -179,8 +179,8 @@ def kernels_command(
     if stated is not None:
         ops, sources = [stated.op], ()
     options = Options(
-        device=chosen_device, ranks=ranks, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
-        timed=not no_time, timeout=timeout, case_budget=case_budget,
+        device=chosen_device, ranks=ranks, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
+        starts=starts, timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures, task=stated.cases if stated is not None else (),
         values=values, deployment=deployment,
@@ -330,7 +330,9 @@ def _check_ranks(names: list[str], options: Any) -> None:
         return
     what = collectives[0] if len(names) == 1 else f"--family {registry.COLLECTIVE}"
     if options.ranks < 2:
-        raise ValueError(f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device cpu")
+        raise ValueError(
+            f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device cpu"
+        )
     if len(collectives) < len(names):
         other = next(n for n in names if n not in collectives)
         raise ValueError(f"--ranks is for collectives, but {other} is none: judge it in a run of its own")

@@ -30,7 +30,9 @@ def _process_group(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
 
 def _triton(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     symmetric = exchange.symmetric_of("all_gather", x, group)
-    return exchange.launch(x.contiguous(), symmetric, 1, False).view(symmetric.size * x.shape[0], *x.shape[1:])
+    return exchange.launch(x.contiguous(), symmetric, 1, False).view(
+        symmetric.size * x.shape[0], *x.shape[1:]
+    )
 
 
 all_gather = define(

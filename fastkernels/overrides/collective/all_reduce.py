@@ -42,6 +42,10 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = 0) -> torch.Tensor:
     return exchange.launch(part, symmetric, 1, False).view(x.shape)
 
 
+def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
+    return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
+
+
 all_reduce = define(
     'all_reduce(Tensor x, str group="tp") -> Tensor',
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -51,8 +55,7 @@ all_reduce = define(
         *exchange.over_group(_process_group),
         Provider(
             "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),
-            params=({"shots": 1}, {"shots": 2}),
-            fits=lambda params, x, group="tp": params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0,
+            params=({"shots": 1}, {"shots": 2}), fits=_fits,
         ),
         Provider(
             "reference",

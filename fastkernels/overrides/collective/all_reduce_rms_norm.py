@@ -1,4 +1,4 @@
-"""The sum of all ranks' tensors, the residual added to it, and the RMS norm of that: the end of a row-parallel layer."""
+"""The sum of all ranks' tensors, the residual added to it, and the RMS norm of both."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _triton(
         return out
     each = cdiv(rows, Symmetric.BLOCKS)
     _all_reduce_rms_norm_kernel[(cdiv(rows, each),)](
-        x.contiguous(), residual, weight, out, symmetric.table, symmetric.counters, symmetric.failed, rows, each, hidden,
-        eps, symmetric.room // Symmetric.BLOCKS // x.element_size(), 2 * symmetric.room // 4, symmetric.polls,
+        x.contiguous(), residual, weight, out, symmetric.table, symmetric.counters, symmetric.failed, rows, each,
+        hidden, eps, symmetric.room // Symmetric.BLOCKS // x.element_size(), 2 * symmetric.room // 4, symmetric.polls,
         RANK=symmetric.rank, SIZE=symmetric.size, HAS_RES=residual is not None, BLOCK=next_power_of_2(hidden),
         num_warps=8,
     )  # fmt: skip

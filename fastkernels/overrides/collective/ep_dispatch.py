@@ -5,6 +5,8 @@ The contract of vLLM's prepare step, with fixed sizes: a captured graph can be r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from fastkernels.core import parallel
@@ -23,21 +25,20 @@ def reference(
     num_experts: int,
     group: str = "tp",
 ) -> list[Dispatched]:
-    """x: [T, H], topk_ids: [T, K] int32, topk_weights: [T, K] of each rank; rank r has experts r E/ranks .. (r + 1) E/ranks.
+    """x: [T, H], topk_ids: [T, K] int32, topk_weights: [T, K] of each rank. Rank r has part r of the E experts.
 
     Returns for each rank (rows [ranks * T, H], ids [ranks * T, K] int32, weights [ranks * T, K], source [ranks * T]
-    int32). The rows of tokens with an expert there come first, in order of rank and token; the others are zero. ids are
-    numbers among the rank's own experts, -1 for others, whose weights are 0. source: rank * T + token, -1 behind the last.
+    int32). The rows of tokens with an expert there come first, in order of rank and token; the others are zero. ids
+    are numbers among the rank's own experts, -1 for others, whose weights are 0. source: rank * T + token, then -1.
     An id that is not in 0 .. E - 1 is no expert.
     """
-    every = [torch.cat(tensors) for tensors in (x, topk_ids, topk_weights)]
-    return [_own(*every, num_experts, rank, len(x)) for rank in range(len(x))]
+    every = torch.cat(x), torch.cat(topk_ids), torch.cat(topk_weights)
+    return [_own(every, num_experts, rank, len(x)) for rank in range(len(x))]
 
 
-def _own(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_experts: int, rank: int, size: int
-) -> Dispatched:
-    """The part of one rank, of the tokens of all ranks. Does not synchronize with the device."""
+def _own(every: Sequence[torch.Tensor], num_experts: int, rank: int, size: int) -> Dispatched:
+    """The part of one rank, of (x, ids, weights) of all ranks. Does not synchronize with the device."""
+    x, ids, weights = every
     count = parallel.divide(num_experts, size, "experts")
     local = ids - rank * count
     own = (local >= 0) & (local < count)
@@ -54,9 +55,10 @@ def _bits(x: torch.Tensor) -> torch.dtype:
     return exchange.WORDS[x.element_size()]
 
 
-def _over(gather: object, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: str) -> list[torch.Tensor]:
+def _over(
+    gather: Callable[..., torch.Tensor], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: str
+) -> list[torch.Tensor]:
     """The three tensors of all ranks, by one exchange of bytes."""
-    assert callable(gather)
     tokens = x.shape[0]
     given = (x.contiguous(), ids.contiguous(), weights.contiguous())
     parts = [t.view(tokens, -1).view(torch.uint8) for t in given]
@@ -74,7 +76,7 @@ def _composed(
 ) -> Dispatched:
     comm = parallel.communicator(group)
     every = _over(all_gather, x, topk_ids, topk_weights, group)
-    return _own(*every, num_experts, comm.rank, comm.size)
+    return _own(every, num_experts, comm.rank, comm.size)
 
 
 def _reference(
@@ -85,7 +87,7 @@ def _reference(
         torch.cat(exchange.gathered("ep_dispatch", t, group)) if comm.size > 1 else t.clone()
         for t in (x, topk_ids, topk_weights)
     ]
-    return _own(*every, num_experts, comm.rank, comm.size)
+    return _own(every, num_experts, comm.rank, comm.size)
 
 
 def _fake(
@@ -147,7 +149,7 @@ SPEC = OpSpec(
     traffic="(ranks - 1) * tokens * (hidden * itemsize(dtype) + 8 * topk)",
     cases=(
         Case("qwen3_decode_32", {"tokens": 16, "hidden": 2048, "topk": 8, "experts": 128}, weight=64, tags=("model",)),
-        Case("qwen3_prefill_2k", {"tokens": 1024, "hidden": 2048, "topk": 8, "experts": 128}, weight=4, tags=("model",)),
+        Case("qwen3_prefill", {"tokens": 1024, "hidden": 2048, "topk": 8, "experts": 128}, weight=4, tags=("model",)),
         Case("mixtral_decode_8", {"tokens": 4, "hidden": 4096, "topk": 2, "experts": 8}, weight=16, tags=("model",)),
         Case("one", {"tokens": 1, "hidden": 1, "topk": 1, "experts": 6}, "float32", tags=("odd",)),
         Case("odd_63", {"tokens": 63, "hidden": 100, "topk": 3, "experts": 12}, "float32", tags=("odd",)),

@@ -1,4 +1,4 @@
-"""What the collectives share: calls over a process group, over shared memory (CPU), and over symmetric memory (GPU)."""
+"""Parts of all collectives: calls over a process group, over shared memory (CPU), and over symmetric memory (GPU)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def alone(fn: Callable[..., Any]) -> Provider:
     """The provider for a group of one rank."""
 
     def unsupported(*args: Any) -> str | None:
-        return None if parallel.communicator(group_of(args)).size == 1 else ForOthers("for a group of one rank")
+        return (
+            None if parallel.communicator(group_of(args)).size == 1 else ForOthers("for a group of one rank")
+        )
 
     return Provider("alone", fn, devices=BOTH, supports=unsupported)
 
@@ -107,7 +109,7 @@ def exchanged(op: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
 def meet(
     table_ptr, failed_ptr, count, flags_at, polls, RANK: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Signal the programs of this number in all peers, and wait for theirs. What they wrote before is visible after."""
+    """Signal the programs of this number in all peers, and wait for theirs. Their earlier writes are then visible."""
     b = tl.program_id(0)
     tl.debug_barrier()  # all threads of this program have written
     mine = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int32)) + flags_at + b * SIZE
@@ -132,9 +134,9 @@ def _exchange_kernel(
     x_ptr, out_ptr, table_ptr, counter_ptr, failed_ptr, n, each, region, flags_at, polls,
     RANK: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # x has CHUNKS chunks of n elements. Program b passes `each` elements of every chunk through its own region, which no
-    # other program uses. It writes the halves of its region in turn, so none is written while a peer still reads it: a
-    # half is used again two calls later, and all peers have arrived at the call between.
+    # x has CHUNKS chunks of n elements. Program b passes `each` elements of every chunk through its own region, which
+    # no other program uses. It writes the halves of its region in turn, so none is written while a peer still reads it:
+    # a half is used again two calls later, and all peers have arrived at the call between.
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(counter_ptr + b) + 1
     half = (2 * b + (count & 1)) * region
@@ -177,9 +179,7 @@ def launch(x: torch.Tensor, symmetric: Symmetric, chunks: int, add: bool) -> tor
 
     x: contiguous. All ranks must launch the same. Captured graphs can be replayed any number of times.
     """
-    out = torch.empty(
-        x.numel() // chunks * (1 if add else symmetric.size), dtype=x.dtype, device=x.device
-    )
+    out = torch.empty(x.numel() // chunks * (1 if add else symmetric.size), dtype=x.dtype, device=x.device)
     source, into = x.view(-1), out
     if not add:  # bytes, in the largest words
         width = next(w for w in WORDS if x.nbytes // chunks % w == 0 and (x.numel() * x.itemsize) % w == 0)

@@ -51,7 +51,9 @@ def _unsupported(x: torch.Tensor, group: str = "tp") -> str | None:
 
 def _reference(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     comm = parallel.communicator(group)
-    return exchange.total(exchange.gathered("reduce_scatter", x, group)).chunk(comm.size)[comm.rank].to(x.dtype)
+    return (
+        exchange.total(exchange.gathered("reduce_scatter", x, group)).chunk(comm.size)[comm.rank].to(x.dtype)
+    )
 
 
 reduce_scatter = define(

@@ -1,4 +1,4 @@
-"""The ops of the family `collective` over real processes: every provider, shapes, bits, compiled code, kernels, a soak."""
+"""The ops of the family `collective` over real processes: providers, shapes, bits, compiled code, kernels, a soak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arguments(spec: OpSpec, case: Case, size: int, seed: int = 0) -> list[list[A
 
 
 def wanted(spec: OpSpec, every: list[list[Any]], rank: int) -> list[torch.Tensor]:
-    """What the reference gives a rank in float64: outputs, then written arguments."""
+    """The reference's results for a rank in float64: outputs, then written arguments."""
     lists = [
         [t.to(torch.float64, copy=True) for t in values] if isinstance(values[0], torch.Tensor) else values[0]
         for values in zip(*every, strict=True)
@@ -51,7 +51,7 @@ def wanted(spec: OpSpec, every: list[list[Any]], rank: int) -> list[torch.Tensor
 
 
 def written(spec: OpSpec, out: Any, args: list[Any]) -> list[torch.Tensor]:
-    """What a call gave: outputs, then written arguments."""
+    """The results of a call: outputs, then written arguments."""
     outs = out if isinstance(out, (tuple, list)) else (out,)
     return [*outs, *(args[i] for i in spec.declaration.mutated if args[i] is not None)]
 

@@ -21,7 +21,8 @@ class Ranks:
     def __init__(self, size: int):
         device = torch.device("cuda", torch.cuda.current_device())
         buffers = [
-            torch.zeros(Symmetric.bytes_for(ROOM, size), dtype=torch.uint8, device=device) for _ in range(size)
+            torch.zeros(Symmetric.bytes_for(ROOM, size), dtype=torch.uint8, device=device)
+            for _ in range(size)
         ]
         self.made, self.streams = [], [torch.cuda.Stream() for _ in range(size)]
         for rank in range(size):
@@ -71,7 +72,9 @@ def calls(ranks: Ranks) -> Any:
                     if argument.name in spec.replicated and every[0][i] is not None:
                         args[i] = every[0][i].clone()
             for params in triton.params or ({},):
-                if triton.supports(*every[0]) is None and (triton.fits is None or triton.fits(params, *every[0])):
+                if triton.supports(*every[0]) is None and (
+                    triton.fits is None or triton.fits(params, *every[0])
+                ):
                     yield f"{name} {case.name} {params}", case, spec, triton.bound(params).fn, every
 
 

@@ -110,7 +110,7 @@ class Sides:
 
     @PHASES.of("start")
     def spawn(self, who: str, files: Sequence[Path] = (), seat: Seat | None = None) -> RunnerProcess:
-        """A process for one side, caged if it runs files of a user. seat: of one rank of several; None: the side's own."""
+        """A process for one side, caged if it runs files of a user. seat: of one rank; None: the side's own."""
         zygote = self._zygote(who)
         seat = seat or Seat(self.core, self._gates[who], self._files[who])
         if files and self.caged:

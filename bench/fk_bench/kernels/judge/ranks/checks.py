@@ -1,4 +1,4 @@
-"""Whether all ranks of a candidate compute a collective correctly, whoever is late and whatever the others pass."""
+"""Whether all ranks of a candidate compute a collective correctly: with any values, and with any rank late."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lane:
         ]  # fmt: skip
 
     def call(self, slot: int) -> list[list[torch.Tensor]]:
-        """What all ranks have written in an eager call, to which some come late. Raises RunnerError, Wrong."""
+        """Make an eager call, to which some ranks come late; returns what all have written. Raises RunnerError, Wrong."""
         self.publish(slot)
         self.poison(slot)
         late = lateness(self.team.size)

@@ -105,7 +105,11 @@ class RankPair:
                 against = o.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
             files = list(mine.values())
-            team = self._start(who, files) if files else self._sides.group(who, o.ranks, partial(self._start, who))
+            team = (
+                self._start(who, files)
+                if files
+                else self._sides.group(who, o.ranks, partial(self._start, who))
+            )
             self._teams[who] = team
             team.timeout, team.budgets = o.timeout, (self._budget,) if mine and who == "candidate" else ()
             self.loaded[who] = team.ask(

@@ -42,7 +42,9 @@ class Team:
         try:
             for rank in range(size):
                 core = cores[rank % len(cores)] if sides.device == "cpu" else None
-                seat = Seat(core, gates[rank], self.arenas[rank], {"group": group, **spaces}, loopback=rank == 0)
+                seat = Seat(
+                    core, gates[rank], self.arenas[rank], {"group": group, **spaces}, loopback=rank == 0
+                )
                 self.ranks.append(sides.spawn(who, files, seat))
                 if rank == 0 and files:
                     spaces = cage.namespaces(self.ranks[0].child.pid, self.ranks[0].cage)
@@ -88,7 +90,7 @@ class Team:
             self.spend(time.perf_counter() - start)
 
     def end(self, ranks: Iterator[int] | Mapping[int, Any] | Sequence[int]) -> list[Any]:
-        """The replies of these ranks to the commands that were sent. Raises RunnerError, and ends all ranks if one hangs."""
+        """The replies of these ranks to the commands that were sent. Raises RunnerError; one that hangs ends all."""
         waiting, answers, errors = set(ranks), dict[int, Any](), dict[int, RunnerError]()
         limit = self.limit
         until = time.monotonic() + limit

@@ -43,7 +43,9 @@ class RankCalls:
         pids = [side.pid for lane in (self.candidate, self.baseline) for side in lane.team.ranks]
         # On a shared core a rank in front of its gate would never let the other one run.
         apart = len(self.candidate.team.ranks) <= len(os.sched_getaffinity(0))
-        with priority.raised(pids) if apart else contextlib.nullcontext("off: more ranks than cores") as report:
+        with (
+            priority.raised(pids) if apart else contextlib.nullcontext("off: more ranks than cores") as report
+        ):
             timed = Timed(Samples(1), Samples(1), Samples(1), priority=report)
             for r in range(-1, EXTENDED * self.rounds):  # the first one warms up
                 if r >= self.rounds and not unsteady(timed.baseline, timed.again) and timed.candidate.steady:
@@ -163,13 +165,15 @@ class RankCalls:
                 raise Wrong(f"in a timed call: rank {rank} answered before its calls were made")
             except RunnerError as error:
                 errors[rank] = error
-        error = team.blame(errors, [r for r in waiting if r not in failed], limit)
+        found = team.blame(errors, [r for r in waiting if r not in failed], limit)
         team.kill()  # the other ranks wait in the middle of their calls
-        raise RunnerError(error.status, str(error), True, error.who)
+        raise RunnerError(found.status, str(found), True, found.who)
 
     @staticmethod
     def _unchanged(lane: Lane, slot: int, before: list[list[torch.Tensor]]) -> None:
         """Nothing may change any more once the last rank has reported its end."""
         for rank, (mine, old) in enumerate(zip(lane.written(slot), before, strict=True)):
             if not all(map(same_bits, mine, old)):
-                raise Wrong(f"in a timed call: rank {rank}: an output changes after the call has reported its end")
+                raise Wrong(
+                    f"in a timed call: rank {rank}: an output changes after the call has reported its end"
+                )

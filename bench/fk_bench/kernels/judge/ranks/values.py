@@ -78,7 +78,7 @@ class Values:
         return [r.args_of(slot) for r in self.ranks]
 
     def results(self, args: Args, wide: bool = False) -> list[Any]:
-        """What the reference gives for each rank, from copies of the arguments; wide: in float64."""
+        """The results of the reference for each rank, from copies of the arguments; wide: in float64."""
 
         def copied(t: torch.Tensor) -> torch.Tensor:
             return t.to(torch.float64, copy=True) if wide and t.is_floating_point() else t.clone()
@@ -131,7 +131,9 @@ def activations(spec: OpSpec, args: list[Any]) -> list[torch.Tensor]:
     return [args[i] for i in own if isinstance(args[i], torch.Tensor) and scalable(args[i])]
 
 
-Situation = Callable[[OpSpec, Args, Args | None, int], None]  # (op, new arguments, those of the last call, a rank)
+Situation = Callable[
+    [OpSpec, Args, Args | None, int], None
+]  # (op, new arguments, those of the last call, a rank)
 
 
 def _zero_rank(spec: OpSpec, args: Args, last: Args | None, rank: int) -> None:
