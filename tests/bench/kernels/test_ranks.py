@@ -69,6 +69,11 @@ def test_dead_rank_is_named(judge: Judge, tmp_path: Path) -> None:
     assert row.status is Status.CRASH and "rank 1: its process ended: exit status 7" in row.reason
 
 
+def test_error_of_a_rank_is_not_blamed_on_the_others(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 1:\n        raise IndexError('out of range')\n")
+    assert row.status is Status.RUNTIME_ERROR and row.reason.startswith("rank 1: IndexError: out of range")
+
+
 def test_hanging_rank_is_named(judge: Judge, tmp_path: Path) -> None:
     row = verdict(judge, tmp_path, "    if comm.rank == 1:\n        time.sleep(1e4)\n", timeout=8)
     assert row.status is Status.TIMEOUT and "rank 1 gave no answer" in row.reason, row.reason

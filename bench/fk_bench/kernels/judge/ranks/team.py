@@ -92,8 +92,8 @@ class Team:
     def end(self, ranks: Iterator[int] | Mapping[int, Any] | Sequence[int]) -> list[Any]:
         """The replies of these ranks to the commands that were sent. Raises RunnerError; one that hangs ends all."""
         waiting, answers, errors = set(ranks), dict[int, Any](), dict[int, RunnerError]()
-        limit = self.limit
-        until = time.monotonic() + limit
+        begin = time.monotonic()
+        until = begin + self.limit
         while waiting and time.monotonic() < until:
             sockets = {self.ranks[r].channel.sock: r for r in waiting}
             for sock in select.select(list(sockets), [], [], max(until - time.monotonic(), 0))[0]:
@@ -106,24 +106,25 @@ class Team:
                     until = min(until, time.monotonic() + GRACE_S)
         if not waiting and not errors:
             return [answers[r] for r in sorted(answers)]
-        raise self.blame(errors, sorted(waiting), limit)
+        raise self.blame(errors, sorted(waiting), time.monotonic() - begin)
 
-    def blame(self, errors: Mapping[int, RunnerError], silent: Sequence[int], limit: float) -> RunnerError:
-        """The failure of the side: of a rank that ended, else of those that gave no answer, else of the first error.
+    def blame(self, errors: Mapping[int, RunnerError], silent: Sequence[int], waited: float) -> RunnerError:
+        """The failure of the side: of a rank that ended, else that raised an error, else of those that gave no answer.
 
-        A rank that only waited for another one is not to blame; what it says is added. The other ranks are ended if one
-        is lost or silent.
+        A rank that only waited for another one is not to blame; its error is added. The other ranks are ended if one
+        is lost or silent. waited: seconds for their answers.
         """
         died = {r: e for r, e in errors.items() if e.fatal}
-        said = "; ".join(f"rank {r} says: {str(e)[:300]}" for r, e in errors.items() if r not in died)
-        if died:
-            rank, error = next(iter(died.items()))
-            return self._lost(error.status, f"rank {rank}: {error}", said)
-        if silent:
+        raised = {r: e for r, e in errors.items() if not e.fatal and not _waited(e)}
+        causes = died or raised or ({} if silent else dict(errors))
+        said = "; ".join(f"rank {r} says: {str(e)[:300]}" for r, e in errors.items() if r not in causes)
+        if not causes:
             names = " and ".join(f"rank {r}" for r in silent)
-            return self._lost(Status.TIMEOUT, f"{names} gave no answer in {limit:g} s", said)
-        rank, first = next(iter(errors.items()))
-        return RunnerError(first.status, f"rank {rank}: {first}", False, self.who)
+            return self._lost(Status.TIMEOUT, f"{names} gave no answer in {waited:.3g} s", said)
+        rank, error = next(iter(causes.items()))
+        if died or silent:
+            return self._lost(error.status, f"rank {rank}: {error}", said)
+        return RunnerError(error.status, f"rank {rank}: {error}", False, self.who)
 
     def _lost(self, status: Status, reason: str, said: str) -> RunnerError:
         self.kill()
@@ -145,7 +146,7 @@ class Team:
         try:
             yield
         except RunnerError as error:
-            raise self.blame({rank: error}, (), self.limit) from None
+            raise self.blame({rank: error}, (), 0.0) from None
 
     def stop(self) -> None:
         """Stop all ranks. Raises RunnerError."""
@@ -179,3 +180,9 @@ class Team:
         for fd in self._files:
             os.close(fd)
         self._files, self.ranks = [], []
+
+
+def _waited(error: RunnerError) -> bool:
+    """Whether an error says that another rank did not come: a report, which only names another rank of the same side."""
+    text = str(error)
+    return text.startswith("CollectiveError:") or "gloo" in text.lower()

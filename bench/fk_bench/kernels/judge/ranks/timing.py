@@ -148,15 +148,15 @@ class RankCalls:
                 if now - looked > LOOK_S:
                     looked = now
                     if failed := [r for r in waiting if team.ranks[r].channel.readable()]:
-                        self._failed(lane, failed, list(waiting), limit)
+                        self._failed(lane, failed, list(waiting), now - start)
                 if now - start > limit:
-                    raise team.blame({}, sorted(waiting), limit)
+                    raise team.blame({}, sorted(waiting), now - start)
                 time.sleep(NAP_S)
         finally:
             team.spend(time.perf_counter() - start)
 
     @staticmethod
-    def _failed(lane: Lane, failed: list[int], waiting: list[int], limit: float) -> None:
+    def _failed(lane: Lane, failed: list[int], waiting: list[int], waited: float) -> None:
         """Some ranks answered before their calls were made: they failed, or are to be blamed. Raises RunnerError."""
         team, errors = lane.team, {}
         for rank in failed:
@@ -165,7 +165,7 @@ class RankCalls:
                 raise Wrong(f"in a timed call: rank {rank} answered before its calls were made")
             except RunnerError as error:
                 errors[rank] = error
-        found = team.blame(errors, [r for r in waiting if r not in failed], limit)
+        found = team.blame(errors, [r for r in waiting if r not in failed], waited)
         team.kill()  # the other ranks wait in the middle of their calls
         raise RunnerError(found.status, str(found), True, found.who)
 
