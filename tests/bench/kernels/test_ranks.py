@@ -103,20 +103,33 @@ def test_command_says_what_to_type(arguments: list[str], says: str, tmp_path: Pa
     assert result.exit_code != 0 and says in result.output, result.output
 
 
-def test_family_command_over_two_ranks(tmp_path: Path) -> None:
-    command = [
-        "kernels",
-        "--family",
-        "collective",
-        "--ranks",
-        "2",
-        "--device",
-        "cpu",
-        "--case",
-        "one",
-        "--json",
-    ]
-    result = CliRunner().invoke(app, [*command, "--rounds", "3", "--out", str(tmp_path / "run")])
+def command(folder: Path, *arguments: str) -> dict[str, Row]:
+    """{op: the row of its case} of a run, which must be right."""
+    words = ["kernels", "--ranks", "2", "--device", "cpu", "--case", "one", "--json", *arguments]
+    result = CliRunner().invoke(app, [*words, "--out", str(folder / "run")])
     line = json.loads(result.output.strip().splitlines()[-1])
     assert result.exit_code == 0 and line["ok"], result.output
-    assert line["ops"] == len(registry.collective_names())
+    return {str(r.subject.op): r for r in read(folder / "run" / "rows.jsonl")[0] if r.kind == "case"}
+
+
+@pytest.fixture
+def shared(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "Judge", lambda *given: Judge(*given[:4], sides=sides))
+
+
+@pytest.mark.usefixtures("shared")
+def test_family_command_over_two_ranks(tmp_path: Path) -> None:
+    found = command(tmp_path, "--family", "collective", "--no-time")
+    assert sorted(found) == registry.collective_names()
+    assert all(r.case["dims"]["ranks"] == 2 and r.baseline for r in found.values())
+
+
+@pytest.mark.usefixtures("shared")
+def test_times_over_two_ranks(tmp_path: Path) -> None:
+    row = command(tmp_path, "all_gather", "--rounds", "3")["all_gather"]
+    assert row.baseline == "gloo"
+    if "speedup" in row.metrics:  # the machine was quiet enough
+        sent = registry.get("all_gather").traffic(Case("", row.case["dims"], row.case["dtype"]))
+        assert row.metrics["bus_gb_per_s"] == pytest.approx(sent / row.metrics["time_us_p50"] / 1e3)
+    else:
+        assert row.case["untimed"], row.reason

@@ -22,11 +22,11 @@ from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.correctness.again import revealed, trial_of
 from fk_bench.kernels.judge.correctness.cases import Trial, trials
 from fk_bench.kernels.judge.processes.sides import Sides
-from fk_bench.kernels.judge.ranks.pair import RankPair
-from fk_bench.kernels.judge.ranks.pair import trials as rank_trials
 from fk_bench.kernels.judge.rows import metrics
 from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.pair import Pair
+from fk_bench.kernels.judge.rows.rank_pair import RankPair
+from fk_bench.kernels.judge.rows.rank_pair import trials as rank_trials
 from fk_bench.kernels.judge.rows.verdict import decide
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
