@@ -13,17 +13,17 @@ from typing import Any
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.batches.rank_calls import RankCalls
 from fk_bench.kernels.judge.correctness.cases import Trial, maker
 from fk_bench.kernels.judge.correctness.checks import Wrong
+from fk_bench.kernels.judge.correctness.rank_checks import Lane, RankChecks
+from fk_bench.kernels.judge.correctness.rank_values import Values
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.processes.calling import calling
 from fk_bench.kernels.judge.processes.messages import Loaded
 from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError
 from fk_bench.kernels.judge.processes.sides import Sides
-from fk_bench.kernels.judge.ranks.checks import Lane, RankChecks
-from fk_bench.kernels.judge.ranks.team import Team
-from fk_bench.kernels.judge.ranks.timing import RankCalls
-from fk_bench.kernels.judge.ranks.values import Values
+from fk_bench.kernels.judge.processes.team import Team
 from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.verdict import Evidence
 

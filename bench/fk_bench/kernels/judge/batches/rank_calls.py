@@ -20,9 +20,9 @@ from fk_bench.kernels.judge.batches.calls import NO_CALL
 from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
 from fk_bench.kernels.judge.correctness.checks import Wrong, same_bits
+from fk_bench.kernels.judge.correctness.rank_checks import LATE_S, Lane, RankChecks
 from fk_bench.kernels.judge.processes import priority
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
-from fk_bench.kernels.judge.ranks.checks import LATE_S, Lane, RankChecks
 
 RANDOM = random.SystemRandom()
 NAP_S = 2e-5  # between looks at the gates

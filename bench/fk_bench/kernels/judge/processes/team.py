@@ -183,6 +183,6 @@ class Team:
 
 
 def _waited(error: RunnerError) -> bool:
-    """Whether an error says that another rank did not come: a report, which only names another rank of the same side."""
+    """Whether a rank reports that another one did not come: it can only name one of its own side."""
     text = str(error)
     return text.startswith("CollectiveError:") or "gloo" in text.lower()

@@ -10,12 +10,12 @@ import torch
 
 from fk_bench.kernels.judge.correctness.checks import REFERENCE, Checked, Chosen, Wrong, same_bits
 from fk_bench.kernels.judge.correctness.errors import Errors
+from fk_bench.kernels.judge.correctness.rank_values import SITUATIONS, Args, Values
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.slots import poison
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
-from fk_bench.kernels.judge.ranks.team import Team
-from fk_bench.kernels.judge.ranks.values import SITUATIONS, Args, Values
+from fk_bench.kernels.judge.processes.team import Team
 
 RANDOM = random.SystemRandom()
 LATE_S = 0.03  # a rank is up to so late
@@ -55,7 +55,7 @@ class Lane:
         ]  # fmt: skip
 
     def call(self, slot: int) -> list[list[torch.Tensor]]:
-        """Make an eager call, to which some ranks come late; returns what all have written. Raises RunnerError, Wrong."""
+        """Make an eager call to which some ranks come late; returns what all wrote. Raises RunnerError, Wrong."""
         self.publish(slot)
         self.poison(slot)
         late = lateness(self.team.size)
