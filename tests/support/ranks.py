@@ -19,11 +19,12 @@ MODULES = [
 
 
 def run(
-    size: int, function: Callable[..., Any], *args: Any, late_s: float = 60.0, timeout: float = 120.0
-) -> list[Any]:
+    size: int, function: Callable[..., Any], *args: Any, late_s: float = 60.0, timeout: float = 120.0,
+    device: str = "cpu",
+) -> list[Any]:  # fmt: skip
     """function(rank, *args) of each rank, in a gloo group; None of a rank that died. Raises AssertionError.
 
-    late_s: seconds that a rank may be late in a collective
+    late_s: seconds that a rank may be late in a collective. device: with 'cuda' each rank has a GPU, in an NCCL group
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
@@ -33,7 +34,7 @@ def run(
             ours, theirs = context.Pipe(False)
             process = context.Process(
                 target=_rank,
-                args=(theirs, rank, size, str(Path(folder) / "store"), late_s, function, args),
+                args=(theirs, rank, size, str(Path(folder) / "store"), late_s, device, function, args),
                 daemon=True,
             )
             process.start()
@@ -57,7 +58,9 @@ def run(
     return found
 
 
-def _rank(pipe: Any, rank: int, size: int, store: str, late_s: float, function: Any, args: Any) -> None:
+def _rank(
+    pipe: Any, rank: int, size: int, store: str, late_s: float, device: str, function: Any, args: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -65,7 +68,10 @@ def _rank(pipe: Any, rank: int, size: int, store: str, late_s: float, function: 
 
     torch.set_num_threads(1)
     try:
-        parallel.init(rank, size, f"file://{store}", timeout=late_s)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            device = f"cuda:{rank}"
+        parallel.init(rank, size, f"file://{store}", device=device, timeout=late_s)
         pipe.send((True, function(rank, *args)))
         parallel.reset()
         dist.destroy_process_group()

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ranks
+from support.kernels import ahead
 from support.kernels.declarations import contradictions
 from support.kernels.op_cases import mismatch
 
 from fastkernels.core import parallel, registry
+from fastkernels.core.communicator import Symmetric
 from fastkernels.core.spec import Case, OpSpec
 
 NAMES = registry.collective_names()
@@ -167,12 +169,80 @@ def test_interpreted_kernels_over_ranks(size: int) -> None:
     interpreted(size, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if any(p.name == "triton" for p in registry.get(n).op.providers)]
+)
+def test_kernels_compile_for_hopper(name: str) -> None:
+    spec = registry.get(name)
+    (triton,) = [p for p in spec.op.providers if p.name == "triton"]
+    comm = parallel.join("ahead", 0, 1)
+    comm.size = 2
+    comm.symmetric = Symmetric([0, 0], 0, Symmetric.UNIT * 256, torch.device("cpu"), 600.0)
+    args = arguments(spec, small(spec)[0], 2)[0]
+    args[spec.position("group")] = "ahead"
+    assert triton.supports is not None and triton.supports(*args) is None
+    for params in triton.params or ({},):
+        found = ahead.launched(lambda: triton.fn(*args, **params))  # noqa: B023
+        assert found
+        for launch in found:
+            ahead.compile_for(launch, 90)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_kernels_over_streams_of_one_gpu(size: int) -> None:
     from support.kernels import gpu_ranks
 
     assert gpu_ranks.eager(size) > 60 and gpu_ranks.graphs(size) > 20
+
+
+def _over_gpus(rank: int, size: int) -> int:
+    """The providers of GPUs against the reference, eager and in a graph. Returns the number of calls."""
+    count = 0
+    for name in NAMES:
+        spec = registry.get(name)
+        for case in [c for c in small(spec, size) if c.name != "one"]:
+            every = arguments(spec, case, size)
+            want = wanted(spec, every, rank)
+            args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in every[rank]]
+            for provider in spec.op.providers:
+                if provider.unavailable("cuda") or (provider.supports and provider.supports(*args)):
+                    continue
+                mine = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+                got = [t.cpu() for t in written(spec, provider.fn(*mine), mine)]
+                assert (problem := mismatch(spec, case, got, want)) is None, (
+                    name,
+                    case.name,
+                    provider,
+                    problem,
+                )
+                count += 1
+                if spec.declaration.mutated or provider.name != "triton":
+                    continue
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    outs = [provider.fn(*args) for _ in range(3)][-1]
+                for _ in range(3):
+                    graph.replay()
+                got = [t.cpu() for t in written(spec, outs, args)]
+                assert (problem := mismatch(spec, case, got, want)) is None, (
+                    name,
+                    case.name,
+                    "graph",
+                    problem,
+                )
+    comm = parallel.communicator()
+    assert comm.symmetric is not None, comm.without
+    comm.symmetric.check()
+    return count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_values_over_two_gpus() -> None:
+    counts = ranks.run(2, _over_gpus, 2, device="cuda", timeout=300)
+    assert len(set(counts)) == 1 and counts[0] > 10 * len(NAMES)
 
 
 def _soak(rank: int, size: int, calls: int, seed: int) -> int:
