@@ -29,7 +29,7 @@ for name in {private!r}:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
-assert getpass.getuser() == "candidate", "torch.compile asks for the user's name"
+assert getpass.getuser() == "candidate", "torch.compile needs the user's name"
 assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY, "CUDA reserves terabytes"
 assert resource.getrlimit(resource.RLIMIT_NPROC)[0] >= {processes} or os.getuid() == 0
 assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
