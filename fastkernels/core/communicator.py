@@ -245,7 +245,9 @@ class Communicator:
 
     def _meet(self, buffer_bytes: int) -> None:
         """Share a memory file of rank 0, if all ranks are on its machine."""
-        group = getattr(self.process_group, "group_name", "world")  # replicas have groups of the same name of ours
+        group = getattr(
+            self.process_group, "group_name", "world"
+        )  # replicas have groups of the same name of ours
         prefix = f"fastkernels/{group}/{self.name}"
         store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         key, machine = secrets.token_hex(16), _machine()
