@@ -1,7 +1,6 @@
 """Baselines of this family: what the hosts run for each collective, over the judge's own groups.
 
-Of those for GPUs only NCCL's have been called through the judge's own code paths on a machine of several GPUs by their
-hosts; see docs/parallel.md for what was measured.
+Those for GPUs have not run yet: the judge of collectives is for the CPU so far (docs/parallel.md).
 """
 
 from __future__ import annotations
