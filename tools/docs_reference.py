@@ -35,7 +35,7 @@ def ops() -> str:
         "`fk-bench list ops` prints this list; `fk-bench list ops --signatures` compares each class with its host's.",
     ]  # fmt: skip
     folder, classes = "", []
-    for name in sorted(registry.op_names(), key=lambda n: (op_file(n).parent.name, n)):
+    for name in sorted(registry.op_modules(), key=lambda n: (op_file(n).parent.name, n)):
         spec, file = registry.get(name), op_file(name)
         if file.parent.name != folder:
             folder = file.parent.name
@@ -71,7 +71,7 @@ def ops() -> str:
         "The declared arguments and outputs of each op. An axis with `?` exists only in some cases. `fk-bench list ops",
         "--definition OP` prints the same as a FlashInfer-Trace definition.",
     ]  # fmt: skip
-    for name in registry.op_names():
+    for name in registry.op_modules():
         if registry.get(name).arguments:
             lines += ["", f"## Arguments of `{name}`", "", table(registry.get(name))]
     return "\n".join([*lines, ""])

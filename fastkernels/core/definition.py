@@ -30,6 +30,8 @@ def definition(spec: OpSpec, case: Case | None = None) -> dict[str, Any]:
     absent tensors of that case are constants of `run`; a tag `constant:NAME=JSON` has each option. The name has all in
     which the op's definitions differ. Raises ValueError for an op without a declaration.
     """
+    if spec.ranks:
+        raise ValueError(f"{spec.name} is a collective: a definition is of one process")
     if not spec.arguments:
         raise ValueError(f"{spec.name} has no declared arguments")
     case = case or next((c for c in spec.cases if "model" in c.tags), spec.cases[0])

@@ -1,7 +1,8 @@
 """Ranks and collectives of the tensor-parallel group that standalone modules shard over.
 
 Without a process group the group is rank 0 of 1 and every collective is the identity. `init` uses
-torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own group instead.
+torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own group instead. Functional ops of the family
+`collective` find a group's buffers and process group by its name: `communicator`.
 """
 
 from __future__ import annotations
@@ -10,24 +11,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
+from fastkernels.core import registry
+from fastkernels.core.communicator import TIMEOUT_S, Communicator
+
+TP = "tp"  # the name of the group that modules are sharded over
+
 
 @dataclass(frozen=True)
 class Group:
-    """A tensor-parallel group. all_reduce(t) sums and may write into t; all_gather(t, dim) concatenates by rank."""
+    """A tensor-parallel group. all_reduce(t) sums and may write into t; all_gather(t, dim) concatenates by rank.
+
+    communicator  of a group of torch.distributed; None for one that a host has bound
+    """
 
     rank: int
     size: int
     all_reduce: Callable[[torch.Tensor], torch.Tensor]
     all_gather: Callable[[torch.Tensor, int], torch.Tensor]
+    communicator: Communicator | None = None
 
 
 _SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
 _group: Group = _SINGLE
+_alone = Communicator(TP)
+_communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _build_as: ContextVar[tuple[int, int, int] | None] = ContextVar("build_as", default=None)
 
 
@@ -42,8 +56,16 @@ def bind(
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
     _check(rank, size)
+    _use(Group(rank, size, all_reduce, all_gather))
+
+
+def _use(group: Group) -> None:
+    """Use this group from now on, and leave the last one."""
     global _group
-    _group = Group(rank, size, all_reduce, all_gather)
+    if _group.communicator is not None:
+        _communicators.pop(_group.communicator.name, None)
+        _group.communicator.close()
+    _group = group
 
 
 def _check(rank: int, size: int) -> None:
@@ -52,9 +74,8 @@ def _check(rank: int, size: int) -> None:
 
 
 def reset() -> None:
-    """Return to rank 0 of 1. An existing torch.distributed process group is not touched."""
-    global _group
-    _group = _SINGLE
+    """Return to rank 0 of 1, and free the group's buffers. A process group of torch.distributed is not touched."""
+    _use(_SINGLE)
 
 
 @contextmanager
@@ -72,10 +93,18 @@ def build_as(rank: int, size: int, experts: int = 1) -> Iterator[None]:
         _build_as.reset(token)
 
 
-def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu") -> None:
+def init(
+    rank: int,
+    size: int,
+    init_method: str = "env://",
+    device: str = "cpu",
+    timeout: float = TIMEOUT_S,
+    memory: int | None = None,
+) -> None:
     """Join a torch.distributed group of `size` processes (unless this process is in one) and bind it.
 
     device: 'cuda' (or 'cuda:1') takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
+    timeout: seconds that a rank may be late in a collective before the others raise. memory: as in Communicator.
     Raises ValueError where an existing process group has another rank or size.
     """
     if size == 1:
@@ -86,36 +115,79 @@ def init(rank: int, size: int, init_method: str = "env://", device: str = "cpu")
         # With an index NCCL connects now instead of in the first collective, which may be inside a graph capture.
         now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size, **now
-        )
+            "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size,
+            timeout=timedelta(seconds=timeout), **now,
+        )  # fmt: skip
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise ValueError(f"torch.distributed is already initialized as {found}, not as rank {rank} of {size}")
-    bind_process_group()
+    bind_process_group(device=device, timeout=timeout, memory=memory)
 
 
-def bind_process_group(process_group: dist.ProcessGroup | None = None) -> None:
-    """Bind a torch.distributed group of this process (None: the default group)."""
-    # The name in torch 2.13, and the one in older versions.
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def bind_process_group(
+    process_group: dist.ProcessGroup | None = None,
+    device: str | None = None,
+    timeout: float = TIMEOUT_S,
+    memory: int | None = None,
+) -> None:
+    """Bind a torch.distributed group of this process (None: the default group). All its ranks must call this.
+
+    device: of the tensors; None: 'cuda' for NCCL, else 'cpu'. timeout, memory: as in `init`.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    device = device or ("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+    made = join(TP, rank, size, process_group, device, timeout, memory)
+    reduce, gather = registry.get("all_reduce").op, registry.get("all_gather").op
+    in_place = device.startswith("cuda")
 
     def all_reduce(t: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(t, group=process_group)
-        return t
+        if in_place and not reduce.requested:  # NCCL needs no copy
+            dist.all_reduce(t, group=process_group)
+            return t
+        return reduce(t, TP)
 
     def all_gather(t: torch.Tensor, dim: int) -> torch.Tensor:
-        # Into one tensor: with a list, NCCL's result would be copied out rank by rank. Both run in CUDA graphs.
-        rows, rest = t.shape[0], t.shape[1:]
-        parts = torch.empty((size * rows, *rest), dtype=t.dtype, device=t.device)
-        gather(parts, t.contiguous(), group=process_group)
+        parts = gather(t, TP)
         if dim % t.dim() == 0:
             return parts
         shape = list(t.shape)
         shape[dim] *= size
-        return parts.view(size, rows, *rest).movedim(0, dim % t.dim()).reshape(shape)
+        return parts.view(size, *t.shape).movedim(0, dim % t.dim()).reshape(shape)
 
-    size = dist.get_world_size(process_group)
-    bind(dist.get_rank(process_group), size, all_reduce, all_gather)
+    _use(Group(rank, size, all_reduce, all_gather, made))
+    _communicators[TP] = made  # behind the last group's, which had the same name
+
+
+def join(
+    name: str,
+    rank: int,
+    size: int,
+    process_group: dist.ProcessGroup | None = None,
+    device: str = "cpu",
+    timeout: float = TIMEOUT_S,
+    memory: int | None = None,
+) -> Communicator:
+    """Return a new communicator, which collective ops find by its name while it is referenced.
+
+    All ranks of the group must call this. Raises ValueError for a rank that is not in 0 .. size - 1.
+    """
+    _check(rank, size)
+    made = Communicator(name, rank, size, process_group, device, memory, timeout=timeout)
+    _communicators[name] = made
+    return made
+
+
+def communicator(name: str = TP) -> Communicator:
+    """The group of this name; without a group of ranks, `tp` is rank 0 of 1. Raises ValueError for an unknown name."""
+    found = _communicators.get(name)
+    if found is None:
+        if name != TP:
+            known = ", ".join(sorted({TP, *_communicators}))
+            raise ValueError(
+                f"there is no group {name!r} of ranks, only {known}: call parallel.join in all ranks"
+            )
+        return _alone
+    return found
 
 
 def get_tp_rank() -> int:

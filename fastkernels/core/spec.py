@@ -156,6 +156,13 @@ class OpSpec:
     permutable   permutable(*args) -> Permutable, for ops that are tie-sensitive or return integers
     baseline     the provider that production uses
 
+    A collective, whose result depends on the tensors of several ranks:
+    ranks        the axis that counts them; '' for other ops. The declaration is of one rank's call; `reference` takes
+                 for each tensor the list of all ranks' tensors, and returns the list of their results
+    replicated   names of the arguments that are the same in all ranks
+    same_bits    all ranks get the same bits, in every run
+    traffic      bytes that each rank has to send, an expression over axes: for the bus bandwidth
+
     How it is used:
     targets      the host classes and functions that it replaces
     by_default   patch() without a list of ops may replace modules by it: set it after a measurement in a host, or a
@@ -194,6 +201,10 @@ class OpSpec:
     by_table: Any = None
     stands_for: tuple[str, ...] = ()
     baseline: str = "reference"
+    ranks: str = ""
+    replicated: tuple[str, ...] = ()
+    same_bits: bool = False
+    traffic: Any = None
     batch_invariant: bool = False
     activations: tuple[Any, ...] = (0,)
     contained: Any = None
@@ -212,6 +223,8 @@ class OpSpec:
             keep("contained", self.position(self.contained))
         if isinstance(self.flops, str):
             keep("flops", self.declaration.expression(self.flops))
+        if isinstance(self.traffic, str):
+            keep("traffic", self.declaration.expression(self.traffic))
         if not self.arguments:
             return
         if self.dtype_arg is None:

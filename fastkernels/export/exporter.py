@@ -262,6 +262,10 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     Raises UnknownName for the op, ExportError for the host or version.
     """
     spec = registry.get(op)
+    if spec.ranks:
+        raise ExportError(
+            f"{op} is a collective: it needs a group's buffers, which one file cannot bring along"
+        )
     found = (targets if standalone else fork_targets)(spec, host, version)
     modules = list(dict.fromkeys(_module(t) for t in found))
     namespace = f"{PACKAGE}_{op}_{host}"

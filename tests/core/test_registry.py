@@ -29,7 +29,11 @@ def assigned_names(file: Path) -> set[str]:
 
 def test_op_is_a_file_that_assigns_spec() -> None:
     files = {f.stem for f in registry.OPS_ROOT.rglob("*.py") if "SPEC" in assigned_names(f)}
-    assert set(registry.op_names()) == files >= KNOWN
+    assert (
+        {*registry.op_names(), *registry.collective_names()} == set(registry.op_modules()) == files >= KNOWN
+    )
+    assert not set(registry.op_names()) & set(registry.collective_names())
+    assert [n for n in registry.op_modules() if registry.get(n).ranks] == registry.collective_names()
 
 
 def test_host_file_is_a_file_that_assigns_targets() -> None:
@@ -55,12 +59,12 @@ def test_every_target_has_a_class() -> None:
             assert registry.op_class(name, target.cls) is registry.target_class(target)
 
 
-@pytest.mark.parametrize("name", registry.op_names())
+@pytest.mark.parametrize("name", registry.op_modules())
 def test_spec_is_of_its_file(name: str) -> None:
     spec = registry.get(name)
     assert spec.name == name
     assert registry.op_modules()[name] == f"fastkernels.overrides.{registry.family(name)}.{name}"
-    assert set(spec.calls) <= set(registry.op_names())
+    assert set(spec.calls) <= set(registry.op_modules())
     assert spec.op is None or spec.op.name == name
     assert len({c.name for c in spec.cases}) == len(spec.cases)
     assert all(c.dtype in spec.tolerance for c in spec.cases)

@@ -23,8 +23,8 @@ def signature_rows() -> list[dict[str, Any]]:
 
 
 def op_rows() -> list[dict[str, Any]]:
-    """Rows {op, level, hosts, providers, baseline, cases, calls, about}."""
-    specs = [registry.get(name) for name in registry.op_names()]
+    """Rows {op, level, hosts, providers, baseline, cases, calls, about}; those of collectives too."""
+    specs = [registry.get(name) for name in registry.op_modules()]
     return [
         {
             "op": s.name,

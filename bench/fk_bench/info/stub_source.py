@@ -69,11 +69,12 @@ class Stub:
         about = (self.module.__doc__ or name).partition("\n")[0].strip()
         runs = ["The function runs wherever the op runs."] if self.spec.op is not None else []
         runs += ["A class runs where a model has a module of that name."] if made else []
+        ranks = " --ranks 2 --device cpu" if self.spec.ranks else ""
         lines = [
             about,
             "",
             f"A candidate for the op {name}. Judge it with:",
-            f"    fk-bench kernels {name} --candidate {folder}",
+            f"    fk-bench kernels {name} --candidate {folder}{ranks}",
             "It is correct as it is, and slow.",
             " ".join(runs),
             "Change the bodies; keep names, arguments, shapes and dtypes.",
@@ -105,12 +106,15 @@ class Stub:
         arguments = [a.name for a in schema.arguments]
         mutated = [a for a in schema.arguments if _is_mutated(a)]
         self.imports["ours"] = _import_module(self.module.__name__, "ours")
+        gathers, mine = self._gathered(schema) if self.spec.ranks else ([], "")
+        if self.spec.ranks:
+            arguments = [self._of_all_ranks(a) for a in schema.arguments]
         if not mutated:
-            return [fold("return ours.reference(", arguments, ")", "    ")]
+            return [*gathers, fold("return ours.reference(", arguments, f"){mine}", "    ")]
         outs = ["out"] if len(schema.returns) == 1 else [f"out{i}" for i in range(len(schema.returns))]
         news = [f"new_{a.name}" for a in mutated]
         left = ", ".join([*outs, *news])
-        lines = [fold(f"{left} = ours.reference(", arguments, ")", "    ")]
+        lines = [*gathers, fold(f"{left} = ours.reference(", arguments, f"){mine}", "    ")]
         for argument, new in zip(mutated, news, strict=True):
             copy = f"{argument.name}.copy_({new})"
             if str(argument.type).startswith("Optional"):
@@ -118,6 +122,30 @@ class Stub:
             else:
                 lines.append(f"    {copy}")
         return [*lines, *([f"    return {', '.join(outs)}"] if outs else [])]
+
+    def _gathered(self, schema: Any) -> tuple[list[str], str]:
+        """(lines that gather all ranks' tensors, the index of this rank's results)."""
+        self.imports["parallel"] = "from fastkernels.core import parallel"
+        self.imports["dist"] = "import torch.distributed as dist"
+        lines = ["    ranks = parallel.communicator(group)"]
+        for argument in schema.arguments:
+            name = argument.name
+            if "Tensor" in str(argument.type) and name not in self.spec.replicated:
+                lines += [
+                    f"    {name}_of = [torch.empty_like({name}) for _ in range(ranks.size)]",
+                    f"    dist.all_gather({name}_of, {name}.contiguous(), group=ranks.process_group)",
+                ]
+        return lines, "[ranks.rank]"
+
+    def _of_all_ranks(self, argument: Any) -> str:
+        """An argument of a collective's reference, which takes the tensors of all ranks."""
+        name = argument.name
+        if "Tensor" not in str(argument.type):
+            return str(name)
+        if name not in self.spec.replicated:
+            return f"{name}_of"
+        every = f"[{name}] * ranks.size"
+        return f"None if {name} is None else {every}" if str(argument.type).startswith("Optional") else every
 
     def _function_doc(self) -> list[str]:
         schema = self.spec.op.overload._schema
@@ -377,5 +405,10 @@ def worked_case(spec: OpSpec) -> tuple[Case, list[Any], list[Any]]:
         case = next(c for c in chosen if "odd" in c.tags)
         arguments = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
         out = spec.op(*arguments)
+    if spec.ranks:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            ranks = spec.declaration.sizes(case.dims, case.dtype)[spec.ranks]
+            lists = [[a] * ranks if isinstance(a, torch.Tensor) else a for a in arguments]
+            out = spec.reference(*lists)[0]
     outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
-    return case, arguments, outs
+    return case, arguments, outs[: len(spec.op.overload._schema.returns)] if spec.ranks else outs

@@ -36,6 +36,7 @@ class Cheat:
     name     of the candidate NAME.py and of its honest twin honest/NAME.py
     op, case, sources   what it is judged on; case None: all cases of these sources
     device   where it works
+    ranks    processes of a collective; 0 for other ops
     pattern, seen_in    what it does, and where it was seen
     scan     the pattern for which the static scan rejects it; None if no scan can
     caught   accepted verdicts of the judge without the scan: statuses, or 'no-gain'
@@ -49,6 +50,7 @@ class Cheat:
     caught: tuple[str, ...]
     sources: tuple[str, ...] = ("random",)
     device: str = "cpu"
+    ranks: int = 0
     scan: str | None = None
 
     def file(self, honest: bool = False, folder: Path | None = None) -> Path:
@@ -87,7 +89,7 @@ def try_cheat(
     twins: rows of the twins that passed. If no times are compared, a twin with the same code is not judged again.
     """
     verdict = Verdict(cheat)
-    twin = cheat.op, cheat.case, cheat.sources, _code(cheat.file(True, folder))
+    twin = cheat.op, cheat.case, cheat.sources, cheat.ranks, _code(cheat.file(True, folder))
     honest = twins.get(twin, []) if twins is not None and NO_GAIN not in cheat.caught else []
     for _ in range(0 if honest else TRIES):
         honest = _rows(judge, cheat, cheat.file(True, folder), dataclasses.replace(options, scan=True))
@@ -138,7 +140,7 @@ def _code(file: Path) -> str:
 def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]:
     names = () if cheat.case is None else (cheat.case,)
     judge.candidates = {cheat.op: file}
-    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names)
+    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names, ranks=cheat.ranks)
     before = len(judge.rows)
     judge.op(cheat.op)
     return [r for r in judge.rows[before:] if r.kind == "case" and r.status is not Status.SKIPPED]

@@ -39,6 +39,12 @@ def kernels_command(
         list[int] | None,
         typer.Option(help="all ops of this level; with --model also the model's blocks, up to 4"),
     ] = None,
+    family: Annotated[
+        str, typer.Option(help="all ops of this family, the folder of their files: norm, collective, ...")
+    ] = "",
+    ranks: Annotated[
+        int, typer.Option(help="processes of a collective, from 2 on: one cage each", show_default=False)
+    ] = 0,
     model: Annotated[
         str,
         typer.Option(
@@ -162,6 +168,8 @@ def kernels_command(
         candidate is not None or task is not None or cheats or against.endswith(".py") or no_time
     ):
         fail("--identity compares the baseline with itself: give no candidate, --task, --cheats or --no-time")
+    if family:
+        ops = _of_family(family, ops, level, model, task)
     interpreters = _pairs(python or [])
     chosen_device = torch_device(device)
     try:
@@ -171,8 +179,8 @@ def kernels_command(
     if stated is not None:
         ops, sources = [stated.op], ()
     options = Options(
-        device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
-        timed=not no_time, timeout=timeout, case_budget=case_budget,
+        device=chosen_device, ranks=ranks, against=against, cases=sources, names=tuple(case or ()), rounds=rounds,
+        starts=starts, timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures, task=stated.cases if stated is not None else (),
         values=values, deployment=deployment,
@@ -186,6 +194,7 @@ def kernels_command(
             options = dataclasses.replace(options, model=text)
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates, blocks)
+        _check_ranks(names, options)
         damaged = _damaged(names, options)
         _check_case_names(names, options)
         if values:
@@ -296,6 +305,41 @@ def _short(row: Row) -> dict[str, Any]:
     case: dict[str, Any] = {k: row.case[k] for k in ("kind", "phase", "requests") if k in row.case}
     said = {k: v for k, v in (("reason", row.reason), ("provisional", row.provisional)) if v}
     return {**case, "status": row.status.value, **said, **row.metrics}
+
+
+def _of_family(
+    family: str, ops: list[str] | None, level: list[int] | None, model: str, task: Path | None
+) -> list[str]:
+    """The ops of a family. Exits where it is unknown, or other ops are named too."""
+    if ops or level or model or task is not None:
+        fail("--family names the ops: give no op, --level, --model or --task")
+    by_family: dict[str, list[str]] = {}
+    for name in registry.op_modules():
+        by_family.setdefault(registry.family(name), []).append(name)
+    if family not in by_family:
+        fail(str(UnknownName("family", family, by_family)))
+    return by_family[family]
+
+
+def _check_ranks(names: list[str], options: Any) -> None:
+    """Raise ValueError if --ranks is missing for a collective, or given for another op."""
+    collectives = [n for n in names if registry.get(n).ranks]
+    if not collectives:
+        if options.ranks:
+            raise ValueError(f"--ranks is for collectives: {', '.join(registry.collective_names())}")
+        return
+    what = collectives[0] if len(names) == 1 else f"--family {registry.COLLECTIVE}"
+    if options.ranks < 2:
+        raise ValueError(
+            f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device cpu"
+        )
+    if len(collectives) < len(names):
+        other = next(n for n in names if n not in collectives)
+        raise ValueError(f"--ranks is for collectives, but {other} is none: judge it in a run of its own")
+    if options.device == "cuda":
+        raise ValueError("--ranks is judged on the CPU only so far: add --device cpu (docs/parallel.md)")
+    if options.values or options.starts > 1 or options.deployment:
+        raise ValueError("--ranks: --values, --starts and --deployment are for ops of one process")
 
 
 def _check_case_names(ops: list[str], options: Any) -> None:

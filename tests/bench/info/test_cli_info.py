@@ -44,8 +44,8 @@ def last(out: str) -> dict[str, Any]:
 def test_list_ops(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "list")
     assert status == 0 and [r["op"] for r in last(out)["ops"] if r["level"] == 1][:1]
-    assert {r["op"] for r in last(out)["ops"]} == set(registry.op_names())
-    assert len(out.splitlines()) > len(registry.op_names())
+    assert {r["op"] for r in last(out)["ops"]} == set(registry.op_modules())
+    assert len(out.splitlines()) > len(registry.op_modules())
 
 
 @pytest.mark.parametrize("only", [True, False])

@@ -34,6 +34,8 @@ VALID: dict[str, dict[str, Any]] = {
     "use": {"unchecked": [0]}, "prepare": {},
     "case": {}, "free": {}, "copy": {}, "compiled": {}, "queue": {}, "calls": {},
     "deployment": {"deployed": "", "serving": "unknown: no axis of tokens"},
+    "store": {"port": 29500},
+    "join": {},
     "call": {"aliases": [], "live": {"rms_norm": 1}, "refused": {"triton": "no GPU"}},
     "estimate": {"seconds": 1e-5},
     "capture": {"outputs": [[PLACE, {**PLACE, "arena": None, "handle": "0f" * 64, "offset": 8}]]},

@@ -148,6 +148,31 @@ def test_candidate_runs_on_every_rank(two, tmp_path):
     assert tokens(two.generate(PROMPTS, GREEDY)) == before
 
 
+COLLECTIVE = """
+import torch.distributed as dist
+from fastkernels.core import parallel
+
+
+def all_reduce(x, group="tp"):
+    out = x.clone()
+    dist.all_reduce(out, group=parallel.communicator(group).process_group)
+    return {result}
+"""
+
+
+def test_candidate_for_a_collective_runs_on_every_rank(two, tmp_path):
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    for name, result in (("right", "out"), ("wrong", "out + 5")):
+        (tmp_path / f"{name}.py").write_text(COLLECTIVE.format(result=result))
+    with fastkernels.patch(two, candidates={"all_reduce": str(tmp_path / "right.py")}) as report:
+        assert tokens(two.generate(PROMPTS, GREEDY)) == before
+        rows = [(r.rank, r.calls > 0, r.reason) for r in report.refresh().rows if r.op == "all_reduce"]
+        assert rows == [(0, True, "candidate"), (1, True, "candidate")]
+    with fastkernels.patch(two, candidates={"all_reduce": str(tmp_path / "wrong.py")}):
+        assert tokens(two.generate(PROMPTS, GREEDY)) != before
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+
+
 def test_candidate_failing_on_one_rank_changes_nothing(two, tmp_path):
     before = tokens(two.generate(PROMPTS, GREEDY))
     file = tmp_path / "kernel.py"

@@ -82,7 +82,8 @@ def baselines(op: str, against: str, device: str) -> list[Baseline]:
     found: list[Baseline] = []
     if against != "reference":
         found += registry.baselines(op)
-        if against == "production" and not any(b.kind == "compiler" for b in found):
+        compiled = bool(spec.ranks) or any(b.kind == "compiler" for b in found)
+        if against == "production" and not compiled:
             found.append(inductor(op))  # the least that a host runs
         found = [b for b in found if device in b.devices and (against == "production" or b.kind == "host")]
     found = [replace(b, device=device) for b in found]

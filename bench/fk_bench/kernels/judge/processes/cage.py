@@ -95,18 +95,30 @@ def _step(report: Report, name: str, asked: bool) -> bool:
     return asked
 
 
-def leave(options: CageOptions) -> Report:
-    """Supervisor: enter the namespaces. Its next child is process 1 of the new PID namespace."""
+def leave(options: CageOptions, spaces: Mapping[str, int] | None = None) -> Report:
+    """Supervisor: enter the namespaces. Its next child is process 1 of the new PID namespace.
+
+    spaces  {'net' | 'user': fd} of another rank's namespaces, which this one shares; see `namespaces`
+    """
     report: Report = {}
     wanted = [n for n in ("net", "ipc", "uts", "mounts", "pid") if _step(report, n, getattr(options, n))]
     refused: dict[str, OSError] = {}
-    for name in wanted if os.geteuid() == 0 else ():
+    root = os.geteuid() == 0
+    if spaces and "net" in wanted:
+        for name in ("user", "net"):
+            if name in spaces:
+                linux.enter_namespace(spaces[name])
+        if not root:
+            report["user"] = "on"
+        root = True  # in that user namespace
+        wanted.remove("net")
+    for name in wanted if root else ():
         try:
             linux.unshare(linux.CLONE[name])
         except OSError as error:
             refused[name] = error
             report[name] = f"off: {error.strerror} (root without CAP_SYS_ADMIN?)"
-    if wanted and (os.geteuid() != 0 or len(refused) == len(wanted)):
+    if wanted and (not root or len(refused) == len(wanted)):
         _user_namespace(wanted, report)
     if options.loopback and report["net"] == "on":
         try:
@@ -116,6 +128,22 @@ def leave(options: CageOptions) -> Report:
     if _step(report, "memory", options.memory is not None) and not os.path.exists(_CHILDREN):
         report["memory"] = "off: this kernel does not list the children of a process"
     return report
+
+
+SPACE = "namespace:"  # of a file descriptor's name
+
+
+def namespaces(supervisor: int, report: Report) -> dict[str, int]:
+    """{name of a file descriptor: it} of the network that a cage with this report has, for the other ranks of a side.
+
+    Without a network namespace there is nothing to share: all ranks see the machine's network. The caller closes them.
+    """
+    if not report.get("net", "").startswith("on"):
+        return {}
+    found = {f"{SPACE}net": os.open(f"/proc/{supervisor}/ns/net", os.O_RDONLY | os.O_CLOEXEC)}
+    if os.geteuid() != 0:
+        found[f"{SPACE}user"] = os.open(f"/proc/{supervisor}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    return found
 
 
 def _user_namespace(wanted: list[str], report: Report) -> None:

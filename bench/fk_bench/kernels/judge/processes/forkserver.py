@@ -147,7 +147,12 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     os.dup2(output, 2)
     options = request["options"] = cage.CageOptions.of(request["options"])
     number = cage.slot(zygote, request["number"])
-    report = cage.leave(options)
+    names = dict(zip(request["fds"], extra, strict=True))
+    spaces = {n: names.pop(n) for n in list(names) if n.startswith(cage.SPACE)}
+    request["fds"], extra = list(names), list(names.values())
+    report = cage.leave(options, {n.removeprefix(cage.SPACE): fd for n, fd in spaces.items()})
+    for fd in spaces.values():
+        os.close(fd)
     own_pids = report["pid"] == "on"
     read, write = os.pipe()
     first = os.fork()

@@ -43,6 +43,11 @@ def unshare(flags: int) -> None:
     _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
 
 
+def enter_namespace(fd: int) -> None:
+    """Enter the namespace of a file /proc/PID/ns/KIND."""
+    _checked("setns", _libc.setns(ctypes.c_int(fd), ctypes.c_int(0)))
+
+
 def loopback_up() -> None:
     """Bring the loopback device of this network namespace up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:

@@ -97,11 +97,17 @@ class Deployed(Message):
     serving: Text
 
 
+class Stored(Message):
+    """port: of the store that the ranks of this side meet at, in its own process."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
 SCHEMAS: dict[str, type[Message]] = {
     "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
     "estimate": Estimated,
     "capture": Captured, "run": Ran, "calls": Done, "queue": Done, "trace": Traced, "compiled": Done,
-    "deployment": Deployed,
+    "deployment": Deployed, "store": Stored, "join": Done,
 }  # fmt: skip
 M = TypeVar("M", bound=Message)
 

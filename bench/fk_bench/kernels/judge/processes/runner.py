@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -62,6 +64,32 @@ class RunnerState(Implementation):
         self.arena: ipc.Memory | None = None  # GPU: what is mapped of the judge's memory
         self.gate = Gate(fds["gate"]) if "gate" in fds else None
         self.free()
+
+    # -- ranks
+
+    def do_store(self) -> dict[str, Any]:
+        """Open the store at which the ranks of this side meet; it lives as long as this process."""
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return {"port": self.store.port}
+
+    def do_join(self, rank: int, size: int, port: int, device: str, late_s: float) -> dict[str, Any]:
+        """Join the group of this side's ranks. late_s: seconds that a rank may be late in a collective."""
+        import torch.distributed as dist
+
+        from fastkernels.core import parallel
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a cage cannot resolve its host's name
+        limit = timedelta(seconds=late_s)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        where = f"cuda:{rank}" if device == "cuda" else device
+        backend = "nccl" if device == "cuda" else "gloo"
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        parallel.init(rank, size, device=where, timeout=late_s, memory=self.fds["group"])
+        return {}
 
     # -- what to run
 

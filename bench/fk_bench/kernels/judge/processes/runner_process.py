@@ -122,12 +122,12 @@ class RunnerProcess:
         if not self.stopped:
             self.stopped = True
             if not self.child.stop(STOP_S):
-                raise self._dead(Status.INVALID, f"its processes could not be stopped in {STOP_S:g} s")
+                raise self.dead(Status.INVALID, f"its processes could not be stopped in {STOP_S:g} s")
 
     def check_stopped(self) -> None:
         """Raises RunnerError unless the process has not run at all since it was stopped."""
         if not (self.stopped and self.child.still()):
-            raise self._dead(Status.INVALID, "its process ran while it was stopped")
+            raise self.dead(Status.INVALID, "its process ran while it was stopped")
 
     def arrived(self, ticket: int) -> None:
         """Wait until a command that was sent has reported this ticket. Raises RunnerError."""
@@ -160,7 +160,7 @@ class RunnerProcess:
             while not self.gate.passed(ticket, LOOK_S, nap):
                 if self.channel.readable():  # a failure, or its end; a reply is too early
                     self._end()
-                    raise self._dead(Status.INVALID, "it answered before its calls were made")
+                    raise self.dead(Status.INVALID, "it answered before its calls were made")
                 if time.perf_counter() - start > limit:
                     break
             else:
@@ -180,19 +180,20 @@ class RunnerProcess:
         except ChannelTimeout:
             raise self._late(wait or self.timeout) from None
         except ChannelGarbage as error:
-            raise self._dead(Status.INVALID, f"its process sent {error}") from None
+            raise self.dead(Status.INVALID, f"its process sent {error}") from None
         except ChannelClosed:
             ended = self.child.wait(5.0)
             status = Status.OOM if ended is not None and ended.oom else Status.CRASH
-            raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
+            raise self.dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
 
     def _late(self, wait: float) -> RunnerError:
         for budget in self.budgets:
             if budget.left < 1e-3:
-                return self._dead(Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}")
-        return self._dead(Status.TIMEOUT, f"no answer in {wait:g} s")
+                return self.dead(Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}")
+        return self.dead(Status.TIMEOUT, f"no answer in {wait:g} s")
 
-    def _dead(self, status: Status, reason: str) -> RunnerError:
+    def dead(self, status: Status, reason: str) -> RunnerError:
+        """End its process; returns the error, with its last output."""
         self.alive = False
         self.child.kill()
         tail = printable(self.child.output_tail(600)).strip()

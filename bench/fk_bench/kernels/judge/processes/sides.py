@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,6 +47,21 @@ PACKAGES = (
     "fla",
 )
 WHO = ("candidate", "baseline")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process runs: its core (None: any), the memfds of its gate and arena, and more file descriptors by name.
+
+    loopback  its network, which it may share with others, has a loopback device
+    """
+
+    core: int | None
+    gate: int
+    arena: int = -1
+    fds: Mapping[str, int] = field(default_factory=dict)
+    loopback: bool = False
 
 
 class Sides:
@@ -66,6 +82,7 @@ class Sides:
         self.cage: dict[str, str] = {}  # the report of the last candidate's cage
         self._zygotes: dict[str, Zygote] = {}
         self._trusted: dict[str, RunnerProcess] = {}
+        self._groups: dict[tuple[str, int], Any] = {}  # of several ranks that run our own code
         cpu = device == "cpu"
         # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
@@ -92,9 +109,10 @@ class Sides:
         return self._zygotes[python]
 
     @PHASES.of("start")
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
-        """A process for one side, caged if it runs files of a user."""
+    def spawn(self, who: str, files: Sequence[Path] = (), seat: Seat | None = None) -> RunnerProcess:
+        """A process for one side, caged if it runs files of a user. seat: of one rank; None: the side's own."""
         zygote = self._zygote(who)
+        seat = seat or Seat(self.core, self._gates[who], self._files[who])
         if files and self.caged:
             own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
@@ -103,16 +121,17 @@ class Sides:
                 readable=tuple(str(f.resolve()) for f in (*files, *own_sources, *tables)),
                 packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
-                address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=self.core,
+                address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=seat.core,
+                loopback=seat.loopback,
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             home = None if files else own_home()
-            cage = CageOptions(**off, memory=None, home=home, core=self.core)
-        fds = {"gate": self._gates[who]}
+            cage = CageOptions(**off, memory=None, home=home, core=seat.core)
+        fds = {"gate": seat.gate, **seat.fds}
         if self.device == "cpu":
-            fds["arena"] = self._files[who]
-        gate = Gate(self._gates[who])
+            fds["arena"] = seat.arena
+        gate = Gate(seat.gate)
         gate.reset()
         side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files, gate)
         side.greet()
@@ -128,6 +147,18 @@ class Sides:
             self._trusted[who] = self.spawn(who)
         return self._trusted[who]
 
+    def group(self, who: str, size: int, start: Callable[[], T]) -> T:
+        """The processes of so many ranks for our own code on one side, shared by all ops; `start` starts them."""
+        if (who, size) not in self._groups:
+            self._groups[who, size] = start()
+        found: T = self._groups[who, size]
+        return found
+
+    def lost_group(self, who: str, size: int) -> None:
+        """End them; the next op gets new ones."""
+        if (group := self._groups.pop((who, size), None)) is not None:
+            group.close()
+
     def lost(self, who: str) -> None:
         """End the trusted process of that side; the next op gets a new one."""
         if (side := self._trusted.pop(who, None)) is not None:
@@ -140,14 +171,14 @@ class Sides:
         self.close()
 
     def close(self) -> None:
-        for side in self._trusted.values():
+        for side in (*self._trusted.values(), *self._groups.values()):
             side.close()
         for zygote in self._zygotes.values():
             zygote.close()
         for fd in (*self._files.values(), *self._gates.values()):
             if fd >= 0:
                 os.close(fd)
-        for owned in (self._trusted, self._zygotes, self._files, self._gates):
+        for owned in (self._trusted, self._groups, self._zygotes, self._files, self._gates):
             owned.clear()
 
 

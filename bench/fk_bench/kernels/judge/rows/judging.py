@@ -25,6 +25,8 @@ from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.rows import metrics
 from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.pair import Pair
+from fk_bench.kernels.judge.rows.rank_pair import RankPair
+from fk_bench.kernels.judge.rows.rank_pair import trials as rank_trials
 from fk_bench.kernels.judge.rows.verdict import decide
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
@@ -116,6 +118,8 @@ class Judge:
         with PHASES.of("list cases"):
             if o.values:
                 found = [trial_of(spec, o.values, o.captures)]
+            elif spec.ranks:
+                found = rank_trials(spec, o)
             else:
                 found = trials(spec, o.cases, o.device, o.names, o.captures, o.task, o.most)
         mine = {
@@ -130,7 +134,11 @@ class Judge:
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))
             return
-        pair = Pair(self.sides, self.options, spec, mine, gpu=self._gpu())
+        pair: Pair | RankPair
+        if spec.ranks:
+            pair = RankPair(self.sides, self.options, spec, mine)
+        else:
+            pair = Pair(self.sides, self.options, spec, mine, gpu=self._gpu())
         around = self._judge_cases(pair, found)
         summary = self._summary(name)
         summary.case["seconds"] = _shown(around)
@@ -169,7 +177,7 @@ class Judge:
         finally:
             pair.close()
 
-    def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> Counter[str]:
+    def _judge_cases(self, pair: Pair | RankPair, found: Sequence[Trial]) -> Counter[str]:
         """Add the rows of these cases; returns the seconds between them and afterwards, by phase."""
         around: Counter[str] = Counter()
         try:
@@ -191,7 +199,7 @@ class Judge:
         around.update(PHASES.take())
         return around
 
-    def _case(self, pair: Pair, trial: Trial) -> Row:
+    def _case(self, pair: Pair | RankPair, trial: Trial) -> Row:
         seen, case = pair.run(trial)
         verdict = decide(seen)
         row = self.row(pair.spec, trial, verdict.status, verdict.reason)

@@ -24,6 +24,10 @@ def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, i
         }  # fmt: skip
     if seen.timed is not None and not (seen.wrong or seen.failure or seen.broken):
         _times(row, seen.timed, verdict, spec.bytes_moved(cost), spec.flops(cost), seen.floor_s)
+        if spec.traffic is not None and verdict.speedup:
+            sent = spec.traffic(cost)
+            for name, of in (("bus_gb_per_s", "time_us_p50"), ("baseline_bus_gb_per_s", "baseline_us_p50")):
+                row.metrics[name] = sent / row.metrics[of] / 1e3
 
 
 def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor: float) -> None:

@@ -21,6 +21,7 @@ class Options:
     names     only cases with these names
     values    of a wrong case, as its row's case['values'] has them: only this case with these values, untimed
     identity  the candidate is the baseline's own kernel, in a process of its own: every speedup should be 1
+    ranks     processes of a collective; 0: no collective is judged
     task      exactly these cases instead of those of `cases`: of a task file
     rounds    interleaved rounds, each with N and 2N calls of each side
     starts    repetitions of everything in new processes; the intervals then include differences between them
@@ -42,6 +43,7 @@ class Options:
     against: str = "production"
     cases: tuple[str, ...] = SOURCES
     names: tuple[str, ...] = ()
+    ranks: int = 0
     values: str = ""
     task: tuple[Case, ...] = ()
     captures: Path | None = None

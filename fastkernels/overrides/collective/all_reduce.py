@@ -1,0 +1,91 @@
+"""The sum of all ranks' tensors, in every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastkernels.core import parallel
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.collective import exchange
+
+ONE_SHOT = 512 << 10  # bytes, up to which every rank reads all of every tensor; not measured yet
+
+
+def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
+    """x: a tensor of each rank, all of one shape. Added in order of rank, in at least float32; returns x's dtype."""
+    return [exchange.total(x).to(t.dtype) for t in x]
+
+
+def _shared(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    parts = exchange.exchanged("all_reduce", x, group)
+    return torch.add(*parts) if len(parts) == 2 else exchange.total(parts).to(x.dtype)
+
+
+def _process_group(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    comm = parallel.communicator(group)
+    comm.arrive("all_reduce", x)
+    out = x.clone(memory_format=torch.contiguous_format)
+    with comm.naming("all_reduce"):
+        dist.all_reduce(out, group=comm.process_group)
+    return out
+
+
+def _triton(x: torch.Tensor, group: str = "tp", shots: int = 0) -> torch.Tensor:
+    x = x.contiguous()
+    symmetric = exchange.symmetric_of("all_reduce", x, group)
+    shots = shots or (1 if x.nbytes <= ONE_SHOT or x.numel() % symmetric.size else 2)
+    if shots == 1:
+        return exchange.launch(x, symmetric, 1, True).view(x.shape)
+    part = exchange.launch(x, symmetric, symmetric.size, True)
+    return exchange.launch(part, symmetric, 1, False).view(x.shape)
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
+    return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
+
+
+all_reduce = define(
+    'all_reduce(Tensor x, str group="tp") -> Tensor',
+    fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
+        exchange.shared("all_reduce", _shared),
+        *exchange.over_group(_process_group),
+        Provider(
+            "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),
+            params=({"shots": 1}, {"shots": 2}), fits=_fits,
+        ),
+        Provider(
+            "reference",
+            lambda x, group="tp": exchange.total(exchange.gathered("all_reduce", x, group)).to(x.dtype),
+            devices=exchange.BOTH,
+        ),
+    ),
+)  # fmt: skip
+
+SPEC = OpSpec(
+    name="all_reduce",
+    level=1,
+    reference=reference,
+    op=all_reduce,
+    ranks="ranks",
+    same_bits=True,
+    arguments=(Tensor("x", "tokens hidden"), Scalar("group", default="tp")),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={"ranks": Axis.option(2), "tokens": Axis.per_call(), "hidden": Axis.width()},
+    flops="(ranks - 1) * tokens * hidden",
+    traffic="2 * (ranks - 1) * tokens * hidden * itemsize(dtype) / ranks",
+    cases=(
+        Case("decode_1", {"tokens": 1, "hidden": 4096}, weight=64, tags=("model",)),
+        Case("decode_32", {"tokens": 32, "hidden": 4096}, weight=64, tags=("model",)),
+        Case("prefill_2k", {"tokens": 2048, "hidden": 4096}, weight=4, tags=("model",)),
+        Case("prefill_8k", {"tokens": 8192, "hidden": 8192}, weight=1, tags=("model",)),
+        Case("smollm2", {"tokens": 7, "hidden": 576}, weight=1, tags=("model",)),
+        Case("one", {"tokens": 1, "hidden": 1}, "float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000}, "float32", tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128}, "float16", tags=("odd",)),
+        Case("odd_257", {"tokens": 5, "hidden": 257}, tags=("odd",)),
+    ),
+)

@@ -1,0 +1,168 @@
+"""The sum of all ranks' tensors, the residual added to it, and the RMS norm of both."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.core import parallel
+from fastkernels.core.communicator import Symmetric
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective.all_reduce import all_reduce
+from fastkernels.overrides.collective.exchange import meet
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.norm import rms_norm as norms
+
+WIDEST = 16384  # channels of a row, which one program holds
+
+
+def reference(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    eps: float,
+    residual: list[torch.Tensor | None] | None = None,
+    group: str = "tp",
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """x: [T, H] of each rank; weight [H] and residual [T, H] are the same in all. Computed in at least float32.
+
+    Returns for each rank (norm of the sum and the residual, the sum and the residual), in x's dtype.
+    """
+    summed = exchange.total(x)
+    found = []
+    for t, w, r in zip(x, weight, residual or [None] * len(x), strict=True):
+        out, added = norms.reference(
+            summed, w.to(summed.dtype), eps, None if r is None else r.to(summed.dtype)
+        )
+        found.append((out.to(t.dtype), None if added is None else added.to(t.dtype)))
+    return found
+
+
+def _composed(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
+) -> torch.Tensor:
+    return norms.rms_norm(all_reduce(x, group), weight, eps, residual)
+
+
+@triton.jit(do_not_specialize=["rows", "each", "polls"])
+def _all_reduce_rms_norm_kernel(
+    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, counter_ptr, failed_ptr, rows, each, H, eps, region, flags_at, polls,
+    RANK: tl.constexpr, SIZE: tl.constexpr, HAS_RES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Program b passes `each` whole rows through its own region, as in exchange._exchange_kernel, and norms them.
+    b = tl.program_id(0).to(tl.int64)
+    count = tl.load(counter_ptr + b) + 1
+    half = (2 * b + (count & 1)) * region
+    cols = tl.arange(0, BLOCK)
+    own = tl.load(table_ptr + RANK).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+    mine = tl.minimum(each, rows - b * each)
+    for i in range(0, mine):
+        value = tl.load(x_ptr + (b * each + i) * H + cols, mask=cols < H)
+        tl.store(own + i * H + cols, value, mask=cols < H)
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    meet(table_ptr, failed_ptr, count, flags_at, polls, RANK, SIZE)
+    for i in range(0, mine):
+        row = (b * each + i) * H + cols
+        h = tl.zeros((BLOCK,), dtype=tl.float32)
+        for p in tl.static_range(SIZE):
+            theirs = tl.load(table_ptr + p).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+            h += tl.load(theirs + i * H + cols, mask=cols < H, other=0.0).to(tl.float32)
+        if HAS_RES:
+            h += tl.load(res_ptr + row, mask=cols < H, other=0.0).to(tl.float32)
+            tl.store(res_ptr + row, h.to(res_ptr.dtype.element_ty), mask=cols < H)
+        y = h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps) * w
+        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=cols < H)
+    tl.store(counter_ptr + b, count)
+
+
+def _triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
+) -> torch.Tensor:
+    symmetric = exchange.symmetric_of("all_reduce_rms_norm", x, group)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden = x.shape[-1]
+    rows = x.numel() // max(hidden, 1)
+    if rows == 0:
+        return out
+    each = cdiv(rows, Symmetric.BLOCKS)
+    _all_reduce_rms_norm_kernel[(cdiv(rows, each),)](
+        x.contiguous(), residual, weight, out, symmetric.table, symmetric.counters, symmetric.failed, rows, each,
+        hidden, eps, symmetric.room // Symmetric.BLOCKS // x.element_size(), 2 * symmetric.room // 4, symmetric.polls,
+        RANK=symmetric.rank, SIZE=symmetric.size, HAS_RES=residual is not None, BLOCK=next_power_of_2(hidden),
+        num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def _unsupported(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
+) -> str | None:
+    if (reason := exchange.unsupported(x[:0], group, 1, True)) is not None:
+        return reason
+    symmetric, hidden = parallel.communicator(group).symmetric, x.shape[-1]
+    assert symmetric is not None
+    if hidden > WIDEST:
+        return f"hidden size {hidden} is over {WIDEST}"
+    if not weight.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        return "weight and residual must be contiguous"
+    each = cdiv(x.numel() // max(hidden, 1), Symmetric.BLOCKS)
+    if each * hidden * x.element_size() > symmetric.room // Symmetric.BLOCKS:
+        return f"{x.nbytes} bytes are more than the {symmetric.room} of the symmetric buffer"
+    return None
+
+
+def _reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
+) -> torch.Tensor:
+    parts = exchange.gathered("all_reduce_rms_norm", x, group)
+    out, added = reference([exchange.total(parts)], [weight], eps, [residual], group)[0]
+    if residual is not None and added is not None:
+        residual.copy_(added)
+    return out.to(x.dtype)
+
+
+all_reduce_rms_norm = define(
+    'all_reduce_rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual=None, str group="tp") -> Tensor',
+    fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("composed", _composed, devices=exchange.BOTH),
+        Provider("triton", _triton, supports=_unsupported),
+        Provider("reference", _reference, devices=exchange.BOTH),
+    ),
+)  # fmt: skip
+
+SPEC = OpSpec(
+    name="all_reduce_rms_norm",
+    level=2,
+    reference=reference,
+    op=all_reduce_rms_norm,
+    calls=("all_reduce", "rms_norm"),
+    ranks="ranks",
+    replicated=("weight", "residual"),
+    same_bits=True,
+    arguments=(
+        Tensor("x", "tokens hidden"),
+        Tensor("weight", "hidden", mean=1, std=0.1),
+        Scalar("eps", default=1e-5),
+        Tensor("residual", "tokens hidden", when="residual", mutated=True),
+        Scalar("group", default="tp"),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={"ranks": Axis.option(2), "tokens": Axis.per_call(), "hidden": Axis.width()},
+    flops="(ranks + 4) * tokens * hidden",
+    traffic="2 * (ranks - 1) * tokens * hidden * itemsize(dtype) / ranks",
+    activations=("x", "residual"),
+    cases=(
+        Case("decode_1", {"tokens": 1, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("decode_32", {"tokens": 32, "hidden": 4096, "residual": True}, weight=64, tags=("model",)),
+        Case("prefill_2k", {"tokens": 2048, "hidden": 4096, "residual": True}, weight=4, tags=("model",)),
+        Case("smollm2", {"tokens": 7, "hidden": 576, "residual": True}, weight=1, tags=("model",)),
+        Case("one", {"tokens": 1, "hidden": 1}, "float32", tags=("odd",)),
+        Case("odd_63", {"tokens": 63, "hidden": 1000, "residual": True}, "float32", tags=("odd",)),
+        Case("odd_1128", {"tokens": 3, "hidden": 1128}, "float16", tags=("odd",)),
+        Case("odd_257", {"tokens": 5, "hidden": 257, "residual": True}, tags=("odd",)),
+        Case("odd_5", {"tokens": 2, "hidden": 5}, tags=("odd",)),
+    ),
+)

@@ -1,0 +1,119 @@
+"""Baselines of this family: what the hosts run for each collective, over the judge's own groups.
+
+Those for GPUs have not run yet: the judge of collectives is for the CPU so far (docs/parallel.md).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fastkernels.core import parallel
+from fastkernels.core.baseline import Baseline, Function, provider
+from fastkernels.core.communicator import Communicator
+from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T
+
+MOST_SHOT = 8 << 20  # bytes of the buffer that PyTorch's symmetric memory has here
+
+
+def _group(op: str) -> tuple[Baseline, ...]:
+    """NCCL and gloo, as the hosts call them where they have no kernel of their own."""
+    return (
+        Baseline("nccl", "host", lambda: provider(op, "nccl")),
+        Baseline("gloo", "host", lambda: provider(op, "gloo"), devices=("cpu",)),
+    )
+
+
+def _composed(op: str) -> tuple[Baseline, ...]:
+    """The parts of a fused op one after the other, as the hosts run them by default."""
+    return (Baseline("composed", "host", lambda: provider(op, "composed"), devices=GPU_AND_CPU),)
+
+
+def _name(comm: Communicator) -> Any:
+    return comm.process_group or torch.distributed.group.WORLD
+
+
+def _symm_mem(two_shot: bool) -> Any:
+    """PyTorch's kernels on its symmetric memory, without multicast."""
+
+    def make() -> Function:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        ops = torch.ops.symm_mem
+
+        @cache
+        def buffer(group: str, dtype: torch.dtype) -> tuple[T, str]:
+            comm = parallel.communicator(group)
+            name = _name(comm).group_name
+            made = symm_mem.empty(MOST_SHOT // dtype.itemsize, dtype=dtype, device=comm.device)
+            symm_mem.rendezvous(made, name)
+            return made, name
+
+        def all_reduce(x: T, group: str = parallel.TP) -> T:
+            whole, name = buffer(group, x.dtype)
+            part = whole[: x.numel()]
+            if not two_shot:
+                return ops.one_shot_all_reduce_copy(part, x.view(-1), "sum", name).view(x.shape)
+            part.copy_(x.view(-1))
+            ops.two_shot_all_reduce_(part, "sum", name)
+            return part.view(x.shape).clone()
+
+        return all_reduce
+
+    return make
+
+
+def _too_large(x: T, *_: Any) -> str | None:
+    if x.nbytes > MOST_SHOT or x.nbytes % 16 or not x.is_contiguous():
+        return f"takes contiguous tensors of up to {MOST_SHOT} bytes, a multiple of 16"
+    return None
+
+
+def _custom(module: str) -> Any:
+    """A host's custom all-reduce, in a group of its own: it exchanges addresses over gloo."""
+
+    def make() -> Function:
+        import importlib
+
+        kind = importlib.import_module(module).CustomAllreduce
+
+        @cache
+        def of(group: str) -> Any:
+            comm = parallel.communicator(group)
+            return kind(torch.distributed.new_group(backend="gloo"), comm.device)
+
+        def all_reduce(x: T, group: str = parallel.TP) -> T:
+            found = of(group).custom_all_reduce(x)
+            if found is None:
+                raise RuntimeError(f"{module} refuses {tuple(x.shape)} {x.dtype}")
+            return found
+
+        return all_reduce
+
+    return make
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "all_gather": _group("all_gather"),
+    "all_reduce": (
+        *_group("all_reduce"),
+        Baseline(
+            "vllm", "host", _custom("vllm.distributed.device_communicators.custom_all_reduce"), ("vllm",),
+            refuses=_too_large,
+        ),
+        Baseline(
+            "sglang", "host", _custom("sglang.srt.distributed.device_communicators.custom_all_reduce"), ("sglang",),
+            refuses=_too_large,
+        ),
+        Baseline("symm_mem_one_shot", "library", _symm_mem(False), refuses=_too_large),
+        Baseline("symm_mem_two_shot", "library", _symm_mem(True), refuses=_too_large),
+    ),
+    "all_reduce_rms_norm": _composed("all_reduce_rms_norm"),
+    "all_to_all": _group("all_to_all"),
+    "ep_combine": _composed("ep_combine"),
+    "ep_dispatch": _composed("ep_dispatch"),
+    "linear_all_reduce": _composed("linear_all_reduce"),
+    "reduce_scatter": _group("reduce_scatter"),
+}  # fmt: skip

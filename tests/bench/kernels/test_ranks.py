@@ -1,0 +1,135 @@
+"""Collectives judged over several processes: rows, bus bandwidth, and ranks that hang or die."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fk_bench.cli import app
+from fk_bench.core.rows import Row, Status, read
+from fk_bench.kernels.judge import Judge, Options
+from fk_bench.kernels.judge.processes.sides import Sides
+from fk_bench.kernels.judge.rows import judging
+from fk_bench.kernels.judge.rows.judging import sides_of
+from typer.testing import CliRunner
+
+from fastkernels.core import registry
+from fastkernels.core.spec import Case
+
+OPTIONS = Options(device="cpu", ranks=2, most=1, cases=("random",), rounds=3, timeout=60)
+HEAD = """
+import os, time
+import torch.distributed as dist
+from fastkernels.core import parallel
+
+
+def all_reduce(x, group="tp"):
+    comm = parallel.communicator(group)
+"""
+TAIL = """
+    out = x.clone()
+    dist.all_reduce(out, group=comm.process_group)
+    return out
+"""
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[Sides]:
+    """The processes of all tests: a fork server imports for seconds."""
+    with sides_of(OPTIONS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def judge(sides: Sides) -> Iterator[Judge]:
+    with Judge({}, OPTIONS, sides=sides) as found:
+        yield found
+
+
+def rows(judge: Judge, op: str, options: Options, candidate: Path | None = None) -> list[Row]:
+    judge.options, judge.candidates = options, {op: candidate} if candidate else {}
+    before = len(judge.rows)
+    judge.op(op)
+    return [r for r in judge.rows[before:] if r.kind == "case"]
+
+
+def verdict(judge: Judge, folder: Path, body: str, timeout: float = 60.0) -> Row:
+    file = folder / "all_reduce.py"
+    file.write_text(f"{HEAD}{body}{TAIL}")
+    options = dataclasses.replace(OPTIONS, names=("one",), most=0, timeout=timeout, scan=False)
+    (row,) = rows(judge, "all_reduce", options, file)
+    return row
+
+
+def test_dead_rank_is_named(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 1:\n        os._exit(7)\n")
+    assert row.status is Status.CRASH and "rank 1: its process ended: exit status 7" in row.reason
+
+
+def test_error_of_a_rank_is_not_blamed_on_the_others(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 1:\n        raise IndexError('out of range')\n")
+    assert row.status is Status.RUNTIME_ERROR and row.reason.startswith("rank 1: IndexError: out of range")
+
+
+def test_hanging_rank_is_named(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 1:\n        time.sleep(1e4)\n", timeout=8)
+    assert row.status is Status.TIMEOUT and "rank 1 gave no answer" in row.reason, row.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.collective_names())
+def test_family_over_ranks(judge: Judge, name: str) -> None:
+    for ranks in (2, 3):
+        found = rows(judge, name, dataclasses.replace(OPTIONS, ranks=ranks, most=0))
+        assert {r.status for r in found} <= {Status.OK, Status.SKIPPED}, [r.reason for r in found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["all_reduce", "--device", "cpu"], "fk-bench kernels all_reduce --ranks 2 --device cpu"),
+        (["--family", "collective"], "fk-bench kernels --family collective --ranks 2 --device cpu"),
+        (["--family", "colective"], "Did you mean 'collective'?"),
+        (["rms_norm", "--ranks", "2"], "--ranks is for collectives: all_gather, all_reduce"),
+        (["rms_norm", "all_reduce", "--ranks", "2", "--device", "cpu"], "rms_norm is none"),
+        (["all_reduce", "--ranks", "1"], "--ranks 2"),
+    ],
+)
+def test_command_says_what_to_type(arguments: list[str], says: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["kernels", *arguments, "--out", str(tmp_path / "run")])
+    assert result.exit_code != 0 and says in result.output, result.output
+
+
+def command(folder: Path, *arguments: str) -> dict[str, Row]:
+    """{op: the row of its case} of a run, which must be right."""
+    words = ["kernels", "--ranks", "2", "--device", "cpu", "--case", "one", "--json", *arguments]
+    result = CliRunner().invoke(app, [*words, "--out", str(folder / "run")])
+    line = json.loads(result.output.strip().splitlines()[-1])
+    assert result.exit_code == 0 and line["ok"], result.output
+    return {str(r.subject.op): r for r in read(folder / "run" / "rows.jsonl")[0] if r.kind == "case"}
+
+
+@pytest.fixture
+def shared(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "Judge", lambda *given: Judge(*given[:4], sides=sides))
+
+
+@pytest.mark.usefixtures("shared")
+def test_family_command_over_two_ranks(tmp_path: Path) -> None:
+    found = command(tmp_path, "--family", "collective", "--no-time")
+    assert sorted(found) == registry.collective_names()
+    assert all(r.case["dims"]["ranks"] == 2 and r.baseline for r in found.values())
+
+
+@pytest.mark.usefixtures("shared")
+def test_times_over_two_ranks(tmp_path: Path) -> None:
+    row = command(tmp_path, "all_gather", "--rounds", "3")["all_gather"]
+    assert row.baseline == "gloo"
+    if "speedup" in row.metrics:  # the machine was quiet enough
+        sent = registry.get("all_gather").traffic(Case("", row.case["dims"], row.case["dtype"]))
+        assert row.metrics["bus_gb_per_s"] == pytest.approx(sent / row.metrics["time_us_p50"] / 1e3)
+    else:
+        assert row.case["untimed"], row.reason

@@ -1,0 +1,295 @@
+"""The ops of the family `collective` over real processes: providers, shapes, bits, compiled code, kernels, a soak."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ranks
+from support.kernels import ahead
+from support.kernels.declarations import contradictions
+from support.kernels.op_cases import mismatch
+
+from fastkernels.core import parallel, registry
+from fastkernels.core.communicator import Symmetric
+from fastkernels.core.spec import Case, OpSpec
+
+NAMES = registry.collective_names()
+SCRIPTS = Path(__file__).parents[2] / "support" / "kernels"
+EXACT = ("all_gather", "all_to_all", "ep_dispatch")
+SMALL = 1 << 18  # bytes of a case
+
+
+def arguments(spec: OpSpec, case: Case, size: int, seed: int = 0) -> list[list[Any]]:
+    """The arguments of each rank; replicated ones are equal."""
+    case = dataclasses.replace(case, dims={**case.dims, spec.ranks: size})
+    every = [
+        spec.inputs(case, "cpu", torch.Generator().manual_seed(100 * seed + rank)) for rank in range(size)
+    ]
+    for name in spec.replicated:
+        i = spec.position(name)
+        for args in every[1:]:
+            args[i] = every[0][i] if every[0][i] is None else every[0][i].clone()
+    return every
+
+
+def wanted(spec: OpSpec, every: list[list[Any]], rank: int) -> list[torch.Tensor]:
+    """The reference's results for a rank in float64: outputs, then written arguments."""
+    lists = [
+        [t.to(torch.float64, copy=True) for t in values] if isinstance(values[0], torch.Tensor) else values[0]
+        for values in zip(*every, strict=True)
+    ]
+    found = spec.reference(*lists)[rank]
+    return [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+
+
+def written(spec: OpSpec, out: Any, args: list[Any]) -> list[torch.Tensor]:
+    """The results of a call: outputs, then written arguments."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    return [*outs, *(args[i] for i in spec.declaration.mutated if args[i] is not None)]
+
+
+def small(spec: OpSpec, size: int = 2) -> list[Case]:
+    """The cases that a CPU computes quickly and that so many ranks can have."""
+
+    def fits(case: Case) -> bool:
+        sizes = spec.declaration.sizes({**case.dims, spec.ranks: size}, case.dtype)
+        return all(rule(sizes) for rule in spec.declaration.rules)
+
+    return [c for c in spec.cases if spec.bytes_moved(c) <= SMALL and fits(c)]
+
+
+def _values(rank: int, size: int) -> int:
+    """All providers that run here, and the op itself, against the reference. Returns the number of calls."""
+    count = 0
+    for name in NAMES:
+        spec = registry.get(name)
+        for case in small(spec, size):
+            every = arguments(spec, case, size)
+            want = wanted(spec, every, rank)
+            here = [p for p in spec.op.providers if p.name != "triton" and p.unavailable("cpu") is None]
+            fns = [p.fn for p in here if p.supports is None or p.supports(*every[rank]) is None]
+            for fn in (spec.op, *fns):
+                args = [a.clone() if isinstance(a, torch.Tensor) else a for a in every[rank]]
+                got = written(spec, fn(*args), args)
+                assert (problem := mismatch(spec, case, got, want)) is None, (name, case.name, fn, problem)
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_values_over_ranks(size: int) -> None:
+    counts = ranks.run(size, _values, size)
+    assert len(set(counts)) == 1 and counts[0] > 15 * len(NAMES)
+
+
+def _bits(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n in (1, 63, 4096):
+            x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            gloo = x.clone()
+            dist.all_reduce(gloo)
+            assert torch.equal(parallel.all_reduce(x.clone()), gloo), (dtype, n)
+
+
+def _strided_and_large(rank: int) -> dict[str, int]:
+    reduce = registry.get("all_reduce").op
+    x = torch.arange(12.0).view(3, 4).t() * (rank + 1)
+    assert torch.equal(reduce(x), torch.arange(12.0).view(3, 4).t() * 3)
+    room = parallel.communicator().room
+    assert torch.equal(reduce(torch.ones(room // 4 + 1)), torch.full((room // 4 + 1,), 2.0))  # gloo's
+    assert reduce(torch.ones(0, 5)).shape == (0, 5)
+    with pytest.raises(ValueError, match="rows 3 cannot be divided over 2 ranks"):
+        registry.get("reduce_scatter").op(torch.ones(3, 2))
+    return dict(reduce.fallbacks)
+
+
+def _compiled(rank: int) -> None:
+    for name in ("all_reduce", "all_reduce_rms_norm", "ep_dispatch"):
+        spec = registry.get(name)
+        case = next(c for c in spec.cases if c.name == "odd_257")
+        (args, want) = arguments(spec, case, 2)[rank], wanted(spec, arguments(spec, case, 2), rank)
+        fn = torch.compile(lambda *a: spec.op(*a), fullgraph=True, backend="aot_eager")  # noqa: B023
+        got = written(spec, fn(*args), args)
+        assert mismatch(spec, case, got, want) is None, name
+
+
+def _all(rank: int) -> dict[str, int]:
+    _bits(rank)
+    _compiled(rank)
+    return _strided_and_large(rank)
+
+
+def test_bits_of_gloo_strides_sizes_and_compiled_code() -> None:
+    for fallbacks in ranks.run(2, _all):
+        assert len(fallbacks) == 1 and "more than the" in next(iter(fallbacks))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_declaration_and_single_rank(name: str) -> None:
+    spec = registry.get(name)
+    case = small(spec)[-1]
+    (args,) = arguments(spec, case, 1)
+    want = wanted(spec, [args], 0)
+    got = written(spec, spec.op(*args), args)
+    assert mismatch(spec, case, got, want) is None
+    taken = {a.data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    assert not taken & {t.data_ptr() for t in got[: len(spec.outputs)]}
+    assert spec.ranks in spec.axes and spec.traffic(spec.cases[0]) > 0
+    assert len(small(spec)) >= 5 and len({c.name for c in spec.cases}) == len(spec.cases)
+    assert set(spec.replicated) <= {a.name for a in spec.arguments}
+    torch.library.opcheck(spec.op.overload, tuple(arguments(spec, case, 1)[0]))
+
+
+def interpreted(size: int, turns: int) -> None:
+    import subprocess
+
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / "interpreted_ranks.py"), str(size), str(turns)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_interpreted_kernels_over_two_ranks() -> None:
+    interpreted(2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_interpreted_kernels_over_ranks(size: int) -> None:
+    interpreted(size, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if any(p.name == "triton" for p in registry.get(n).op.providers)]
+)
+def test_kernels_compile_for_hopper(name: str) -> None:
+    spec = registry.get(name)
+    (triton,) = [p for p in spec.op.providers if p.name == "triton"]
+    comm = parallel.join("ahead", 0, 1)
+    comm.size = 2
+    comm.symmetric = Symmetric([0, 0], 0, Symmetric.UNIT * 256, torch.device("cpu"), 600.0)
+    args = arguments(spec, small(spec)[0], 2)[0]
+    args[spec.position("group")] = "ahead"
+    assert triton.supports is not None and triton.supports(*args) is None
+    for params in triton.params or ({},):
+        found = ahead.launched(lambda: triton.fn(*args, **params))  # noqa: B023
+        assert found
+        for launch in found:
+            ahead.compile_for(launch, 90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_kernels_over_streams_of_one_gpu(size: int) -> None:
+    from support.kernels import gpu_ranks
+
+    assert gpu_ranks.eager(size) > 60 and gpu_ranks.graphs(size) > 20
+
+
+def _over_gpus(rank: int, size: int) -> int:
+    """The providers of GPUs against the reference, eager and in a graph. Returns the number of calls."""
+    count = 0
+    for name in NAMES:
+        spec = registry.get(name)
+        for case in [c for c in small(spec, size) if c.name != "one"]:
+            every = arguments(spec, case, size)
+            want = wanted(spec, every, rank)
+            args = [a.cuda() if isinstance(a, torch.Tensor) else a for a in every[rank]]
+            for provider in spec.op.providers:
+                if provider.unavailable("cuda") or (provider.supports and provider.supports(*args)):
+                    continue
+                mine = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+                got = [t.cpu() for t in written(spec, provider.fn(*mine), mine)]
+                assert (problem := mismatch(spec, case, got, want)) is None, (
+                    name,
+                    case.name,
+                    provider,
+                    problem,
+                )
+                count += 1
+                if spec.declaration.mutated or provider.name != "triton":
+                    continue
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    outs = [provider.fn(*args) for _ in range(3)][-1]
+                for _ in range(3):
+                    graph.replay()
+                got = [t.cpu() for t in written(spec, outs, args)]
+                assert (problem := mismatch(spec, case, got, want)) is None, (
+                    name,
+                    case.name,
+                    "graph",
+                    problem,
+                )
+    comm = parallel.communicator()
+    assert comm.symmetric is not None, comm.without
+    comm.symmetric.check()
+    return count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_values_over_two_gpus() -> None:
+    counts = ranks.run(2, _over_gpus, 2, device="cuda", timeout=300)
+    assert len(set(counts)) == 1 and counts[0] > 10 * len(NAMES)
+
+
+def _soak(rank: int, size: int, calls: int, seed: int) -> int:
+    """Random ops of random sizes, with each rank late by chance; all ranks draw the same calls."""
+    common, own = random.Random(seed), random.Random(seed + 1 + rank)
+    for call in range(calls):
+        spec = registry.get(common.choice(NAMES))
+        case = common.choice(small(spec, size))
+        drawn = {"tokens": common.randint(1, 9), "hidden": common.randint(1, 700), "n": common.randint(1, 99)}
+        dims = {**case.dims, **{k: v for k, v in drawn.items() if k in case.dims}}
+        every = arguments(spec, dataclasses.replace(case, dims=dims), size, call)
+        if own.random() < 0.02:
+            time.sleep(own.random() * 0.02)
+        args = [a.clone() if isinstance(a, torch.Tensor) else a for a in every[rank]]
+        got = written(spec, spec.op(*args), args)
+        lists = [
+            [t.clone() for t in values] if isinstance(values[0], torch.Tensor) else values[0]
+            for values in zip(*every, strict=True)
+        ]
+        found = spec.reference(*lists)[rank]
+        want = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+        exact = spec.name in EXACT or (spec.level == 1 and size == 2)
+        for a, b in zip(got, want, strict=True):
+            if exact:
+                assert torch.equal(a, b), (call, spec.name, dims)
+        assert mismatch(spec, case, got, wanted(spec, every, rank)) is None, (call, spec.name, dims)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("size", "calls"), [(2, 10_000), (3, 2_000)])
+def test_soak(size: int, calls: int) -> None:
+    """No hang and no wrong bit. A sum of two ranks has one order; of three, gloo's tolerance."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    assert ranks.run(size, _soak, size, calls, seed, timeout=850) == [calls] * size, seed
+
+
+def test_declarations_have_the_axes_of_their_references() -> None:
+    """Of one rank: `contradictions` compares shapes and dtypes, and knows no lists of ranks."""
+    for name in NAMES:
+        spec = registry.get(name)
+
+        @functools.wraps(spec.reference)
+        def alone(*args: Any) -> Any:
+            return spec.reference(*[[a] if isinstance(a, torch.Tensor) else a for a in args])[0]  # noqa: B023
+
+        cases = tuple(dataclasses.replace(c, dims={**c.dims, spec.ranks: 1}) for c in small(spec))
+        one = dataclasses.replace(spec, reference=alone, cases=cases)
+        assert contradictions(one) == []

@@ -1,0 +1,139 @@
+"""The Triton kernels of collectives on one GPU: each rank is a stream of this process, and they wait for each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastkernels.core import parallel, registry
+from fastkernels.core.communicator import Communicator, Symmetric
+
+ROOM = Symmetric.UNIT * 256
+MOST = 4 << 20  # bytes of a case
+
+
+class Ranks:
+    """So many communicators with symmetric memory on one GPU, named triton0, triton1, ..."""
+
+    def __init__(self, size: int):
+        device = torch.device("cuda", torch.cuda.current_device())
+        buffers = [
+            torch.zeros(Symmetric.bytes_for(ROOM, size), dtype=torch.uint8, device=device)
+            for _ in range(size)
+        ]
+        self.made, self.streams = [], [torch.cuda.Stream() for _ in range(size)]
+        for rank in range(size):
+            made = Communicator(f"triton{rank}")
+            made.rank, made.size, made.device = rank, size, device
+            pointers = [b.data_ptr() for b in buffers]
+            made.symmetric = Symmetric(pointers, rank, ROOM, device, 5.0, buffers)
+            parallel._communicators[made.name] = made
+            self.made.append(made)
+        torch.cuda.synchronize()
+
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        """call(rank) of each rank, on its stream; the current stream waits for all."""
+        now, found = torch.cuda.current_stream(), []
+        for rank, stream in enumerate(self.streams):
+            stream.wait_stream(now)
+            with torch.cuda.stream(stream):
+                found.append(call(rank))
+        for stream in self.streams:
+            now.wait_stream(stream)
+        return found
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        for made in self.made:
+            made.symmetric.check()
+
+
+def calls(ranks: Ranks) -> Any:
+    """(label, case, spec, a call of each rank, arguments of each rank) of all ops, cases and parameters."""
+    size = len(ranks.made)
+    for name in registry.collective_names():
+        spec = registry.get(name)
+        found = [p for p in spec.op.providers if p.name == "triton"]
+        if not found:
+            continue
+        (triton,) = found
+        for case in spec.cases:
+            case = dataclasses.replace(case, dims={**case.dims, spec.ranks: size})
+            if spec.bytes_moved(case) > MOST:
+                continue
+            every = [spec.inputs(case, "cuda", torch.Generator("cuda").manual_seed(r)) for r in range(size)]
+            group = spec.position("group")
+            for rank, args in enumerate(every):
+                args[group] = f"triton{rank}"
+                for i, argument in enumerate(spec.arguments):
+                    if argument.name in spec.replicated and every[0][i] is not None:
+                        args[i] = every[0][i].clone()
+            for params in triton.params or ({},):
+                if triton.supports(*every[0]) is None and (
+                    triton.fits is None or triton.fits(params, *every[0])
+                ):
+                    yield f"{name} {case.name} {params}", case, spec, triton.bound(params).fn, every
+
+
+def results(spec: Any, every: list[list[Any]]) -> list[list[torch.Tensor]]:
+    lists = [
+        [t.clone() for t in values] if isinstance(values[0], torch.Tensor) else values[0]
+        for values in zip(*every, strict=True)
+    ]
+    found = spec.reference(*lists)
+    return [[t for t in (r if isinstance(r, tuple) else (r,)) if t is not None] for r in found]
+
+
+def close(spec: Any, case: Any, label: str, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    tolerance = spec.tolerance[case.dtype]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(
+            a, b, atol=tolerance.atol, rtol=tolerance.rtol, msg=lambda m: f"{label}: {m}"
+        )
+
+
+def eager(size: int) -> int:
+    """Compare all ops with their references, several times. Returns the number of calls."""
+    ranks, count = Ranks(size), 0
+    for _ in range(3):
+        for label, case, spec, fn, every in calls(ranks):
+            want, mutated = results(spec, every), spec.declaration.mutated
+            mine = [[a.clone() if isinstance(a, torch.Tensor) else a for a in args] for args in every]
+            outs = ranks.each(lambda r: fn(*mine[r]))  # noqa: B023
+            ranks.check()
+            for r in range(size):
+                written = [mine[r][i] for i in mutated if mine[r][i] is not None]
+                close(spec, case, f"rank {r}: {label}", [outs[r], *written], want[r])
+            count += 1
+    return count
+
+
+def graphs(size: int) -> int:
+    """Capture three calls of each op in one graph, and replay it with new values. Returns the number of graphs."""
+    ranks, count = Ranks(size), 0
+    for label, case, spec, fn, every in calls(ranks):
+        if spec.declaration.mutated:
+            continue
+        ranks.each(lambda r: fn(*every[r]))  # noqa: B023
+        ranks.check()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [ranks.each(lambda r: fn(*every[r])) for _ in range(3)][-1]  # noqa: B023
+        for seed in range(3):
+            for r, args in enumerate(every):
+                args[0].normal_(generator=torch.Generator("cuda").manual_seed(10 * seed + r))
+            want = results(spec, every)
+            graph.replay()
+            ranks.check()
+            for r in range(size):
+                close(spec, case, f"rank {r}, replay {seed}: {label}", [outs[r]], want[r])
+        count += 1
+    return count
+
+
+if __name__ == "__main__":
+    for size in (2, 4):
+        print(size, "ranks:", eager(size), "calls,", graphs(size), "graphs", flush=True)

@@ -1,0 +1,127 @@
+"""The Triton kernels of collectives, interpreted in two or three processes over shared memory. Prints a problem a line.
+
+Run with TRITON_INTERPRET=1: kernels are built for the interpreter when they are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import sys
+import traceback
+
+import torch
+
+from fastkernels.core import parallel, registry
+from fastkernels.core.communicator import Communicator, Symmetric
+
+ROOM = Symmetric.UNIT * 32
+CASES = ("odd_1128", "odd_257")
+
+
+def join(fd: int, rank: int, size: int, timeout: float = 60.0) -> Communicator:
+    """A communicator with symmetric memory, and nothing else."""
+    each = -(-Symmetric.bytes_for(ROOM, size) // 4096) * 4096
+    shared = torch.frombuffer(mmap.mmap(fd, size * each), dtype=torch.uint8)
+    made = Communicator("triton")
+    made.rank, made.size = rank, size
+    pointers = [shared.data_ptr() + r * each for r in range(size)]
+    made.symmetric = Symmetric(pointers, rank, ROOM, torch.device("cpu"), timeout, shared)
+    parallel._communicators["triton"] = made
+    return made
+
+
+def check(rank: int, size: int, turns: int) -> None:
+    """Compare all ops with their references, several times: halves of the buffers alternate."""
+    for turn in range(turns):
+        for name in registry.collective_names():
+            spec = registry.get(name)
+            found = [p for p in spec.op.providers if p.name == "triton"]
+            if not found:
+                continue
+            (triton,) = found
+            for case in spec.cases:
+                if case.name not in CASES:
+                    continue
+                case = dataclasses.replace(case, dims={**case.dims, spec.ranks: size, "group": "triton"})
+                every = [
+                    spec.inputs(case, "cpu", torch.Generator().manual_seed(100 * turn + r))
+                    for r in range(size)
+                ]
+                for i, argument in enumerate(spec.arguments):
+                    if argument.name in spec.replicated and every[0][i] is not None:
+                        for args in every[1:]:
+                            args[i] = every[0][i].clone()
+                lists = [
+                    [t.clone() for t in values] if isinstance(values[0], torch.Tensor) else values[0]
+                    for values in zip(*every, strict=True)
+                ]
+                want = spec.reference(*lists)[rank]
+                want = [t for t in (want if isinstance(want, tuple) else (want,)) if t is not None]
+                args = every[rank]
+                for params in triton.params or ({},):
+                    if triton.fits is not None and not triton.fits(params, *args):
+                        continue
+                    assert (reason := triton.supports(*args)) is None, reason
+                    mine = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+                    got = [
+                        triton.fn(*mine, **params),
+                        *(mine[i] for i in spec.declaration.mutated if mine[i] is not None),
+                    ]
+                    tolerance = spec.tolerance[case.dtype]
+                    label = f"{name} {case.name} {params}"
+                    for a, b in zip(got, want, strict=True):
+                        near = torch.allclose(a, b, atol=tolerance.atol, rtol=tolerance.rtol)
+                        assert near, f"{label}: {(a - b).abs().max()}"
+
+
+def rank_main(fd: int, rank: int, size: int, turns: int) -> int:
+    torch.set_num_threads(1)
+    comm = join(fd, rank, size)
+    try:
+        check(rank, size, turns)
+        assert comm.symmetric is not None
+        comm.symmetric.check()
+        if rank == 0:  # the others do not come to this one
+            comm.symmetric.polls = 20
+            registry.get("all_reduce").op.providers[4].fn(torch.ones(8), "triton", 1)
+            try:
+                comm.symmetric.check()
+            except RuntimeError as error:
+                assert "rank 1 did not come" in str(error) or size > 2, error
+            else:
+                raise AssertionError("a missing rank was not noticed")
+        return 0
+    except BaseException:
+        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
+        return 1
+
+
+def main() -> None:
+    size, turns = map(int, sys.argv[1:3])
+    for name in registry.collective_names():
+        registry.get(name)
+    fd = os.memfd_create("ranks")
+    os.ftruncate(fd, size * (-(-Symmetric.bytes_for(ROOM, size) // 4096) * 4096))
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(rank_main(fd, rank, size, turns))
+        pids.append(pid)
+    status = 0
+    for _ in pids:
+        ended, code = os.wait()
+        if code and not status:
+            status = 1
+            for other in pids:
+                if other != ended:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, 9)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
