@@ -23,8 +23,8 @@ from fk_integrations.patching.seam_interface import Seam, Swap
 class CalledFunction(Seam):
     """Gives the modules that call the function, in any of their methods, methods that call ours.
 
-    A call that ours refuses runs the host's, a fallback. The function itself stays: other models of the same file share it. `host_class` is that function. It comes last,
-    because other ops replace modules whole, by their class.
+    A call that ours refuses runs the host's, a fallback. The function itself stays: other models of the same file
+    share it. `host_class` is that function. It comes last, because other ops replace modules whole, by their class.
     """
 
     order = 1

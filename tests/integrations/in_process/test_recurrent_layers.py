@@ -41,7 +41,9 @@ MODELS: dict[str, tuple[dict[str, Any], str, int]] = {
          "mamba_dt_rank": 10, "attn_layer_period": 2, "attn_layer_offset": 1},
         "mamba_scan", 1,
     ),
-    "Bamba": ({**_TEXT, **_MAMBA2, "num_hidden_layers": 2, "num_key_value_heads": 2, "attn_layer_indices": [1]}, "ssd", 1),
+    "Bamba": (
+        {**_TEXT, **_MAMBA2, "num_hidden_layers": 2, "num_key_value_heads": 2, "attn_layer_indices": [1]}, "ssd", 1,
+    ),
     "Qwen3Next": (_DELTA, "gated_delta_rule", 1),
     "Qwen3_5Text": (_DELTA, "gated_delta_rule", 1),
     "KimiLinear": (
