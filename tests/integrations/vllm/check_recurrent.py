@@ -1,4 +1,4 @@
-"""Recurrent layers in vLLM: Mamba-2 against the unpatched engine, Jamba against transformers, the rest function by function.
+"""Recurrent layers in vLLM: Mamba-2 against the unpatched engine, Jamba against transformers, others by function.
 
 vLLM's CPU build has no selective scan: an unpatched Jamba fails there, a patched one runs.
 """
