@@ -94,4 +94,5 @@ def by_head(function: str, name: str, x: T | None, keep: int) -> T | None:
         raise UnsupportedArgument(
             f"{function}: {name} {shape} has values of its own in each channel of a head"
         )
-    return x[(..., *[0] * (x.dim() - keep))]
+    index: Any = (..., *[0] * (x.dim() - keep))
+    return x[index]

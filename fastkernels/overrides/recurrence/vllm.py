@@ -509,7 +509,7 @@ def vllm_fused_sigmoid_gating_delta_rule_update(
     """
     name = "fused_sigmoid_gating_delta_rule_update"
     unset(name, num_accepted_tokens=num_accepted_tokens, is_kda=is_kda)
-    if beta != 1.0 or not inplace_final_state or cu_seqlens is None:
+    if beta != 1.0 or not inplace_final_state or cu_seqlens is None or initial_state is None:
         raise UnsupportedArgument(
             f"{name}: beta={beta}, inplace_final_state={inplace_final_state} or no cu_seqlens"
         )
@@ -535,7 +535,7 @@ def vllm_fused_recurrent_gated_delta_rule(
     """fused_recurrent_gated_delta_rule: g, beta [1, T, H]; else as vllm_fused_sigmoid_gating_delta_rule_update."""
     name = "fused_recurrent_gated_delta_rule"
     unset(name, num_accepted_tokens=num_accepted_tokens)
-    if beta is None or not inplace_final_state or cu_seqlens is None:
+    if beta is None or not inplace_final_state or cu_seqlens is None or initial_state is None:
         raise UnsupportedArgument(
             f"{name}: no beta, no cu_seqlens or inplace_final_state={inplace_final_state}"
         )
