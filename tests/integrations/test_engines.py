@@ -70,6 +70,8 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     cores = "0|1" if split or (host, check) == ("sglang", "check_nodes") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
+    if (host, check) == ("sglang", "check_recurrent"):
+        kept["TRITON_INTERPRET"] = "1"
     if host == "sglang":
         return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})
     return kept | {

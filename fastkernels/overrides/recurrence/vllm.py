@@ -13,77 +13,22 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
-from fastkernels.overrides.recurrence.batches import batch_of, by_head, silu_or_none, softplus_only, unset
-from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
+from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus_only, unset
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
+from fastkernels.overrides.recurrence.pools import (
+    conv_decode,
+    conv_prefill,
+    each,
+    none,
+    one_token,
+    slots_of,
+    ssd_decode,
+)
 from fastkernels.overrides.recurrence.ssd import ssd
 
 T = torch.Tensor
 NULL_BLOCK_ID, PAD_SLOT_ID = 0, -1  # vLLM's
-
-
-def _slots(function: str, indices: T | None, count: int) -> T:
-    """The slot of each of `count` sequences. Raises UnsupportedArgument for a table of several per sequence."""
-    if indices is not None and indices.dim() == 2 and indices.shape[1] == 1:
-        indices = indices[:, 0]
-    if indices is None or indices.dim() != 1 or indices.shape[0] != count:
-        shape = None if indices is None else tuple(indices.shape)
-        raise UnsupportedArgument(
-            f"{function}: slots {shape} for {count} sequences; use the host's own function"
-        )
-    return indices.to(torch.int32)
-
-
-def _width(function: str, states: T, weight: T) -> None:
-    if states.shape[-1] != weight.shape[1] - 1:
-        raise UnsupportedArgument(
-            f"{function}: states of {states.shape[-1]} inputs for a kernel of {weight.shape[1]}, as with speculative"
-            " decoding, are not supported; use the host's own function"
-        )
-
-
-def _each(x: T) -> T:
-    """Borders of sequences with one token each."""
-    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device)
-
-
-def _none(slots: T) -> T:
-    return torch.zeros(slots.shape, dtype=torch.bool, device=slots.device)
-
-
-def _conv_prefill(
-    x: T, weight: T, bias: T | None, conv_states: T, query_start_loc: T, cache_indices: T | None,
-    has_initial_state: T | None, activation: Any,
-) -> T:  # fmt: skip
-    name = "causal_conv1d_fn"
-    act = silu_or_none(name, activation)
-    _width(name, conv_states, weight)
-    slots = _slots(name, cache_indices, query_start_loc.shape[0] - 1)
-    fresh = ~_none(slots) if has_initial_state is None else ~has_initial_state
-    rows = x.t().to(conv_states.dtype)
-    out = causal_conv1d(rows, weight, bias, conv_states, query_start_loc.to(torch.int32), slots, fresh, act)
-    return out.t().to(x.dtype)
-
-
-def _conv_decode(
-    x: T,
-    conv_state: T,
-    weight: T,
-    bias: T | None,
-    activation: Any,
-    indices: T | None,
-    query_start_loc: T | None,
-) -> T:
-    name = "causal_conv1d_update"
-    act = silu_or_none(name, activation)
-    _width(name, conv_state, weight)
-    if x.dim() != 2:
-        raise UnsupportedArgument(f"{name}: x {tuple(x.shape)} is not [T, C]; use the host's own function")
-    borders = _each(x) if query_start_loc is None else query_start_loc.to(torch.int32)
-    slots = _slots(name, indices, borders.shape[0] - 1)
-    rows = x.to(conv_state.dtype)
-    return causal_conv1d(rows, weight, bias, conv_state, borders, slots, _none(slots), act).to(x.dtype)
 
 
 def vllm_causal_conv1d_fn_0_32(
@@ -107,7 +52,7 @@ def vllm_causal_conv1d_fn_0_32(
 ) -> torch.Tensor:
     """causal_conv1d_fn before 0.33; see vllm_causal_conv1d_fn. Raises UnsupportedArgument for tables of blocks."""
     unset("causal_conv1d_fn", block_idx_last_scheduled_token=block_idx_last_scheduled_token)
-    return _conv_prefill(
+    return conv_prefill(
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation
     )
 
@@ -131,7 +76,7 @@ def vllm_causal_conv1d_fn(
     query_start_loc [B + 1]; cache_indices, has_initial_state [B]. Returns new memory [C, T]. Raises
     UnsupportedArgument for activations other than SiLU and for the wider states of speculative decoding.
     """
-    return _conv_prefill(
+    return conv_prefill(
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation
     )
 
@@ -149,7 +94,7 @@ def vllm_causal_conv1d_fn_cpu(
     **kwargs,
 ) -> torch.Tensor:
     """causal_conv1d_fn of vLLM's CPU build; see vllm_causal_conv1d_fn."""
-    return _conv_prefill(
+    return conv_prefill(
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation
     )
 
@@ -174,7 +119,7 @@ def vllm_causal_conv1d_update_0_26(
         "causal_conv1d_update", num_accepted_tokens=num_accepted_tokens,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
     )  # fmt: skip
-    return _conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
+    return conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
 
 
 def vllm_causal_conv1d_update_0_32(
@@ -198,7 +143,7 @@ def vllm_causal_conv1d_update_0_32(
         "causal_conv1d_update", num_accepted_tokens=num_accepted_tokens,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
     )  # fmt: skip
-    found = _conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
+    found = conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
     return found if out is None else out.copy_(found)
 
 
@@ -222,7 +167,7 @@ def vllm_causal_conv1d_update(
     memory: x keeps its values. Raises UnsupportedArgument for activations other than SiLU and speculative decoding.
     """
     unset("causal_conv1d_update", num_accepted_tokens=num_accepted_tokens)
-    found = _conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
+    found = conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
     return found if out is None else out.copy_(found)
 
 
@@ -239,7 +184,7 @@ def vllm_causal_conv1d_update_cpu(
 ) -> torch.Tensor:
     """causal_conv1d_update of vLLM's CPU build; see vllm_causal_conv1d_update."""
     unset("causal_conv1d_update", num_accepted_tokens=kwargs.get("num_accepted_tokens"))
-    return _conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
+    return conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
 
 
 def _ssd_varlen(
@@ -346,8 +291,9 @@ def vllm_mamba_selective_state_update(
     x, dt, z [B, D]; A [D, N]; B, C [B, N]; D, dt_bias [D]; the slots state_batch_indices [B]. Raises
     UnsupportedArgument for other slots for the results, several tokens per sequence, and without dt_softplus.
     """
-    given = (state_batch_indices, dst_state_batch_indices, x, dt_softplus, num_accepted_tokens)
-    tail, out = _one_token(state, out, *given)
+    unset("selective_state_update", num_accepted_tokens=num_accepted_tokens)
+    same = dst_state_batch_indices is None or dst_state_batch_indices is state_batch_indices
+    tail, out = one_token(state, out if same else None, state_batch_indices, x, dt_softplus)
     step, keys, queries, gate = (t if t is None else t.contiguous() for t in (dt, B, C, z))
     out.copy_(mamba_scan(x.contiguous(), step, A, keys, queries, D, gate, dt_bias, *tail))
 
@@ -377,26 +323,9 @@ def vllm_selective_state_update(
     state_batch_indices [B]. Raises UnsupportedArgument for z, values that are not expanded, other slots for the
     results, several tokens per sequence, and without dt_softplus.
     """
-    name = "selective_state_update"
-    unset(name, z=z)
-    given = (state_batch_indices, dst_state_batch_indices, x, dt_softplus, num_accepted_tokens)
-    step, rate = by_head(name, "dt", dt, 2), by_head(name, "A", A, 1)
-    skip, bias = by_head(name, "D", D, 1), by_head(name, "dt_bias", dt_bias, 1)
-    tail, out = _one_token(state, out, *given)
-    out.copy_(ssd(x, step, rate, B, C, skip, bias, *tail))
-
-
-def _one_token(
-    state: T, out: T | None, slots: T | None, others: T | None, x: T, softplus: bool, accepted: T | None
-) -> tuple[tuple[T, T, T, T], T]:
-    """The last tensors of an op for a token of each sequence, and `out`."""
-    name = "selective_state_update"
-    unset(name, num_accepted_tokens=accepted)
-    softplus_only(name, "dt_softplus", softplus)
-    if out is None or (others is not None and others is not slots):
-        raise UnsupportedArgument(f"{name}: no out, or dst_state_batch_indices; use the host's own function")
-    known = _slots(name, slots, x.shape[0])
-    return (state, _each(x), known, _none(known)), out
+    unset("selective_state_update", num_accepted_tokens=num_accepted_tokens)
+    same = dst_state_batch_indices is None or dst_state_batch_indices is state_batch_indices
+    ssd_decode(state, x, dt, A, B, C, D, dt_bias, z, dt_softplus, state_batch_indices, out if same else None)
 
 
 def _heads(module: Any) -> bool:
@@ -440,8 +369,8 @@ def vllm_selective_scan_fn(
     softplus_only(name, "delta_softplus", delta_softplus)
     if query_start_loc is None or B.dim() != 2:
         raise UnsupportedArgument(f"{name}: B {tuple(B.shape)} is not [N, T] of packed sequences")
-    slots = _slots(name, cache_indices, query_start_loc.shape[0] - 1)
-    fresh = ~_none(slots) if has_initial_state is None else ~has_initial_state
+    slots = slots_of(name, cache_indices, query_start_loc.shape[0] - 1)
+    fresh = ~none(slots) if has_initial_state is None else ~has_initial_state
     x, step, keys, queries, gate = (t if t is None else t.t().contiguous() for t in (u, delta, B, C, z))
     borders = query_start_loc.to(torch.int32)
     return mamba_scan(x, step, A, keys, queries, D, gate, delta_bias, ssm_states, borders, slots, fresh).t()
@@ -470,13 +399,13 @@ def vllm_fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv [B, 2 Hk K + H V]; a, b [B, H]; A_log, dt_bias [H]. Fills out [B, 1, H, V], overwrites initial_state
     [S, H, V, K] in the slots ssm_state_indices [B]; returns both.
     """
-    slots = _slots("packed_decode", ssm_state_indices, mixed_qkv.shape[0])
+    slots = slots_of("packed_decode", ssm_state_indices, mixed_qkv.shape[0])
     _, heads, size, keys = initial_state.shape
     rest = (mixed_qkv.shape[1] - heads * size) // 2
     q, k, v = mixed_qkv.split([rest, rest, heads * size], 1)
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     state = initial_state.transpose(2, 3)
-    tail = state, _each(mixed_qkv), slots, _none(slots)
+    tail = state, each(mixed_qkv), slots, none(slots)
     found = gated_delta_rule(q, k, v, *_gates(A_log, a, b, dt_bias), *tail, scale, use_qk_l2norm_in_kernel)
     out.copy_(found[:, None])
     return out, initial_state
@@ -513,7 +442,7 @@ def vllm_fused_sigmoid_gating_delta_rule_update(
         raise UnsupportedArgument(
             f"{name}: beta={beta}, inplace_final_state={inplace_final_state} or no cu_seqlens"
         )
-    slots = _slots(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
+    slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
     return _delta(q, k, v, *_gates(A_log, a, b, dt_bias), scale, initial_state, cu_seqlens, slots,
                   use_qk_l2norm_in_kernel), initial_state  # fmt: skip
 
@@ -539,7 +468,7 @@ def vllm_fused_recurrent_gated_delta_rule(
         raise UnsupportedArgument(
             f"{name}: no beta, no cu_seqlens or inplace_final_state={inplace_final_state}"
         )
-    slots = _slots(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
+    slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
     out = _delta(q, k, v, g[0], beta[0], scale, initial_state, cu_seqlens, slots, use_qk_l2norm_in_kernel)
     return out, initial_state
 
@@ -547,7 +476,7 @@ def vllm_fused_recurrent_gated_delta_rule(
 def _delta(
     q: T, k: T, v: T, g: T, beta: T, scale: float | None, state: T, cu_seqlens: T, slots: T, normalize: bool
 ) -> T:
-    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, _none(slots)
+    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return gated_delta_rule(q[0], k[0], v[0], g, beta, *tail, scale, normalize)[None]
 
