@@ -14,7 +14,7 @@
 
 Wrong paths are reported before anything runs. A part that fails is reported, and the other parts run. Logs are in
 $OUT/logs/PART.log. The tables made of the rows are in $OUT/tables.md; TABLES=1 also copies rows to bench/results and
-updates the documents. Outside a git checkout, FK_BENCH_COMMIT names the commit.
+updates the documents. FK_BENCH_COMMIT names the commit of a copy with another history or none.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ compiled code, and what new batch sizes compile. All files share the judge's for
 baselines, and files of one op follow each other. Resumes: what OUT/summary.jsonl has is not judged again. The files
 without a failed case are copied to OUT/passing/SET, sets for `fk-bench eval`.
 
-    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS]
+    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS] [--no-time]
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.rows import append
+from fk_bench.core.rows import Row, append
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate.adapters.foreign_files import digest_of
+from fk_bench.evaluate.adapters.published import ABSENT
 from fk_bench.evaluate.adapters.sets import SetFile, read_set
 from fk_bench.kernels.judge import Options, judge_ops
 from fk_bench.kernels.judge.processes.sides import Sides
@@ -32,11 +33,11 @@ from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fastkernels.core import candidate
 
 
-def options(device: str) -> Options:
+def options(device: str, timed: bool) -> Options:
     """A short run of `fk-bench kernels --quick --deployment --no-scan`, without captured and extreme cases."""
     return Options(
         device=device, cases=("random", "held-out"), most=4, rounds=3, seconds=0.3, hard=1, timeout=180.0,
-        op_budget=240.0, scan=False, timed=device == "cuda", deployment=True,
+        op_budget=240.0, scan=False, timed=timed, deployment=True,
     )  # fmt: skip
 
 
@@ -53,8 +54,8 @@ def judged(file: SetFile, chosen: Options, sides: Sides, rows: Path) -> dict[str
     for r in found:
         phases.update(r.case.get("seconds", {}))
     return {
-        "own": dict(Counter(r.status.value for r in cases if r not in held)),
-        "held_out": dict(Counter(r.status.value for r in held)),
+        "own": dict(Counter(_status(r) for r in cases if r not in held)),
+        "held_out": dict(Counter(_status(r) for r in held)),
         "speedups": {r.case["name"]: round(r.metrics["speedup"], 3) for r in cases if "speedup" in r.metrics},
         "speedup": of_op.metrics.get("speedup_geomean"), "ci95": of_op.ci95.get("speedup_geomean"),
         "held_out_speedup": _mean([r.metrics["speedup"] for r in held if "speedup" in r.metrics]),
@@ -65,6 +66,11 @@ def judged(file: SetFile, chosen: Options, sides: Sides, rows: Path) -> dict[str
         ],
         **of_op.case.get("deployment", {"deployed": "unknown", "serving": "unknown"}),
     }  # fmt: skip
+
+
+def _status(row: Row) -> str:
+    """The status of a case; 'absent' if it has an option that the published class does not have."""
+    return "absent" if ABSENT in row.reason else str(row.status.value)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -96,6 +102,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="")
     parser.add_argument("--limit", type=float, default=480.0)
+    parser.add_argument("--no-time", action="store_true", help="check only: such runs may share a GPU")
     args = parser.parse_args()
     start, summary = time.perf_counter(), args.out / "summary.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
@@ -112,7 +119,7 @@ def main() -> None:
             wanted = not args.only or file.op in args.only.split(",")
             if wanted and (folder.name, file.op, digest) not in done:
                 waiting.append((folder.name, file, digest))
-    chosen = options(args.device)
+    chosen = options(args.device, args.device == "cuda" and not args.no_time)
     with sides_of(chosen) as sides:
         for number, (name, file, digest) in enumerate(sorted(waiting, key=lambda w: (w[1].op, w[0]))):
             if time.perf_counter() - start > args.limit:
@@ -132,9 +139,9 @@ def main() -> None:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Whether each case of a file, own and held-out, is right."""
+    """Whether each case that a file has an option for, own and held-out, is right."""
     counts = Counter(row.get("own", {})) + Counter(row.get("held_out", {}))
-    return bool(counts["ok"]) and set(+counts) <= {"ok", "skipped"}
+    return bool(counts["ok"]) and set(+counts) <= {"ok", "skipped", "absent"}
 
 
 def pass_on(file: SetFile, folder: Path) -> None:

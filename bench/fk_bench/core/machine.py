@@ -97,9 +97,11 @@ def _cores() -> int:
 
 @cache
 def commit() -> str | None:
-    """The commit of this checkout, with '+' if files differ from it; outside a checkout (a copy without history, a
-    wheel) the value of FK_BENCH_COMMIT, or None."""
-    here, given = Path(__file__).resolve().parent, os.environ.get("FK_BENCH_COMMIT") or None
+    """FK_BENCH_COMMIT, for copies with another history or none; else the commit of this checkout, with '+' if files
+    differ from it. None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    if given := os.environ.get("FK_BENCH_COMMIT"):
+        return given
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=20
@@ -108,8 +110,8 @@ def commit() -> str | None:
             ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
-        return given
-    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else given
+        return None
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else None
 
 
 def absolute(python: str) -> str:

@@ -371,7 +371,9 @@ def run(p: Problem, out: torch.Tensor) -> None:
     b = scratch(tokens, heads, keys, when=p.rule == PAIR)
     q_factor, k_factor = (scratch(tokens, heads, dtype=f32) for _ in range(2))
     last = scratch(chunks, heads, keys if by_channel else 1, dtype=f32)
-    block_k, block_v = (min(64, max(16, next_power_of_2(n))) for n in (keys, values))
+    # In narrower products with the inverse, ptxas 12.8 takes a wrong register for the descriptor of shared memory.
+    least = 64 if p.rule == DELTA else 16
+    block_k, block_v = (min(64, max(least, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
     shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "ieee" if exact else "tf32"}
     many = by_channel and corrects  # tiles of a program: more warps, or their registers spill
@@ -394,9 +396,8 @@ def run(p: Problem, out: torch.Tensor) -> None:
         q, k = p.q, p.k
     else:
         group = 1
-    if batch * heads * cdiv(values, block_v) < multiprocessors(device):
-        block_v = min(block_v, 32)
-    block_k = max(16, next_power_of_2(keys))
+    block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
+    block_v = min(block_v, 64 if batch * heads * cdiv(values, 64) >= multiprocessors(device) else 32)
     launch_kernel(
         _between_kernel, (batch * heads, cdiv(values, block_v)),
         p.v, q, k, b, p.skip, scores, pairs, w, u, q_factor, k_factor, last,

@@ -33,6 +33,7 @@ class Adapter:
     trained        whether users train such models: calls that need gradients then run the host's code
     several        whether a process may have several such models, each with calls from outside: calls are counted
                    module by module; else see EngineCounts
+    shapes_together  whether new shapes in one module mean new shapes in all: one then watches for all of them
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -45,6 +46,7 @@ class Adapter:
     first_call = False
     trained = False
     several = False
+    shapes_together = False
     profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:

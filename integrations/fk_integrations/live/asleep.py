@@ -29,15 +29,21 @@ class _Sleeper:
 
 
 class Group:
-    """The sleeping modules of one trial.
+    """The sleeping modules of one trial, or of all trials of a patch.
 
-    allowed  whether modules may sleep. Never again once code was compiled, whose guards know the modules' classes
+    together  whether one module stays awake for all; else one of each size
+    allowed   whether modules may sleep. Never again once code was compiled, whose guards know the modules' classes
     """
 
-    def __init__(self) -> None:
-        self.allowed = True
+    def __init__(self, together: bool = False) -> None:
+        self.together, self.allowed = together, True
+        self.awake: dict[Any, Any] = {}  # {size: the one that stays awake}
         self.asleep: dict[int, _Sleeper] = {}
         _groups.add(self)
+
+    def stays_awake(self, module: Any, sizes: Any) -> bool:
+        """Whether this is the module that sees the shapes of new calls: the first one that is given."""
+        return self.awake.setdefault(None if self.together else sizes, module) is module
 
     def sleep(self, holder: Any) -> None:
         """Give an object the host's class and nothing of ours, so that a copy of it has nothing of ours either."""

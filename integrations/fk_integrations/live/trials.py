@@ -61,7 +61,6 @@ class Trial:
     modules   that began with ours
     restored  of these, how many are the host's again
     group     those whose eager calls are the host's, and that have its class for these
-    awake     {sizes: the module that stays awake, to see the shapes of new calls}
     """
 
     op: str
@@ -72,7 +71,6 @@ class Trial:
     modules: int = 0
     restored: int = 0
     group: asleep.Group = field(default_factory=asleep.Group)
-    awake: dict[Any, _Own] = field(default_factory=dict)
 
     def begin(self, holder: Any, sizes: Any, back: Callable[[], None], journal: Journal) -> None:
         """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
@@ -193,7 +191,7 @@ def _remember(own: _Own, choice: Choice, args: Any, kwargs: Any) -> torch.Tensor
                 if own.where != where or len(own.at_once) >= MOST_SHAPES:
                     own.where, own.at_once = where, {}
                 own.at_once[x.shape, x.dtype] = choice.captured
-                own.rests = own.trial.awake.setdefault(own.sizes, own) is not own
+                own.rests = not own.trial.group.stays_awake(own, own.sizes)
             return x
     return None
 

@@ -24,7 +24,7 @@ from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.live import trials
+from fk_integrations.live import asleep, trials
 from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.live.prepared import prepare
 from fk_integrations.live.tally import Counts, Tally
@@ -49,6 +49,7 @@ class Patched:
     counts      the calls in the modules of each row
     module_calls  {op: calls of its modules}, for seams whose calls are counted so
     seconds     of each phase of the patch
+    group       of all trials, where the host's shapes change together
     """
 
     adapter: Adapter
@@ -65,6 +66,7 @@ class Patched:
     module_calls: Counter[str] = field(default_factory=Counter)
     counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
+    group: asleep.Group = field(default_factory=lambda: asleep.Group(together=True))
 
     def __post_init__(self) -> None:
         self.counts = Counts() if self.adapter.several else EngineCounts()
@@ -332,6 +334,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
         slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
         trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
+        if patched.adapter.shapes_together:
+            trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)
     inside = tally if patched.adapter.several or place.tallies else None  # the seam counts the calls
     for module in modules:

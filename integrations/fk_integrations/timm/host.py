@@ -28,6 +28,7 @@ class TimmAdapter(Adapter):
     first_call = True
     trained = True
     several = True
+    shapes_together = True  # those of the images
 
     def __init__(self) -> None:
         self.version = versions.installed("timm") or ""

@@ -13,6 +13,8 @@ from fk_bench.evaluate.run import composition
 from fk_bench.evaluate.run.hosts import patched
 from fk_bench.evaluate.run.hosts.patched import Patched
 
+from fastkernels.patch import PatchError
+
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128,
     "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -48,6 +50,7 @@ def test_our_engine_takes_the_blocks_of_its_model(model: str, monkeypatch: pytes
         )
 
     monkeypatch.setattr(patched.fastkernels, "patch", patch)
+    monkeypatch.setattr(patched, "find_host", lambda target: None)
     host = Patched({"host": "fastkernels", "model": model})
     host.target = None
     answer = host.patch(FILES)
@@ -55,6 +58,14 @@ def test_our_engine_takes_the_blocks_of_its_model(model: str, monkeypatch: pytes
     assert reasons(answer) == dict.fromkeys(("mixtral.mixture", "llama.mixture"), Reason.UNUSED)
     assert "this item runs llama" in answer["failed"]["mixtral.mixture"]["text"]
     assert "llama.decoder_layer" in answer["failed"]["llama.mixture"]["text"]
+
+
+def test_candidates_are_not_unused_where_nothing_can_be_patched() -> None:
+    """As in a process that sees no entry points: no host knows the model."""
+    host = Patched({"host": "timm", "model": "vit_tiny_patch16_224"})
+    host.target = object()
+    with pytest.raises(PatchError, match="object"):
+        host.patch({"layer_norm": "layer_norm.py"})
 
 
 def test_model_without_blocks_of_ours_uses_none(tmp_path: Path) -> None:

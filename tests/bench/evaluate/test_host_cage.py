@@ -17,7 +17,7 @@ from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.evaluate.suites import load
 from fk_bench.kernels.judge.processes.cage import PRIVATE
 
-CHECKS = """import glob, importlib.util, os, resource, shutil, subprocess, sys, tempfile
+CHECKS = """import getpass, glob, importlib.util, os, resource, shutil, subprocess, sys, tempfile
 from multiprocessing import shared_memory
 
 import torch
@@ -29,6 +29,7 @@ for name in {private!r}:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
+assert getpass.getuser() == "candidate", "torch.compile needs the user's name"
 assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY, "CUDA reserves terabytes"
 assert resource.getrlimit(resource.RLIMIT_NPROC)[0] >= {processes} or os.getuid() == 0
 assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"

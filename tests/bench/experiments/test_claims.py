@@ -68,7 +68,7 @@ def test_page_counts_only_files_that_claim_a_speedup() -> None:
 @pytest.mark.parametrize(
     ("own", "held_out", "right"),
     [({"ok": 4}, {"ok": 4}, True), ({"ok": 3, "skipped": 1}, {}, True), ({"ok": 4}, {"timeout": 1}, False),
-     ({"skipped": 4}, {}, False), ({}, {}, False)],
+     ({"ok": 2, "absent": 2}, {"absent": 4}, True), ({"skipped": 4}, {}, False), ({}, {}, False)],
 )  # fmt: skip
 def test_a_file_passes_if_no_case_fails(own: dict[str, int], held_out: dict[str, int], right: bool) -> None:
     assert judge_sets.passes({"own": own, "held_out": held_out}) is right

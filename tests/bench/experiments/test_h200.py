@@ -226,7 +226,7 @@ def test_run_reports_parts_keeps_logs_and_makes_tables(tmp_path: Path) -> None:
     assert "kernels: no rows." in (tmp_path / "out/tables.md").read_text()
 
 
-def test_commit_outside_a_checkout(tmp_path: Path) -> None:
+def test_commit_of_a_copy_is_the_given_one(tmp_path: Path) -> None:
     copy = tmp_path / "fk_bench"
     shutil.copytree(ROOT / "bench/fk_bench/core", copy / "core")
     (copy / "__init__.py").write_text("")
@@ -241,6 +241,10 @@ def test_commit_outside_a_checkout(tmp_path: Path) -> None:
         ).stdout.strip()
 
     assert said() == "None" and said(FK_BENCH_COMMIT="abc123") == "abc123"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "Other history"]):
+        subprocess.run([*git, *command], check=True)
+    assert len(said()) == 13 and said(FK_BENCH_COMMIT="abc123") == "abc123"
 
 
 @pytest.mark.parametrize("lengths", [(20, 90), (40, 40)])

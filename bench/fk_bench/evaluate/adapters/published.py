@@ -196,17 +196,30 @@ def give(module: Any, **tensors: Any) -> Any:
     """Let the module use these as its parameters and buffers, wherever in it they are named so."""
     for part in module.modules():
         for name, tensor in tensors.items():
-            for store in (part._parameters, part._buffers):
-                if name in store:
-                    store[name] = tensor
+            if name in part._buffers:
+                part._buffers[name] = tensor
+            if name in part._parameters and not _same(part._parameters[name], tensor):
+                part._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     return module
+
+
+def _same(known: Any, tensor: Any) -> bool:
+    """Whether both are the same memory, seen in the same way."""
+    return (
+        known is not None
+        and known.data_ptr() == tensor.data_ptr()
+        and (known.shape, known.stride(), known.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    )
+
+
+ABSENT = "the published class has no"  # how the message about an option begins
 
 
 def refuse(**values: Any) -> None:
     """Raise NotImplementedError for an argument that the published class does not have."""
     for name, value in values.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"the published class has no {name} (here {value!r})")
+            raise NotImplementedError(f"{ABSENT} {name} (here {value!r})")
 
 
 def _in_place(target: Any, result: Any) -> None:

@@ -52,6 +52,23 @@ def scaled(x, weight, eps):
     y = (y / (y.pow(2).mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype)
     return y if weight is None else y * weight
 """
+LAYER_NORM = """
+import torch
+import torch.nn as nn
+
+class LayerNorm(nn.Module):
+    def __init__(self, size, eps=1e-5, elementwise_affine=True, create_scale=True, create_offset=True):
+        super().__init__()
+        self.eps, self.size = eps, (size,)
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.last = self.weight
+
+    def forward(self, x):
+        if self.last is not self.weight:
+            self.last = self.weight  # only a parameter may be assigned here
+        return nn.functional.layer_norm(x, self.size, self.last, self.bias, self.eps)
+"""
 ROTARY = """
 import torch
 import torch.nn as nn
@@ -212,6 +229,14 @@ def test_module_with_weights_becomes_the_function_of_the_op(tmp_path):
         assert torch.equal(x, before)  # the published class writes its result into x
     with pytest.raises(NotImplementedError, match="var_hidden_size"):
         rms_norm(x, weight, 1e-5, None, 32)
+
+
+def test_module_that_keeps_its_parameter_gets_a_parameter(tmp_path):
+    layer_norm = function(tmp_path, "layer_norm", layer_norm=LAYER_NORM)
+    x, bias = torch.randn(3, 8), torch.zeros(8)
+    for weight in (torch.full((8,), 2.0), torch.full((8,), 3.0)):
+        want = torch.nn.functional.layer_norm(x, (8,), weight, bias, 1e-5)
+        assert torch.equal(layer_norm(x, weight, bias, 1e-5), want)
 
 
 def test_results_go_where_the_op_wants_them(tmp_path):

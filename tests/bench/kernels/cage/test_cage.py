@@ -425,3 +425,11 @@ def test_compiler_in_an_unusual_place_is_needed(tmp_path: Path, monkeypatch: pyt
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     assert str(tmp_path / "gcc") in mounts.needed((), ())
+
+
+def test_metadata_of_a_source_tree_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = tmp_path / "fastkernels.egg-info"
+    metadata.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = mounts.needed((), ())
+    assert str(metadata) in found and str(tmp_path) not in found

@@ -29,6 +29,8 @@ def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
     found = [sys.prefix, sys.base_prefix, sys.exec_prefix]
     installed = [p for p in sys.path if glob.glob(os.path.join(glob.escape(p), "*.dist-info"))]
     found += installed
+    # of a source tree on the path: its hosts and plugins are found by entry points
+    found += [f for p in sys.path for f in glob.glob(os.path.join(glob.escape(p), "*.egg-info"))]
     found += [str(p) for m in list(sys.modules.values()) for p in _package_paths(m)]
     for name in packages:
         with contextlib.suppress(ImportError, ValueError):

@@ -292,7 +292,9 @@ class Zygote:
         kept["PATH"] = os.pathsep.join(
             [*filter(None, kept.get("PATH", os.defpath).split(os.pathsep)), folder]
         )
-        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
+        # Inductor names its cache after the user; a cage's user has no name of its own.
+        own = {"HOME": "/", "USER": "candidate", "LOGNAME": "candidate"}
+        return {**kept, **own, "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
 
     def begin(self) -> None:
         """Start the interpreter, which imports for seconds; `start` waits for it. Raises ZygoteError."""
