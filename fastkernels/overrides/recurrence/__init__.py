@@ -1,5 +1,4 @@
-"""Recurrences over packed tokens with a state in a slot for each sequence: scans, delta rules, linear attention.
+"""Recurrences over packed tokens with a state in a slot for each sequence: scans, delta rules, linear attention, LSTM.
 
-`packed.py` has what the references share, `cases.py` the common part of the declarations. `batches.py` and `pools.py`
-have the two forms in which hosts hold states. Also torch's LSTM.
+References share `packed.py`, declarations `cases.py`; `batches.py` and `pools.py` have the two forms of hosts' states.
 """

@@ -88,7 +88,9 @@ def test_eager_calls_cost_few_python_calls() -> None:
         run(), run()
         assert sum(1 for row in report.refresh().rows if row.measured) > 2
         run(), run()
-        assert ours(model) == 1 < sum(row.modules for row in report.active)  # it sees the shapes of the images
+        assert (
+            ours(model) == 1 < sum(row.modules for row in report.active)
+        )  # it sees the shapes of the images
         assert python_calls(run) <= stock + CALLS
     assert python_calls(run) == stock and not watched()
 

@@ -1,4 +1,4 @@
-"""Functions of SGLang's Mamba 2 layers against its own Triton kernels, in the interpreter: no CPU build has the layers."""
+"""Functions of SGLang's Mamba 2 layers against its Triton kernels, in the interpreter: no CPU build has the layers."""
 
 import contextlib
 
