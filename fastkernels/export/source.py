@@ -26,6 +26,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     **PLAIN,
     f"{PACKAGE}.core.dispatch": "fork.py",
     f"{PACKAGE}.overrides.routing.arguments": "fork_refuse.py",
+    f"{PACKAGE}.overrides.kit.arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",

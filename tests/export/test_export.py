@@ -516,6 +516,9 @@ def kernel_lines(tree: ast.Module) -> int:
 MOST, OP, CLASS, LAUNCH = 163, 50, 13, 21
 # more for the activations and layers that timm's CNNs may have, which these files recognize
 CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 170}
+# more for batches as packed sequences, and for calls of kernels by chunks or token by token
+_RULES = ("ssd", "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7")
+RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 140)}
 
 
 def _check_lines(name: str, text: str) -> None:
@@ -528,6 +531,7 @@ def _check_lines(name: str, text: str) -> None:
     most = (
         MOST
         + CNN.get(name, 0)
+        + RECURRENT.get(name, 0)
         + OP * max(ops - 1, 0)
         + CLASS * max(classes - 1, 0)
         + LAUNCH * max(launches - 1, 0)

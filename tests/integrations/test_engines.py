@@ -19,13 +19,13 @@ SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
-    "check_random_weights",
+    "check_random_weights", "check_recurrent",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"),
 )  # fmt: skip
 IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",
-    "check_works", "check_works_more", "check_random_weights",
+    "check_works", "check_works_more", "check_random_weights", "check_recurrent",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
 SECONDS = {"check_held_out": 2400, "check_nodes": 1000}  # one engine after the other; two at once
@@ -71,6 +71,8 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     cores = "0|1" if split or (host, check) == ("sglang", "check_nodes") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
+    if (host, check) == ("sglang", "check_recurrent"):
+        kept["TRITON_INTERPRET"] = "1"
     if host == "sglang":
         return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})
     return kept | {

@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 
-BANNED = ("fastkernels", "fk_integrations", "fk_bench", "vllm", "sglang", "transformers", "diffusers", "timm")
+BANNED = (
+    "fastkernels",
+    "fk_integrations",
+    "fk_bench",
+    "vllm",
+    "sglang",
+    "transformers",
+    "diffusers",
+    "timm",
+    "fla",
+)
 SERVERS = ("vllm", "sglang")
 
 
@@ -518,6 +528,179 @@ def global_response_norm(ns: Any) -> list[Any]:
     return [filled(ns.GlobalResponseNorm(8, channels_last=last))(randn(2, 8, 8, 8)) for last in (True, False)]
 
 
+# Two sequences of 5 tokens, 4 heads of 8 and 6 channels; states of 4 slots, of which slot 0 is for padding
+_Q, _V, _BY_HEAD = (2, 5, 4, 8), (2, 5, 4, 6), (2, 5, 4)
+_SLOTS = torch.tensor([3, 1], dtype=torch.int32)
+_BORDERS = torch.tensor([0, 3, 5], dtype=torch.int32)
+
+
+def _decay(*size: int) -> torch.Tensor:
+    return -randn(*size).abs()
+
+
+def _rule(transposed: bool = False, keys: bool = False, **more: Any) -> dict[str, Any]:
+    """The arguments of a delta rule; transposed: states [V, K]; keys: a decay for each channel of a key."""
+    state = randn(2, 4, 6, 8) if transposed else randn(2, 4, 8, 6)
+    g = _decay(*_Q) if keys else _decay(*_BY_HEAD)
+    head = {"v": randn(*_V), "g": g, "beta": randn(*_BY_HEAD).sigmoid()}
+    return {**head, "initial_state": state, "output_final_state": True, **more}
+
+
+def _linear(**more: Any) -> dict[str, Any]:
+    given = {"q": randn(*_Q), "k": randn(*_Q) / 3, "v": randn(*_V), "initial_state": randn(2, 4, 8, 6)}
+    return {**given, "output_final_state": True, **more}
+
+
+def _keys() -> dict[str, Any]:
+    return {"q": randn(*_Q), "k": randn(*_Q) / 3}
+
+
+def _named() -> dict[str, Any]:
+    return {"query": randn(*_Q), "key": randn(*_Q) / 3}
+
+
+def _query(given: dict[str, Any]) -> dict[str, Any]:
+    return {**_named(), **{"value" if k == "v" else k: v for k, v in given.items()}}
+
+
+def _packed(size: int = 8) -> dict[str, Any]:
+    """Gated delta rules of vLLM in place: packed sequences, and parameters of gates."""
+    tensors = {"q": randn(1, 5, 2, size), "k": randn(1, 5, 2, size) / 3, "v": randn(1, 5, 4, 6)}
+    pool = {"initial_state": randn(4, 4, 6, size), "cu_seqlens": _BORDERS, "ssm_state_indices": _SLOTS}
+    return {**tensors, **pool}
+
+
+_GATES = {"A_log": randn(4) / 9, "dt_bias": randn(4)}
+_STEPS = {"a": randn(5, 4), "b": randn(5, 4) + 1}
+_MAMBA2 = {"A": _decay(4), "D": randn(4), "dt_bias": randn(4), "dt_softplus": True}
+
+
+def _of_heads() -> dict[str, Any]:
+    """Step, decay and skip of two tokens, expanded from 4 heads to 6 channels."""
+    per = {
+        "D": randn(4)[:, None].expand(4, 6),
+        "dt_bias": randn(4)[:, None].expand(4, 6),
+        "dt_softplus": True,
+    }
+    rate = _decay(4)[:, None, None].expand(4, 6, 8)
+    return {
+        "dt": randn(2, 4)[..., None].expand(2, 4, 6),
+        "A": rate,
+        "B": randn(2, 2, 8),
+        "C": randn(2, 2, 8),
+        **per,
+    }
+
+
+def _channels() -> dict[str, Any]:
+    """Parameters of Mamba for two tokens of 6 channels with 8 numbers of state."""
+    given = {
+        "dt": randn(2, 6),
+        "A": _decay(6, 8),
+        "B": randn(2, 8),
+        "C": randn(2, 8),
+        "D": randn(6),
+        "z": randn(2, 6),
+    }
+    return {**given, "dt_bias": randn(6), "dt_softplus": True}
+
+
+def _kernel(activation: str = "silu") -> dict[str, Any]:
+    return {"weight": randn(6, 4), "bias": randn(6), "activation": activation}
+
+
+def _of_transformers() -> dict[str, dict[str, Any]]:
+    x = randn(2, 5, 4, 6)
+    return {
+        "causal_conv1d_fn": {"hidden_states": randn(2, 6, 5), **_kernel()},
+        "causal_conv1d_update": {"hidden_states": randn(2, 6, 1), "conv_state": randn(2, 6, 3), **_kernel()},
+        "mamba2_chunk_scan": {
+            "hidden_states": x, "dt": randn(2, 5, 4), "B": randn(2, 5, 2, 8), "C": randn(2, 5, 2, 8), "chunk_size": 4,
+            "initial_states": randn(2, 4, 6, 8), "return_final_states": True, **_MAMBA2,
+        },
+        "mamba2_selective_state_update": {"state": randn(2, 4, 6, 8), "hidden_states": x[:, 0], **_of_heads()},
+        "mamba_selective_scan": {
+            "hidden_states": randn(2, 6, 5), "dt": randn(2, 6, 5), "A": _decay(6, 8), "B": randn(2, 8, 5),
+            "C": randn(2, 8, 5), "D": randn(6), "z": randn(2, 6, 5), "delta_softplus": True, "return_last_state": True,
+        },
+        "mamba_selective_state_update": {"state": randn(2, 6, 8), "hidden_states": randn(2, 6), **_channels()},
+        "torch_chunk_gated_delta_rule": _query(_rule(use_qk_l2norm_in_kernel=True)),
+        "torch_recurrent_gated_delta_rule": _query(_rule()),
+        "chunk_kimi_delta_attention": _query(_rule(keys=True, use_qk_l2norm_in_kernel=True)),
+        "recurrent_kimi_delta_attention": _query(_rule(keys=True)),
+    }  # fmt: skip
+
+
+def _of_vllm() -> dict[str, dict[str, Any]]:
+    pool = {
+        "query_start_loc": _BORDERS,
+        "cache_indices": _SLOTS,
+        "has_initial_state": torch.tensor([True, False]),
+    }
+    prompts = {"x": randn(5, 6).t(), "conv_states": randn(4, 6, 3), **pool, **_kernel()}
+    token = {"x": randn(2, 6), "conv_state": randn(4, 6, 3), "conv_state_indices": _SLOTS, **_kernel()}
+    update = {"state_batch_indices": _SLOTS}
+    return {
+        "causal_conv1d_fn": prompts, "causal_conv1d_fn_cpu": prompts,
+        "causal_conv1d_update": token, "causal_conv1d_update_cpu": token,
+        "mamba_chunk_scan_combined_varlen": {
+            "x": randn(5, 4, 6), "dt": randn(5, 4), "B": randn(5, 2, 8), "C": randn(5, 2, 8), "chunk_size": 4,
+            "cu_seqlens": _BORDERS, "cu_chunk_seqlens": None, "last_chunk_indices": None, "seq_idx": None,
+            "out": torch.zeros(5, 4, 6), "initial_states": randn(2, 4, 6, 8), **_MAMBA2,
+        },
+        "selective_scan_fn": {
+            "u": randn(6, 5), "ssm_states": randn(4, 6, 8), "delta": randn(6, 5), "A": _decay(6, 8), "B": randn(8, 5),
+            "C": randn(8, 5), "D": randn(6), "z": randn(6, 5), "delta_softplus": True, **pool,
+        },
+        "ssd": {"state": randn(4, 4, 6, 8), "x": randn(2, 4, 6), "out": torch.zeros(2, 4, 6), **_of_heads(), **update},
+        "mamba_scan": {"state": randn(4, 6, 8), "x": randn(2, 6), "out": torch.zeros(2, 6), **_channels(), **update},
+        "ChunkGatedDeltaRule": {**_keys(), **_rule(True)},
+        "chunk_gated_delta_rule": {**_keys(), **_rule(True)},
+        "fused_recurrent_gated_delta_rule": {**_packed(), "g": _decay(1, 5, 4), "beta": randn(1, 5, 4).sigmoid()},
+        "fused_sigmoid_gating_delta_rule_update": {**_packed(), **_GATES, **_STEPS},
+        "fused_recurrent_gated_delta_rule_packed_decode": {
+            "mixed_qkv": randn(2, 56), "a": randn(2, 4), "b": randn(2, 4), "scale": 0.5, **_GATES,
+            "initial_state": randn(4, 4, 6, 8), "out": torch.zeros(2, 1, 4, 6), "ssm_state_indices": _SLOTS,
+        },
+    }  # fmt: skip
+
+
+def _of_fla() -> dict[str, dict[str, Any]]:
+    rwkv = {n: randn(*_Q) / (2 + i) for i, n in enumerate(("r", "k", "kk", "a"))}
+    more = {"v": randn(*_V), "w": _decay(*_Q), "initial_state": randn(2, 4, 8, 6), "output_final_state": True}
+    of_chunks = {("b" if n == "kk" else n): x for n, x in rwkv.items()}
+    delta = {n: x for n, x in _rule().items() if n != "g"}
+    return {
+        "causal_conv1d": {
+            "x": randn(2, 5, 6), "initial_state": randn(2, 6, 4), "output_final_state": True, **_kernel(),
+        },
+        "causal_conv1d_update": {"x": randn(2, 1, 6), "cache": randn(2, 6, 4), **_kernel()},
+        "chunk_gla": _linear(g=_decay(*_Q)), "fused_recurrent_gla": _linear(gk=_decay(*_Q)),
+        "chunk_retention": _linear(), "fused_recurrent_retention": _linear(),
+        "chunk_simple_gla": _linear(g=_decay(*_BY_HEAD)), "fused_recurrent_simple_gla": _linear(g_gamma=_decay(4)),
+        "chunk_gated_delta_rule": {**_keys(), **_rule(use_qk_l2norm_in_kernel=True)},
+        "fused_recurrent_gated_delta_rule": {**_keys(), **_rule()},
+        "chunk_delta_rule": {**_keys(), **delta}, "fused_recurrent_delta_rule": {**_keys(), **delta},
+        "chunk_kda": {**_keys(), **_rule(keys=True)}, "fused_recurrent_kda": {**_keys(), **_rule(keys=True)},
+        "chunk_rwkv7": {**of_chunks, **more}, "fused_mul_recurrent_rwkv7": {**rwkv, **more},
+    }  # fmt: skip
+
+
+_RECURRENCES = {"transformers": _of_transformers, "vllm": _of_vllm, "fla": _of_fla}
+
+
+def recurrence(ns: Any, op: str) -> list[Any]:
+    """Each function on its host's arguments: what it returns, and the arguments, some of which it overwrites."""
+    out: list[Any] = []
+    for name in ns.classes:
+        calls = _RECURRENCES[ns.host]()
+        given = calls[op if name == "selective_state_update" else name]
+        function = getattr(ns, name)
+        found = function()(**given) if isinstance(function, type) else function(**given)
+        out += [found, list(given.values())]
+    return out
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -532,6 +715,18 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {
     "gated_gelu_mlp": gated_gelu_mlp
+}
+EXERCISES |= {
+    op: partial(recurrence, op=op)
+    for op in (
+        "causal_conv1d",
+        "ssd",
+        "mamba_scan",
+        "gated_delta_rule",
+        "gated_linear_attention",
+        "kda",
+        "rwkv7",
+    )
 }
 
 

@@ -12,6 +12,8 @@ from fastkernels.overrides.block.two_linears import side_by_side
 from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 
+UnsupportedArgument = Unsupported
+
 
 def refuse(function: str, **given: Any) -> None:
     """Raise Unsupported if an argument is given that the op does not have."""

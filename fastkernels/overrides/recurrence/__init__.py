@@ -1,4 +1,4 @@
-"""Recurrences over packed tokens with a state in a slot for each sequence: scans, delta rules, linear attention.
+"""Recurrences over packed tokens with a state in a slot for each sequence: scans, delta rules, linear attention, LSTM.
 
-`packed.py` has what the references share, `cases.py` the common part of the declarations. Also torch's LSTM.
+References share `packed.py`, declarations `cases.py`; `batches.py` and `pools.py` have the two forms of hosts' states.
 """

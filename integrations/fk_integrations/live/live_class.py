@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
@@ -17,14 +18,16 @@ from torch.autograd import forward_ad
 from fastkernels.core import candidate
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.decorated import host_function, plain_function, redecorated
-from fk_integrations.live.tally import Tally, counted
+from fk_integrations.live.tally import Tally, calling, counted
 from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
+_PLAIN = "fastkernels_plain"  # of these classes: their methods without what counts them
 PREPARED = "_fastkernels_prepared"  # the names that a candidate's `prepare` has added to an object
 _NO_NAMES: frozenset[str] = frozenset()
 
@@ -260,7 +263,7 @@ def _note(op: str, reason: str) -> None:
 
 def called(cls: type, method: str = "forward") -> dict[str, Any]:
     """{name: function} of the global functions that a method of the class calls by name."""
-    forward = host_function(getattr(cls, method, None))
+    forward = plain_function_of(cls, method)
     if not isinstance(forward, FunctionType):
         return {}
     kinds: dict[str, set[str]] = {}
@@ -272,11 +275,29 @@ def called(cls: type, method: str = "forward") -> dict[str, Any]:
     return {name: value for name, value in found.items() if plain_function(value) is not None}
 
 
-def callers(cls: type) -> dict[Any, str]:
-    """{global function: the method of the class that calls it by name}; of several, forward."""
-    own = (name for name, value in vars(cls).items() if isinstance(value, FunctionType))
-    methods = [*own, "forward"]
-    return {function: name for name in methods for function in called(cls, name).values()}
+def _plain_method(cls: type, name: str) -> Any:
+    """A method of a class without our counting around it; None if there is none."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base).get(_PLAIN, {}).get(name, getattr(cls, name))
+    return None
+
+
+def plain_function_of(cls: type, method: str) -> Any:
+    """The host's function that a method of the class runs in the end."""
+    return host_function(_plain_method(cls, method))
+
+
+def callers(cls: type) -> dict[Any, tuple[str, ...]]:
+    """{global function: the methods of the class that call it by name}. Of inherited methods, forward alone counts."""
+    own = list(itertools.takewhile(is_ours, cls.__mro__))
+    own.append(cls.__mro__[len(own)])
+    names = [n for base in own for n, value in vars(base).items() if isinstance(value, FunctionType)]
+    found: dict[Any, tuple[str, ...]] = {}
+    for name in dict.fromkeys([*names, "forward"]):
+        for function in called(cls, name).values():
+            found[function] = (*found.get(function, ()), name)
+    return found
 
 
 @cache
@@ -296,29 +317,51 @@ def until_replaced(
     return wrapper(run, ours)
 
 
-def calling_class(cls: Any, theirs: Any, ours: Any, method: str = "forward", counts: bool = False) -> type:
-    """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
+@cache
+def or_theirs(theirs: Any, ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """Make a function that runs `ours`, but `theirs` in a call whose arguments ours refuses; a fallback."""
 
-    counts: the method counts for the tally of its object.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except UnsupportedArgument as refused:
+            _note(op, str(refused))
+        return theirs(*args, **kwargs)
+
+    return wrapper(run, ours)
+
+
+def calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[str, ...] = ("forward",)) -> type:
+    """A subclass whose methods are the class's, with a name of our own in the place of that of `theirs`.
+
+    If `counted_function` made `ours`, it counts for the object whose method calls it.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     """
-    return _calling_class(cls, theirs, ours, method, getattr(cls, method), counts)
+    return _calling_class(cls, theirs, ours, tuple((n, _plain_method(cls, n)) for n in methods))
 
 
 @cache
-def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any, counts: bool) -> type:
-    old, new = host_function(decorated), f"_fastkernels_{ours.__name__}"
-    names = {name for name, value in called(cls, method).items() if value is theirs}
-    code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
-    old.__globals__[new] = ours
-    forward = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
-    forward.__kwdefaults__ = old.__kwdefaults__
-    update_wrapper(forward, old)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    made = redecorated(decorated, forward)
-    methods = {method: counted(made) if counts else made, _CALLS: ours}
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
+def _calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[tuple[str, Any], ...]) -> type:
+    new, plain = f"_fastkernels_{ours.__name__}", {}
+    for method, decorated in methods:
+        old = host_function(decorated)
+        names = {name for name, value in called(cls, method).items() if value is theirs}
+        code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
+        old.__globals__[new] = ours
+        function = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
+        function.__kwdefaults__ = old.__kwdefaults__
+        update_wrapper(function, old)
+        del function.__wrapped__  # type: ignore[attr-defined]
+        plain[method] = redecorated(decorated, function)
+    made = {name: calling(function) for name, function in plain.items()}
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        **made,
+        _CALLS: ours,
+        _PLAIN: plain,
+    }
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
 
 

@@ -7,7 +7,9 @@ gets its share of an op's other calls, in proportion to its modules in compiled 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +23,7 @@ from fk_integrations.live.trials import MEASURING, wrapper
 
 log = logging.getLogger("fastkernels")
 _alive: WeakSet[Tally] = WeakSet()
+_CALLED = "_fastkernels_called"  # {name of a function that an object's methods call: the tally of its calls}
 State = list[tuple[Op, int, int, int, dict[str, int], dict[str, int]]]
 
 
@@ -61,6 +64,13 @@ class Tally:
         journal.add(lambda: vars(holder).pop(ATTRIBUTE, None))
         vars(holder)[ATTRIBUTE] = self
 
+    def add_function(self, module: Any, name: str, journal: Journal) -> None:
+        """Count the calls of a function, which `counted_function` made, in methods of this module."""
+        found = vars(module).setdefault(_CALLED, {})
+        found[name] = self
+        journal.add(lambda: found.pop(name, None) and (found or vars(module).pop(_CALLED)))
+        self.modules.append(module)
+
     def begin(self) -> State:
         return [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self.ops]
 
@@ -84,7 +94,7 @@ class Tally:
 
     def has(self, other: Tally) -> bool:
         """Whether a module of another row is inside one of these modules, which may compute it."""
-        inside = {id(part) for module in self.modules for part in module.modules()}
+        inside = {id(part) for module in self.modules for part in module.modules() if part is not module}
         return other is not self and any(id(module) in inside for module in other.modules)
 
 
@@ -113,6 +123,52 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper(run, method)
 
 
+class _Calling(threading.local):
+    """The objects whose methods are running, the innermost last."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+
+_running = _Calling()
+
+
+def calling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in which a `counted_function` counts for the object."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            comptime(_note_compiled)
+            return method(self, *args, **kwargs)
+        _running.objects.append(self)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _running.objects.pop()
+
+    return wrapper(run, method)
+
+
+@cache
+def counted_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that counts what it runs in the tally that the calling object has for it."""
+    name = getattr(function, "__name__", "")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not _running.objects:
+            return function(*args, **kwargs)
+        tally: Tally | None = vars(_running.objects[-1]).get(_CALLED, {}).get(name)
+        if tally is None:
+            return function(*args, **kwargs)
+        before = tally.begin()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tally.end(before)
+
+    return wrapper(run, function)
+
+
 def _note_compiled(context: Any) -> None:
     """Note that torch.compile traces a module; runs while it does."""
     try:
@@ -120,9 +176,10 @@ def _note_compiled(context: Any) -> None:
     except (AttributeError, KeyError) as error:  # of another PyTorch: its calls are then not in a row's
         log.debug("a compiled module is not counted: %s", error)
         return
-    tally: Tally | None = vars(module).get(ATTRIBUTE)
-    if tally is not None:
-        tally.compiled.add(id(module))
+    own: Tally | None = vars(module).get(ATTRIBUTE)
+    for tally in (own, *vars(module).get(_CALLED, {}).values()):
+        if tally is not None:
+            tally.compiled.add(id(module))
 
 
 def compiled_calls(op: Op, tally: Tally | None, tallies: Iterable[Tally], before: int) -> int:

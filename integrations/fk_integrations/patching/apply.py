@@ -201,9 +201,20 @@ def _swap_modules(patched: Patched) -> None:
     patched.rows += _candidate_rows(patched)
     patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
     patched.rows = _without_absent(patched.rows)
+    _alternatives(patched)
     _watch(patched)
     _annotate(patched)
     patched.rows += _uncovered_rows(adapter, request, model, rank)
+
+
+def _alternatives(patched: Patched) -> None:
+    """Rows of one op with modules in common: a step runs one of them, such as a recurrence's for single tokens."""
+    tallies = patched.counts.of
+    for key, tally in tallies.items():
+        modules = set(map(id, tally.modules))
+        others = (t for t in tallies.values() if t is not tally and t.op == tally.op)
+        if any(not modules.isdisjoint(map(id, other.modules)) for other in others):
+            patched.every_step.discard(key)
 
 
 def _watch(patched: Patched) -> None:
@@ -326,7 +337,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         if patched.adapter.shapes_together:
             trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)
-    inside = tally if patched.adapter.several else None  # the seam counts the calls
+    inside = tally if patched.adapter.several or place.tallies else None  # the seam counts the calls
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
@@ -359,6 +370,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             reasons[stays] += 1
     if tally is not None and row.modules:
         patched.counts.of[id(row)] = tally
+        if place.tallies and isinstance(patched.counts, EngineCounts):
+            patched.counts.alone.add(id(tally))
     row.state = "active" if row.modules else "off"
     row.candidate = _candidate_label(patched.candidates.get(spec.name), target.cls) if row.modules else ""
     if not row.modules and not reasons:

@@ -54,6 +54,7 @@ class Seam:
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
     decided  whether the first calls of its modules may decide between the host and ours
     counted  whether calls of its modules prove a row, because its op has no function that counts
+    tallies  whether the seam counts the calls of each row in every host: a module may have several rows
     """
 
     live = True
@@ -62,6 +63,7 @@ class Seam:
     every_step = False
     decided = False
     counted = False
+    tallies = False
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""

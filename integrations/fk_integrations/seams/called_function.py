@@ -1,4 +1,4 @@
-"""Functions of a model's own file, which its modules call by name."""
+"""Functions that modules of a host call by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.live.decorated import host_function
-from fk_integrations.live.live_class import called, callers, calling_class, inference_only, until_replaced
+from fk_integrations.live.live_class import (
+    called,
+    callers,
+    calling_class,
+    inference_only,
+    or_theirs,
+    plain_function_of,
+    until_replaced,
+)
+from fk_integrations.live.tally import counted_function
 from fk_integrations.patching.seam_interface import Seam, Swap
 
 
 class CalledFunction(Seam):
-    """Gives the modules that call the function, in forward or another method, a method that calls ours.
+    """Gives the modules that call the function, in any of their methods, methods that call ours.
 
-    The function itself stays: other models of the same file share it. `host_class` is that function. It comes last,
-    because other ops replace modules whole, by their class.
+    A call that ours refuses runs the host's, a fallback. The function itself stays: other models of the same file
+    share it. `host_class` is that function. It comes last, because other ops replace modules whole, by their class.
     """
 
     order = 1
     every_step = True
+    tallies = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
         kinds = {kind for kind in {type(m) for m in adapter.modules(model)} if host_class in callers(kind)}
@@ -34,15 +43,15 @@ class CalledFunction(Seam):
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)
         theirs: Any = swap.host_class
-        ours: Any = swap.ours
-        method = callers(cls)[theirs]
+        ours: Any = or_theirs(theirs, swap.ours, swap.op)
+        methods = callers(cls)[theirs]
         if op := swap.differentiable:
-            name = next(n for n, function in called(cls, method).items() if function is theirs)
-            file = host_function(getattr(cls, method)).__globals__["__name__"]
+            name = next(n for n, function in called(cls, methods[0]).items() if function is theirs)
+            file = plain_function_of(cls, methods[0]).__globals__["__name__"]
             ours = until_replaced(theirs, inference_only(theirs, ours, op), op, name, file)
-        counts = swap.tally is not None
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, method, counts))
         if swap.tally is not None:
-            swap.tally.add(swap.module, swap.module, swap.journal)
+            ours = counted_function(ours)
+            swap.tally.add_function(swap.module, ours.__name__, swap.journal)
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, methods))
         swap.adapter.repin(swap.module, swap.journal)
         return None

@@ -35,5 +35,5 @@ class Router(Seam):
         if (score := router.scoring_func) not in SCORES[swap.host_class.__name__]:
             return Reason(Kind.UNSUPPORTED, f"scoring_func={score!r} of its router is not supported")
         cls: Any = type(router)
-        swap.journal.set_class(router, calling_class(cls, swap.host_class, swap.ours, METHOD))
+        swap.journal.set_class(router, calling_class(cls, swap.host_class, swap.ours, (METHOD,)))
         return None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -139,10 +140,19 @@ def _default(node: ast.expr, sources: Sources, module: Module) -> str:
         if found is not None and found[1] in found[0].constants:
             return _default(found[0].constants[found[1]], sources, found[0])
     try:
-        return repr(ast.literal_eval(node))
+        return repr(ast.literal_eval(_Floats().visit(copy.deepcopy(node))))
     except ValueError:
         quotient = _quotient(node)
         return ast.unparse(node) if quotient is None else repr(quotient)
+
+
+class _Floats(ast.NodeTransformer):
+    """Calls such as float("inf") as the numbers that they give, by which inspect knows a default of ours."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        given = node.args[0] if len(node.args) == 1 else None
+        named = isinstance(node.func, ast.Name) and node.func.id == "float"
+        return ast.Constant(float(given.value)) if named and isinstance(given, ast.Constant) else node  # type: ignore[arg-type]
 
 
 def _quotient(node: ast.expr) -> float | None:

@@ -87,14 +87,15 @@ class TransformersAdapter(Adapter):
         kinds: set[Any] = {type(m) for m in model.modules()}
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
         layouts = {repeats(k) for k in tables}
-        return [
-            replace(t, path=f"{cls.__module__}:{name}")
-            for method in dict.fromkeys(callers(cls).values())
-            for name, function in called(cls, method).items()
-            for t in listed
-            if function_semantics(function) in known(t.path)
-            and (op == "rope_nd" or layouts == {"pairs" if t.cls in OF_PAIRS else "halves"})
-        ][:1]
+        found: dict[str, Target] = {}
+        for method in dict.fromkeys(name for names in callers(cls).values() for name in names):
+            for name, function in called(cls, method).items():
+                for target in listed:
+                    fits = op != "rotary_emb" or layouts == {"pairs" if target.cls in OF_PAIRS else "halves"}
+                    if fits and function_semantics(function) in known(target.path):
+                        path = f"{cls.__module__}:{name}"
+                        found.setdefault(name, replace(target, path=path))
+        return list(found.values())
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         """Modules that look like what the op computes by name and attributes, and that no op replaces."""

@@ -32,7 +32,7 @@ def semantics(cls: type) -> str:
 
 def function_semantics(function: Any) -> str:
     """Semantics of a function, as recorded for targets; '' if its source cannot be read."""
-    node = _parsed(getattr(plain_function(function), "__code__", None))
+    node = _parsed(getattr(host_function(plain_function(function)), "__code__", None))
     return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
 
 

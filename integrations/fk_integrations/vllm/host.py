@@ -22,6 +22,7 @@ from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
+from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
@@ -33,7 +34,7 @@ from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.live.engine_counts import EngineCounts
-from fk_integrations.patching import compilations
+from fk_integrations.patching import compilations, seam_interface
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.construction import BeforeConstruction
 from fk_integrations.patching.in_process import UNDO_FIRST
@@ -93,6 +94,10 @@ class VllmAdapter(Adapter):
         of_transformers = lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
         return {**relatives(self, op, model), **of_transformers, **flat_models.not_reached(op, model)}
 
+    def targets(self, spec: OpSpec, model: Any) -> list[Target]:
+        found = super().targets(spec, model)
+        return found if model is None else [t for t in found if not _rebound(t)]
+
     def modules(self, model: Any) -> Iterator[Any]:
         from fk_integrations.vllm import attention
 
@@ -137,6 +142,12 @@ class VllmAdapter(Adapter):
         if not ranges.limited(self.worker.vllm_config, model):
             return None
         return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
+
+
+def _rebound(target: Target) -> bool:
+    """Whether vLLM's file gives another function this name on this platform, as for the CPU; that has a target, too."""
+    found = seam_interface.host_class(target) if target.seam == "called_function" else None
+    return found is not None and found.__name__ != target.path.partition(":")[2]
 
 
 # In a worker process

@@ -1,0 +1,47 @@
+"""flash-linear-attention in a folder of its own, in the cache: in an environment of transformers it replaces functions.
+
+`python tests/support/fla_library.py` prints the folder, for PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGES = ("flash-linear-attention==0.6.0", "fla-core==0.6.0", "einops==0.8.2")
+
+
+def library_path() -> Path:
+    """The folder of the packages, without their dependencies; installs them first if they are not in the cache."""
+    from fastkernels.core.env import Environment
+
+    folder = Path(Environment.read().cache) / "libraries" / "fla-0.6.0"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / "made"
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--target",
+                str(made),
+                *PACKAGES,
+            ]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            try:
+                os.replace(made, folder)
+            except OSError:  # another process was first
+                shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+if __name__ == "__main__":
+    print(library_path())
