@@ -1,5 +1,5 @@
-"""Long files first, above all the real hosts': three workers share the tests file by file. One thread for each process:
-threads of workers that wait for each other on two cores take ten times as long.
+"""Long files first, above all the real hosts': two workers share the tests file by file. One thread for each process:
+threads of two workers that wait for each other on two cores take ten times as long.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, f in enumerate(first) if f in item.nodeid), len(first)))
 
 
-CPU_S = 40.0  # of a test that is not slow, with its fixtures and child processes; another limit: @pytest.mark.cpu(s)
+# Of a test with its fixtures and child processes. The summary names those above it that are not slow.
+CPU_S = 40.0  # another limit: @pytest.mark.cpu(seconds)
 started = pytest.StashKey[float]()
 files: Counter[str] = Counter()  # seconds of CPU
 expensive: list[str] = []
@@ -91,11 +92,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("tests that are too expensive: mark them slow or make them cheaper")
         for line in expensive:
             terminalreporter.line(line)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if expensive and session.exitstatus == pytest.ExitCode.OK and not hasattr(session.config, "workerinput"):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
