@@ -90,7 +90,7 @@ def build(
     their names, or of names that `constructor` gives; tensors without one become the module's attributes of their
     names. Raises ValueError for an argument that cls cannot express.
 
-    computes  scalar arguments that this class has built in
+    computes  arguments that this class has built in
     defaults  of the op's arguments
     """
     given = declaration.bind(args, defaults)
@@ -112,6 +112,8 @@ def build(
     weights: dict[str, torch.Tensor | None] = {}
     for argument in declaration.arguments[1:]:
         name, value = argument.name, getattr(given, argument.name)
+        if isinstance(argument, Tensor) and name in computes:
+            refuse(cls, **{name: value})
         if name in accepted:
             passed[accepted[name]] = value
         elif isinstance(argument, Tensor):

@@ -51,7 +51,8 @@ class Target:
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
     traced    with `compiled`: further ops that such code calls
-    computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
+    computes  arguments of the op that the class has built in: {"approximate": "tanh"}, or a tensor that it cannot take
+              or does not write, as None
     writes    arguments that the host's class overwrites although the op does not, with its mutated arguments: ("x",)
     module    module of our class; the registry sets it
     """

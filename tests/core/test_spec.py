@@ -30,6 +30,8 @@ NEVER = {
     "VllmMLAAttention": "needs num_heads",
     "VllmMLAAttention_0_26": "needs num_heads",
     "VllmApplyRotaryEmb": "takes the cosines and sines of tokens",
+    "VllmChunkGatedDeltaRule_0_26": "state=a tensor",  # a copy of the rows, with keys behind values
+    "VllmChunkGatedDeltaRule": "state=a tensor",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "DiffusersAttnProcessor2_0": "another module calls it",
     "DiffusersFluxAttnProcessor": "another module calls it",

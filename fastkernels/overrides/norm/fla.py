@@ -105,16 +105,17 @@ def _sum(x: torch.Tensor, residual: torch.Tensor | None, wide: bool) -> torch.Te
     return (x.float() + residual.float()).to(torch.float32 if wide else residual.dtype)
 
 
-def _targets(name: str, cls: str, old: str, new: str) -> tuple[Target, ...]:
+def _targets(name: str, cls: str, old: str, new: str, **more: Any) -> tuple[Target, ...]:
     """One for the module of 0.5, one for that of 0.6."""
     return (
-        Target("fla", f"fla.modules.{old}:{name}", cls, "leaf", "<0.6"),
-        Target("fla", f"fla.modules.norm.{new}:{name}", cls, "leaf", ">=0.6"),
+        Target("fla", f"fla.modules.{old}:{name}", cls, "leaf", "<0.6", **more),
+        Target("fla", f"fla.modules.norm.{new}:{name}", cls, "leaf", ">=0.6", **more),
     )
 
 
 TARGETS = {
-    "rms_norm": _targets("RMSNorm", "FlaRMSNorm", "layernorm", "layernorm"),
+    # The op writes the sum into residual, FLA's class returns it.
+    "rms_norm": _targets("RMSNorm", "FlaRMSNorm", "layernorm", "layernorm", computes={"residual": None}),
     "layer_norm": _targets("LayerNorm", "FlaLayerNorm", "layernorm", "layernorm"),
     "rms_norm_gated": _targets(
         "FusedRMSNormGated", "FlaFusedRMSNormGated", "fused_norm_gate", "fused_norm_gate"
