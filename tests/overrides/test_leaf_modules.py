@@ -64,7 +64,7 @@ def test_module_equals_the_formula(name: str, host: str, cls: str, dtype: torch.
         module.weight.copy_(randn(126, seed=1))
         expected = gemma(x, module.weight, 1e-3)
     else:
-        module = made(126, 1e-3)
+        module = made(126, bias=True, eps=1e-3) if host == "fla" else made(126, 1e-3)
         module.weight.copy_(randn(126, seed=1))
         module.bias.copy_(randn(126, seed=2))
         expected = F.layer_norm(x.float(), (126,), module.weight, module.bias, 1e-3)

@@ -686,7 +686,12 @@ def _of_fla() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-_RECURRENCES = {"transformers": _of_transformers, "vllm": _of_vllm, "fla": _of_fla}
+def _of_sglang() -> dict[str, dict[str, Any]]:
+    vllm = _of_vllm()
+    return {name: vllm[name] for name in ("causal_conv1d_fn", "causal_conv1d_update", "ssd")}
+
+
+_RECURRENCES = {"transformers": _of_transformers, "vllm": _of_vllm, "sglang": _of_sglang, "fla": _of_fla}
 
 
 def recurrence(ns: Any, op: str) -> list[Any]:

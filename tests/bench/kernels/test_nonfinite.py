@@ -89,7 +89,7 @@ def test_quantization_keeps_nan_and_its_scale() -> None:
 def test_interpreted_kernels_contain_nan() -> None:
     names = [n for n in CONTAINED if registry.get(n).op is not None]
     code = (
-        f"import sys\nsys.path.insert(0, {os.getcwd()!r})\n"
+        f"import sys\nsys.path[:0] = [{os.getcwd()!r}, {os.getcwd() + '/tests'!r}]\n"
         "from tests.bench.kernels.test_nonfinite import lost_in_fp8, problems\n"
         f"found = [p for n in {names} for kind in ('nan', 'inf') for p in problems(n, kind)]\n"
         "raise SystemExit('\\n'.join(found + lost_in_fp8()) or 0)"
