@@ -198,7 +198,8 @@ def install_ours(name: str, folder: Path) -> None:
         run(python, packages[0] / "make_shim.py")
     for project in [("-e", ROOT), *((package,) for package in packages)]:
         pip(python, "install", "--no-deps", "--no-build-isolation", *project)
-    for folder in (SUPPORT / "cpu_hosts").glob("*/build"):  # setuptools would reuse old files from there
+    # setuptools would reuse old files from the first; the second hides the entry points that were installed
+    for folder in (*(SUPPORT / "cpu_hosts").glob("*/build"), ROOT / "fastkernels.egg-info"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
