@@ -65,6 +65,10 @@ class AudioReader:
             )
         if not np.isfinite(made).all():
             raise ValueError("the audio has samples that are not finite numbers")
+        return SourcePrompt(text, list(ids), self.source(made))
+
+    def source(self, made: np.ndarray) -> Source:
+        """What the encoder reads of samples [n] float32, at most `most`. Raises ValueError."""
         found = self._extractor(made, sampling_rate=self.rate, return_tensors="pt")["input_features"][0]
         if tuple(found.shape) != self._shape:
             raise ValueError(
@@ -72,4 +76,4 @@ class AudioReader:
                 " checkpoint's preprocessor_config.json belongs to another model"
             )
         digest = hashlib.blake2b(made.tobytes(), digest_size=16).digest()
-        return SourcePrompt(text, list(ids), Source(digest, found.to(self._dtype)))
+        return Source(digest, found.to(self._dtype))

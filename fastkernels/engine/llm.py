@@ -18,6 +18,8 @@ from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
+from fastkernels.engine.speech.files import recording
+from fastkernels.engine.speech.recognition import Options, Recognition, Transcript
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Progress: TypeAlias = "bool | Callable[..., Any]"
@@ -155,6 +157,47 @@ class LLM:
         self._check_kind("embed", "Encode")
         listed = _as_list(prompts)
         return self._run(listed, [PoolingParams(pooling_task)] * len(listed), use_tqdm)
+
+    def transcribe(
+        self,
+        audio: Any,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str = "",
+        sampling_params: SamplingParams | None = None,
+    ) -> list[Transcript]:
+        """Recognize speech, of any length: the texts, their segments with times, and the language.
+
+        audio            a path, the bytes of a file, samples [n] of one channel at the model's rate, (samples, rate in
+                         Hz), or a list of these, which run in one batch
+        language         of the speech, as a code ('de') or an English name (default: detected)
+        task             'transcribe', or 'translate' to English
+        prompt           a text that would come before the audio
+        sampling_params  temperature and so on (default: greedy, and higher temperatures for a text that is repetitive
+                         or unlikely)
+
+        Raises ValueError for audio that cannot be read, and MissingPackage, an ImportError, without the extra `audio`.
+        """
+        self._check_kind("transcribe", "Generate")
+        recognizer = self.llm_engine.recognizer
+        given = list(audio) if isinstance(audio, list) else [audio]
+        options = Options(task, language, prompt, sampling_params or SamplingParams(temperature=0.0))
+        made: list[Transcript] = []
+        for at in range(0, len(given), self.llm_engine.config.max_num_seqs):
+            some = given[at : at + self.llm_engine.config.max_num_seqs]
+            runs = [recognizer.start(recording(a, recognizer.rate), options) for a in some]
+            self._recognize(runs)
+            made += [r.transcript for r in runs]
+        return made
+
+    def _recognize(self, runs: Sequence[Recognition]) -> None:
+        """Run recognitions to their ends. Each step of all of them is one batch."""
+        waiting = [(run, run.advance()) for run in runs]
+        while waiting := [(run, jobs) for run, jobs in waiting if jobs is not None]:
+            flat = [job for _, jobs in waiting for job in jobs]
+            outputs = iter(self._run([j.prompt for j in flat], [j.params for j in flat], use_tqdm=False))
+            waiting = [(run, run.advance([next(outputs) for _ in jobs])) for run, jobs in waiting]
 
     def _check_kind(self, method: str, kind: str) -> None:
         engine = self.llm_engine

@@ -13,6 +13,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
+from fastkernels.engine.speech import vocabulary
+from fastkernels.engine.speech.recognition import Recognizer
 from fastkernels.engine.structured.constraint import Constraint
 from fastkernels.engine.structured.grammars import Grammars
 from fastkernels.models.common.plan import plan
@@ -183,6 +186,16 @@ class LLMEngine(Engine):
         assert self.media is not None
         return self.media.read(*self.token_ids_of(prompt), data)
 
+    @cached_property
+    def recognizer(self) -> Recognizer:
+        """Makes transcriptions of recordings. Raises ValueError for a model or a tokenizer that cannot."""
+        if self.audio is None:
+            raise ValueError(f"{self.config.model} takes text only, and no audio")
+        window = self.audio.most / self.audio.rate
+        states, size = self.runner.model.source_length, self.hf_config.vocab_size
+        found = vocabulary.read(self.folder, self.tokenizer, size, window, states)
+        return Recognizer(found, self.audio, self.tokenizer, self.max_model_len)
+
     def _without_specials(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """As token_ids_of, for a decoder whose prompt is as the caller writes it."""
         if isinstance(prompt, str) and self.tokenizer is not None:
@@ -287,16 +300,17 @@ class LLMEngine(Engine):
     def _constraints(self, params: SamplingParams) -> Callable[[], Constraint | None]:
         """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
         banned = self._banned(params.bad_words or ())
-        if params.structured_outputs is None and params.allowed_token_ids is None and not banned:
+        times = params.timestamps
+        if params.structured_outputs is None and params.allowed_token_ids is None and not banned and times is None:
             return lambda: None
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.get(structured)
 
         def make() -> Constraint:
-            made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned)
+            made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned, times)
             if not made.words.any():
                 raise ValueError(
-                    "no token is allowed by structured_outputs, allowed_token_ids and bad_words together"
+                    "no token is allowed by structured_outputs, allowed_token_ids, bad_words and timestamps together"
                 )
             return made
 

@@ -16,6 +16,7 @@ from fastkernels.engine.http.errors import ApiError, error_response
 
 # no key required, and answered during shutdown
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # all others take JSON
 MAX_ID = 256  # bytes of a client's X-Request-Id
 BODY_TIMEOUT = 60.0  # seconds to wait for the next part of a body
 
@@ -93,7 +94,10 @@ class Gate:
         if scope["method"] != "POST":
             return
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if not kind:
+        if scope["path"] in FORMS:
+            if kind != b"multipart/form-data":
+                raise ApiError(415, f"content-type must be multipart/form-data, not {kind.decode('latin-1')!r}")
+        elif not kind:
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*kept, (b"content-type", b"application/json")]
         elif kind != b"application/json":

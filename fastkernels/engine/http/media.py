@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastkernels.engine.http.config import ServerConfig
@@ -16,6 +16,7 @@ from fastkernels.engine.media import MediaPrompt, data_of
 
 WORKERS = 4  # threads that decode and resize
 TIMEOUT = 10.0  # seconds of a download
+T = TypeVar("T")
 
 
 class MediaPrompts:
@@ -62,11 +63,14 @@ class MediaPrompts:
 
     async def read(self, ids: list[int], urls: Sequence[str]) -> MediaPrompt:
         """A prompt with the images behind these URLs. Raises ApiError. ids: with a placeholder for each."""
-        work = partial(self._read, ids, urls)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self.run(partial(self._read, ids, urls))
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from error
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do work on media in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _read(self, ids: list[int], urls: Sequence[str]) -> MediaPrompt:
         files = [self._file(i, url) for i, url in enumerate(urls)]

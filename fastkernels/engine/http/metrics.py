@@ -14,6 +14,7 @@ from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.http.histogram import Histogram, one_two_five
 from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
+from fastkernels.engine.speech.vocabulary import TASKS
 
 LATENCY = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 1200.0,
@@ -36,6 +37,8 @@ class Metrics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._prompt_tokens = self._generation_tokens = 0
         self._ended = dict.fromkeys(REASONS, 0)
+        self._audio = dict.fromkeys(TASKS, 0)
+        self._audio_seconds = 0.0
         tokens = one_two_five(engine.max_model_len)
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, buckets)
@@ -58,6 +61,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
         ProcessCollector(registry=self.registry)
+
+    def count_audio(self, task: str, seconds: float) -> None:
+        """Count a finished transcription or translation of so many seconds of audio."""
+        self._audio[task] += 1
+        self._audio_seconds += seconds
 
     def observe(self, stats: StepStats) -> None:
         """Add the stats of a step. 256 requests with one token each take 19 us (Xeon core); each end takes 1.5 us."""
@@ -161,6 +169,16 @@ class Metrics:
         for reason, count in list(self._ended.items()):
             ended.add_metric([*self._labels.values(), reason], count)
         yield ended
+        if getattr(self.engine, "audio", None) is not None:
+            audio = CounterMetricFamily(
+                "fastkernels:audio_requests", "Audio files recognized", labels=[*self._labels, "task"]
+            )
+            for task, count in self._audio.items():
+                audio.add_metric([*self._labels.values(), task], count)
+            yield audio
+            yield self._one(
+                CounterMetricFamily, "fastkernels:audio_seconds", "Of the files recognized", self._audio_seconds
+            )
         for histogram in self._histograms.values():
             yield histogram.family(self._labels)
         # Read from the ops' own counters.

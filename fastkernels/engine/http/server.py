@@ -24,6 +24,7 @@ from fastkernels.engine.async_llm import AsyncLLM, EngineError
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import errors, schema, templates
 from fastkernels.engine.http.anthropic_api.routes import Messages
+from fastkernels.engine.http.audio_api.routes import Audio
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import Embeddings
@@ -45,7 +46,7 @@ from fastkernels.engine.runners import RUNNERS
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
 ROUTES: dict[str, tuple[Any, ...]] = {
-    "Generate": (Generation, Responses, Messages, Sglang),
+    "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Encode": (Embeddings, Scoring),
 }
 

@@ -18,7 +18,7 @@ from fastkernels.overrides.sampling.sampling import sampling
 
 # Rows of Sampler.floats and Sampler.ints.
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
-TOP_K, SEED, MIN_TOKENS = range(3)
+TOP_K, SEED, MIN_TOKENS, FIRST_TIME = range(4)
 PROMPT_ROWS = 256  # positions with float32 logits at a time: 131 MB for a vocabulary of 128256
 
 
@@ -35,7 +35,7 @@ class Drawing(NamedTuple):
 class Sampler:
     """Samples batches of up to max_num_seqs rows. Slot max_num_seqs is a greedy dummy for padding.
 
-    floats [6, slots], ints [3, slots]  one parameter per row
+    floats [6, slots], ints [4, slots]  one parameter per row
     bias_ids, bias_values [slots, n]    logit_bias, padded with (0, 0.0)
     end_ids [slots, n]                  tokens banned before min_tokens, padded with -1
     prompt_mask, output_counts [slots, vocab_size]  tokens of the prompt (bool) and of the output (int32), allocated
@@ -48,7 +48,7 @@ class Sampler:
         self.flags = SlotFlags(self.num_slots, vocab_size)
         neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self.floats = neutral[:, None].repeat(1, self.num_slots).to(self.device)
-        self.ints = torch.zeros(3, self.num_slots, dtype=torch.int64, device=self.device)
+        self.ints = torch.zeros(4, self.num_slots, dtype=torch.int64, device=self.device)
         self.bias_ids = torch.zeros(self.num_slots, 0, dtype=torch.int64, device=self.device)
         self.bias_values = torch.zeros(self.num_slots, 0, device=self.device)
         self.end_ids = torch.full((self.num_slots, 0), -1, dtype=torch.int64, device=self.device)
@@ -77,7 +77,8 @@ class Sampler:
             for p in params
         ]
         top_k = [min(p.top_k, self.vocab_size) if p.top_k > 0 else 0 for p in params]
-        ints = [[k, r.seed, r.params.min_tokens] for k, r in zip(top_k, rows, strict=True)]
+        times = [0 if p.timestamps is None else p.timestamps.first for p in params]
+        ints = [[k, r.seed, r.params.min_tokens, t] for k, r, t in zip(top_k, rows, times, strict=True)]
         self.floats.index_copy_(1, slots, self._tensor(floats, torch.float32).T)
         self.ints.index_copy_(1, slots, self._tensor(ints, torch.int64).T)
         # Token ids outside the vocabulary cannot be sampled; as an index they would crash the process.
@@ -127,6 +128,8 @@ class Sampler:
             )
         if plan.any_penalties:
             logits = self._penalize(logits, slots)
+        if plan.first_time:
+            self._prefer_times(logits, slots, plan.first_time)
         ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
         if plan.any_penalties and self.output_counts is not None:
             places = slots * self.vocab_size + ids
@@ -155,6 +158,16 @@ class Sampler:
         ends = self.end_ids.index_select(0, slots)
         banned = (ends >= 0) & (offsets < self.ints[MIN_TOKENS].index_select(0, slots))[:, None]
         logits.scatter_add_(1, ends.clamp_min(0), torch.where(banned, -torch.inf, 0.0))
+
+    def _prefer_times(self, logits: torch.Tensor, slots: torch.Tensor, first: int) -> None:
+        """Ban other tokens than timestamps, `first` and later, if these together are more likely than each other.
+
+        In rows with rules for timestamps. logits: [B, V], changed
+        """
+        ruled = self.ints[FIRST_TIME].index_select(0, slots) == first
+        text = logits[:, :first]
+        ruled &= logits[:, first:].logsumexp(-1) > text.amax(-1)
+        text.masked_fill_(ruled[:, None], -torch.inf)
 
     def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Penalties in vLLM's order: repetition for all seen tokens, then frequency and presence for generated ones."""

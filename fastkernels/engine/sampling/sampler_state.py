@@ -16,6 +16,7 @@ class SamplePlan:
     """The features that the rows of a batch use, known on the host, so that the device computes nothing else.
 
     all_greedy    all rows are greedy: tokens do not depend on seeds and offsets
+    first_time    the first of the model's timestamps, if rows have rules for them; 0: none has
     num_logprobs  the largest number of most likely tokens that a row requests; 0: only the sampled token;
                   -1: no log-probabilities
     """
@@ -25,12 +26,14 @@ class SamplePlan:
     any_bias: bool = False
     any_min_tokens: bool = False
     masked: bool = False
+    first_time: int = 0
     num_logprobs: int = -1
 
     @property
     def from_raw(self) -> bool:
         """Whether all rows sample from the raw logits."""
-        return not (self.any_penalties or self.any_bias or self.any_min_tokens or self.masked)
+        changed = self.any_penalties or self.any_bias or self.any_min_tokens or self.masked
+        return not changed and not self.first_time
 
 
 _GREEDY, _DRAWN = SamplePlan(True), SamplePlan(False)
@@ -58,6 +61,7 @@ class SlotFlags:
         self.penalties = np.zeros(num_slots, dtype=bool)
         self.bias = np.zeros(num_slots, dtype=bool)
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.times = np.zeros(num_slots, dtype=np.int64)
         self.logprobs = np.full(num_slots, -1, dtype=np.int64)
         self.special = np.zeros(num_slots, dtype=bool)  # any feature other than greedy is in use
 
@@ -67,11 +71,13 @@ class SlotFlags:
         self.penalties[slot] = params.needs_penalties
         self.bias[slot] = bool(params.logit_bias)
         self.min_tokens[slot] = params.min_tokens if row.end_token_ids else 0
+        self.times[slot] = 0 if params.timestamps is None else params.timestamps.first
         wanted = params.logprobs
         self.logprobs[slot] = -1 if wanted is None else self.vocab_size if wanted == -1 else wanted
         self.special[slot] = (
-            self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or wanted is not None
-        )
+            self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or self.times[slot]
+            or wanted is not None
+        )  # fmt: skip
 
     def plan(self, slots: np.ndarray, offsets: np.ndarray, masked: bool = False) -> SamplePlan:
         """slots, offsets: [B] integers, as in Sampler.__call__."""
@@ -84,5 +90,6 @@ class SlotFlags:
             bool(self.bias[slots].any()),
             bool((offsets < self.min_tokens[slots]).any()),
             masked,
+            int(self.times[slots].max(initial=0)),
             int(self.logprobs[slots].max(initial=-1)),
         )

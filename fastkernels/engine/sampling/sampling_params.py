@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from fastkernels.engine.structured.params import StructuredOutputsParams
+from fastkernels.engine.structured.timestamps import TimestampRules
 
 MAX_N = 16384
 MAX_LOGPROBS = 20  # an engine's default
@@ -58,6 +59,7 @@ class SamplingParams:
     truncate_prompt_tokens  the most tokens of the prompt that are used; -1: as many as leave room for one token
     truncation_side  'right' uses the first ones, 'left' the last ones; None: as the tokenizer says
     structured_outputs  a StructuredOutputsParams: the output is JSON of a schema, a choice, ...
+    timestamps   a TimestampRules: the output is a transcription with timestamps
     detokenize   False: no text, and no stop strings
     skip_special_tokens  leave tokens such as EOS out of the text
     output_kind  content of each output; LLM.generate always returns the final one
@@ -89,6 +91,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    timestamps: TimestampRules | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)

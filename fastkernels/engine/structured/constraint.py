@@ -1,4 +1,4 @@
-"""The tokens that a sequence may generate next: by its grammar, its allowed_token_ids and its bad_words.
+"""The tokens that a sequence may generate next: by its grammar, allowed_token_ids, bad_words and timestamps.
 
 The masks live on the host. A constraint is advanced when the engine learns of the sequence's token, which is before the
 sampling of the next one (see EngineCore), so it never runs ahead and needs no way back, and a preemption keeps it.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastkernels.engine.structured.grammars import Grammar, next_words, words_of
+from fastkernels.engine.structured.timestamps import TimestampRules
 
 if TYPE_CHECKING:
     from fastkernels.engine.scheduling.request import Request
@@ -27,6 +28,7 @@ class Constraint:
     grammar  of its structured output
     allowed  the only tokens that it may generate
     banned   sequences of tokens that it must not generate
+    times    rules of its timestamps
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class Constraint:
         grammar: Grammar | None = None,
         allowed: Sequence[int] | None = None,
         banned: Sequence[Sequence[int]] = (),
+        times: TimestampRules | None = None,
     ):
         self.vocab_size = vocab_size
         self.matcher: Any = None if grammar is None else grammar.matcher()
-        self.banned = banned
+        self.banned, self.times = banned, times
         self._blank = None if grammar is None else grammar.blank
         self._blanks = 0  # tokens of whitespace at the end
         self._always = None if allowed is None else words_of(allowed, vocab_size)
@@ -55,7 +58,8 @@ class Constraint:
                 self.words = others
 
     def _limited(self, words: np.ndarray | None, tokens: Sequence[int]) -> np.ndarray:
-        parts = [w for w in (words, self._always) if w is not None]
+        times = None if self.times is None else self.times.words(tokens)
+        parts = [w for w in (words, self._always, times) if w is not None]
         found = np.bitwise_and.reduce(parts) if parts else np.full(_width(self.vocab_size), -1, np.int32)
         for *before, last in self.banned:
             if not before or list(tokens[-len(before) :]) == before:

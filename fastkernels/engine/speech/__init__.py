@@ -1,0 +1,1 @@
+"""Transcriptions and translations of recordings of any length, window by window."""
