@@ -301,7 +301,12 @@ class LLMEngine(Engine):
         """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
         banned = self._banned(params.bad_words or ())
         times = params.timestamps
-        if params.structured_outputs is None and params.allowed_token_ids is None and not banned and times is None:
+        if (
+            params.structured_outputs is None
+            and params.allowed_token_ids is None
+            and not banned
+            and times is None
+        ):
             return lambda: None
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.get(structured)
@@ -310,7 +315,7 @@ class LLMEngine(Engine):
             made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned, times)
             if not made.words.any():
                 raise ValueError(
-                    "no token is allowed by structured_outputs, allowed_token_ids, bad_words and timestamps together"
+                    "no token is allowed by structured_outputs, allowed_token_ids and bad_words together"
                 )
             return made
 

@@ -96,7 +96,9 @@ class Gate:
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if scope["path"] in FORMS:
             if kind != b"multipart/form-data":
-                raise ApiError(415, f"content-type must be multipart/form-data, not {kind.decode('latin-1')!r}")
+                raise ApiError(
+                    415, f"content-type must be multipart/form-data, not {kind.decode('latin-1')!r}"
+                )
         elif not kind:
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*kept, (b"content-type", b"application/json")]

@@ -177,7 +177,10 @@ class Metrics:
                 audio.add_metric([*self._labels.values(), task], count)
             yield audio
             yield self._one(
-                CounterMetricFamily, "fastkernels:audio_seconds", "Of the files recognized", self._audio_seconds
+                CounterMetricFamily,
+                "fastkernels:audio_seconds",
+                "Of the files recognized",
+                self._audio_seconds,
             )
         for histogram in self._histograms.values():
             yield histogram.family(self._labels)

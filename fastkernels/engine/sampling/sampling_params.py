@@ -122,6 +122,8 @@ class SamplingParams:
                 "structured_outputs must be StructuredOutputsParams, got"
                 f" {reprlib.repr(self.structured_outputs)}"
             )
+        if not isinstance(self.timestamps, (TimestampRules, type(None))):
+            raise ValueError(f"timestamps must be TimestampRules, got {reprlib.repr(self.timestamps)}")
         self._check_stop()
         self._check_logit_bias()
         self._check_tokens()
@@ -210,6 +212,10 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise ValueError(f"{name}: token id {token} is not in the vocabulary of {vocab_size}")
+        if self.timestamps is not None and self.timestamps.vocab_size != vocab_size:
+            raise ValueError(
+                f"timestamps are of a vocabulary of {self.timestamps.vocab_size} tokens, and the model has {vocab_size}"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -65,7 +65,7 @@ def recording(given: Any, rate: int) -> Recording:
         return _of_file(io.BytesIO(given), rate)
     if isinstance(given, (str, os.PathLike)):
         try:
-            file = Path(given).open("rb")
+            file = Path(given).open("rb")  # noqa: SIM115
         except OSError as error:
             raise AudioError(f"the audio file cannot be opened: {error}") from error
         found = _of_file(file, rate)
@@ -116,7 +116,7 @@ def _of_file(file: Any, rate: int) -> Recording:
     # Playlists and scripts, which name other files and URLs, are no audio
     options = {"format_whitelist": FORMATS.replace(" ", ""), "protocol_whitelist": ""}
     try:
-        container = av.open(file, options=options, metadata_errors="ignore")
+        container = av.open(file, mode="r", options=options, metadata_errors="ignore")
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise AudioError(f"the file is damaged, or no audio file: use {EXTENSIONS}") from error
     if not container.streams.audio:

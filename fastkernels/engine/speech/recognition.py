@@ -124,7 +124,7 @@ class Recognizer:
 
 
 class Recognition:
-    """The recognition of one recording: jobs = advance(); run the jobs; advance(their outputs), until there are none."""
+    """The recognition of one recording: run the jobs of advance(), then those of advance(their outputs), and so on."""
 
     def __init__(self, of: Recognizer, recording: Recording, options: Options):
         vocabulary = of.vocabulary

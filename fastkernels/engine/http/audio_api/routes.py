@@ -15,7 +15,6 @@ from pydantic_core import PydanticCustomError, to_json
 from starlette.datastructures import UploadFile
 
 from fastkernels.engine.async_llm import EngineError
-from fastkernels.engine.http import errors
 from fastkernels.engine.http.audio_api import answer, schema
 from fastkernels.engine.http.audio_api.protocol import TranscriptionRequest, TranslationRequest, fields
 from fastkernels.engine.http.context import Context
@@ -89,7 +88,8 @@ class Audio:
         except files.AudioError as error:
             raise ApiError(400, str(error), "file") from error
         except ValueError as error:
-            raise errors.refused(error) from error
+            word = str(error).split(" ", 1)[0]
+            raise ApiError(400, str(error), word if word in type(body).model_fields else None) from error
         return running
 
 
