@@ -194,6 +194,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.execution.startup import Phases
     from fastkernels.engine.http import protocol
     from fastkernels.engine.http.anthropic_api.protocol import MessagesRequest
+    from fastkernels.engine.http.audio_api.protocol import TranscriptionRequest
     from fastkernels.engine.http.config import ServerConfig
     from fastkernels.engine.http.metrics import Metrics
     from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
@@ -220,6 +221,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         **SglangSampling.model_fields,
         **ResponsesRequest.model_fields,
         **MessagesRequest.model_fields,
+        **TranscriptionRequest.model_fields,
     }
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied
@@ -227,6 +229,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     scheduler = Scheduler([blocks], 1, 1, 1)
     engine: Any = SimpleNamespace(
         kind="Generate",
+        audio=object(),
         scheduler=scheduler,
         blocks=blocks,
         max_model_len=16,

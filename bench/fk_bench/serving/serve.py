@@ -173,7 +173,11 @@ def serve(
     server: ServerOptions,
     engine: EngineOptions,
 ) -> None:
-    """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md."""
+    """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md.
+
+    Language models have /v1/completions, /v1/chat/completions and others, Whisper has /v1/audio/transcriptions and
+    /v1/audio/translations, and encoders have /v1/embeddings, /score and others.
+    """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process
     from fastkernels.models.common.weights import CheckpointError

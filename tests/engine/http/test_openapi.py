@@ -42,7 +42,8 @@ ROUTES = [
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"),
     ("POST", "/v1/responses"), ("POST", "/generate"), ("GET", "/model_info"), ("GET", "/get_model_info"),
     ("GET", "/server_info"), ("GET", "/get_server_info"), ("GET", "/load"), ("GET", "/tokenizer_info"),
-    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/v1/audio/translations"),
 ]  # fmt: skip
 
 

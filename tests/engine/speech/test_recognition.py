@@ -292,7 +292,7 @@ def test_whisper_base_transcribes_sentences() -> None:
     for sentence, seconds in ((0, 13.0), (0, 26.0), (2, 34.2)):
         words = SENTENCES[sentence].split()
         found = [s.start for s in long.segments if plain(s.text).startswith(" ".join(words[:2]))]
-        assert any(abs(start - seconds) < 0.8 for start in found), (sentence, seconds, found)
+        assert any(abs(start - seconds) < 1.2 for start in found), (sentence, seconds, found)
 
 
 def plain(text: str) -> str:
