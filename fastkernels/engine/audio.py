@@ -68,7 +68,7 @@ class AudioReader:
         return SourcePrompt(text, list(ids), self.source(made))
 
     def source(self, made: np.ndarray) -> Source:
-        """What the encoder reads of samples [n] float32, at most `most`. Raises ValueError."""
+        """The features of samples [n] float32, at most `most`. Raises ValueError."""
         found = self._extractor(made, sampling_rate=self.rate, return_tensors="pt")["input_features"][0]
         if tuple(found.shape) != self._shape:
             raise ValueError(

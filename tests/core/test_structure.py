@@ -215,9 +215,11 @@ CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
     ),
     _under("fastkernels.overrides", "dense_attention diffusion"),
     {"fastkernels", "fastkernels.verify", "fastkernels.engine"}
-    | _under("fastkernels.engine", "cache execution execution.attention sampling scheduling structured"),
+    | _under(
+        "fastkernels.engine", "cache execution execution.attention sampling scheduling speech structured"
+    ),
     {"fastkernels.engine.http"}
-    | _under("fastkernels.engine.http", "anthropic_api parsing responses_api sglang_api"),
+    | _under("fastkernels.engine.http", "anthropic_api audio_api parsing responses_api sglang_api"),
     _under(
         "fk_bench",
         "capture e2e e2e.pictures evaluate evaluate.hosts info kernels kernels.judge quality serving serving.load"

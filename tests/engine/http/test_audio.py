@@ -38,7 +38,7 @@ def wav(samples: np.ndarray, rate: int = RATE) -> bytes:
 
 
 FILE = wav(recording(7, SECONDS))
-OTHERS = [wav(recording(seed, 0.6)) for seed in range(20, 25)]
+OTHERS = [wav(recording(seed, 0.4)) for seed in range(20, 24)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,7 +126,7 @@ def test_stream_has_the_same_text(client: Any, offline: dict[str, Transcript]) -
 
 def test_clients_at_once_get_their_own_text(client: Any) -> None:
     alone = [transcribe(client, file).text for file in OTHERS]
-    assert len(set(alone)) > 3
+    assert len(set(alone)) > 2
     with ThreadPoolExecutor(len(OTHERS)) as pool:
         assert list(pool.map(lambda file: transcribe(client, file).text, OTHERS)) == alone
 
@@ -170,7 +170,7 @@ def test_metrics_count_requests_and_seconds(client: Any, url: str) -> None:
     transcribe(client, OTHERS[1])
     client.audio.translations.create(model="tiny", file=("a.wav", OTHERS[0]))
     after = [metric(url, name) for name in (*names, seconds)]
-    assert [b - a for a, b in zip(before, after, strict=True)] == pytest.approx([1, 1, 1.2])
+    assert [b - a for a, b in zip(before, after, strict=True)] == pytest.approx([1, 1, 0.8])
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from support.whisper_base import whisper_base_path
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.scheduling.request import CompletionOutput, Logprob, RequestOutput
-from fastkernels.engine.speech import files, recognition
-from fastkernels.engine.speech.recognition import Job, Options, Recognition, Transcript
+from fastkernels.engine.speech import files, recognition, vocabulary
+from fastkernels.engine.speech.recognition import Job, Options, Recognition, Recognizer, Transcript
 from fastkernels.engine.structured.timestamps import TimestampRules
 
 SENTENCES = (
@@ -50,7 +50,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> SpeechOracle:
 
 @pytest.fixture(scope="module")
 def llm(oracle: SpeechOracle) -> Iterator[LLM]:
-    with LLM(str(oracle.folder), device="cpu", num_blocks=100, max_num_seqs=4) as made:
+    with LLM(str(oracle.folder), device="cpu", num_blocks=100, max_num_seqs=4, async_scheduling=True) as made:
         yield made
 
 
@@ -76,7 +76,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def test_timestamp_rules_equal_transformers(oracle: SpeechOracle, llm: LLM) -> None:
-    """In one batch, beside a request without rules."""
+    """In one batch with a request without rules."""
     rules = llm.llm_engine.recognizer.vocabulary.rules
     samples = [recording(seed, 0.7) for seed in range(3)]
     prompts = [[START, LANGUAGES["en"], TRANSCRIBE], [START, LANGUAGES["de"], TRANSLATE], [START]]
@@ -269,6 +269,31 @@ def test_rules_allow_what_whisper_generates() -> None:
 def test_unsupported_options_are_refused(llm: LLM, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.transcribe(recording(0, 0.5), **options)
+
+
+def test_model_of_english_alone_has_no_tasks(llm: LLM, oracle: SpeechOracle, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"is_multilingual": false}')
+    recognizer = llm.llm_engine.recognizer
+    found = vocabulary.read(tmp_path, llm.get_tokenizer(), VOCAB, 1.0, 50)
+    assert found.languages == found.tasks == {} and found.language("english") == "en"
+    english = Recognizer(found, recognizer.reader, llm.get_tokenizer(), 56)
+    run = english.start(files.recording(recording(0, 0.5), RATE), Options())
+    assert [job.prompt.token_ids for job in run.advance() or []] == [[START, NO_SPEECH]]
+    (job,) = run.advance([output([START], no_speech=0.1)]) or []
+    assert job.prompt.token_ids == [START] and run.transcript.language == "en"
+    with pytest.raises(ValueError, match="this model cannot translate"):
+        english.start(files.recording(recording(0, 0.5), RATE), Options("translate"))
+    with pytest.raises(ValueError, match="language 'de' is not one of en"):
+        found.language("de")
+
+
+def test_tokenizer_without_the_tokens_is_refused(tmp_path: Path) -> None:
+    from support.tiny import byte_tokenizer
+
+    with pytest.raises(ValueError, match=r"has no tokens <\|startoftranscript\|>, <\|endoftext\|>"):
+        vocabulary.read(tmp_path, byte_tokenizer(), VOCAB, 1.0, 50)
+    with pytest.raises(ValueError, match="transcriptions need a tokenizer"):
+        vocabulary.read(tmp_path, None, VOCAB, 1.0, 50)
 
 
 def test_text_model_takes_no_audio(tiny: Path) -> None:

@@ -26,7 +26,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
 
 
 class TranslationRequest(BaseModel):
-    """The fields of a form beside the file; each is a text."""
+    """The fields of a form without the file; each is a text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
