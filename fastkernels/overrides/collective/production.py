@@ -1,7 +1,4 @@
-"""Baselines of this family: what the hosts run for each collective, over the judge's own groups.
-
-Those for GPUs have not run yet: the judge of collectives is for the CPU so far (docs/parallel.md).
-"""
+"""Baselines of this family: what the hosts run for each collective, over the judge's own groups."""
 
 from __future__ import annotations
 
