@@ -177,10 +177,9 @@ class Recognition:
                 return
             source = of.reader.source(samples)
             no_speech = yield from self._probe(source)
-            seconds = len(samples) / of.rate
-            output, temperature = yield from self._decode(source, no_speech, seconds)
+            output, temperature = yield from self._decode(source, no_speech)
             tokens, logprob, ratio = self._measures(output)
-            advance = seconds
+            advance = seconds = len(samples) / of.rate
             if not (no_speech > SILENT and logprob < LEAST_LIKELY):
                 pieces, advance = self._split(tokens, seconds)
                 self._keep(pieces, temperature, logprob, ratio, no_speech)
@@ -213,7 +212,7 @@ class Recognition:
         return no_speech
 
     def _decode(
-        self, source: Any, no_speech: float, seconds: float
+        self, source: Any, no_speech: float
     ) -> Generator[list[Job], Sequence[RequestOutput], tuple[RequestOutput, float]]:
         """The output of a window, and its temperature."""
         prompt, sampling = SourcePrompt(None, self._prompt(), source), self._options.sampling
