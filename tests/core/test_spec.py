@@ -58,6 +58,8 @@ NEVER = {
             "ConvNeXtBlock",
         )
     },
+    "TorchrecLowRankCrossNet": "needs in_features",
+    "TorchrecEmbeddingBagCollection": "needs tables",
     "TimmAttention": "needs dim",
     "TimmAttentionPoolLatent": "needs in_features",
     "TimmAttentionRope": "needs dim",

@@ -242,7 +242,8 @@ def _separate(
     rows: torch.Tensor, per_sample_weights: torch.Tensor | None, mean: bool,
 ) -> torch.Tensor:  # fmt: skip
     first = weights[0]
-    alike = all(w.stride() == first.stride() and w.shape[1] == first.shape[1] for w in weights)
+    kind = first.stride(), first.shape[1], first.dtype
+    alike = all((w.stride(), w.shape[1], w.dtype) == kind for w in weights)
     given = (indices, offsets, first, places, rows, per_sample_weights, mean)
     if first.is_cuda and alike and not embedding_bag.requested and _supports_triton(*given) is None:
         _check(*given)

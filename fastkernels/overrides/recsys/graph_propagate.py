@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fastkernels.core import assemble
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Provider, define
@@ -251,6 +253,16 @@ def _case(
     return Case(name, {"nodes": nodes, "edges": edges, "dim": dim, **more}, dtype, weight, (tag,))
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, crow_indices, col_indices, values, alpha = assemble.filled(args, 5, None)
+    if alpha is not None:
+        raise ValueError(f"{cls.__name__} is one layer and cannot be called with alpha")
+    nodes = torch.arange(len(x), device=x.device)
+    target = nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices))
+    edges = torch.stack((col_indices.long(), target))
+    return partial(cls(normalize=False), x, edges, values)
+
+
 def _isolated(args: list[Any]) -> None:
     """All edges lead to the last node; no other node has one."""
     args[1].zero_()
@@ -305,6 +317,7 @@ SPEC = OpSpec(
         _case("no_layers", "odd", 12, 20, 8, mixed=True, layers=0),
         _case("no_edges", "odd", 5, 0, 8),
     ),
+    build=_build,
     activations=("x",),
     extremes={"isolated": _isolated, "beyond": _beyond},
     baseline="torch",
