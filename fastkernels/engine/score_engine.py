@@ -50,7 +50,7 @@ class ScoreOutput(PoolingOutput):
 
 
 class ScoreEngine(Engine):
-    """See Engine. Each step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
+    """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
 
     kind = "Score"
     scheduler: EncodeScheduler
@@ -72,7 +72,7 @@ class ScoreEngine(Engine):
     def make_request(
         self, request_id: str, prompt: Any, params: PoolingParams | None = None, priority: int = 0
     ) -> ScoreRequest:
-        """See Engine. prompt: the sample, a dict as the model's `read` documents it. params: default the task 'classify'."""
+        """See Engine. prompt: a sample, as the model's `read` documents it. params: of the task 'classify'."""
         params = params or PoolingParams("classify")
         if not isinstance(params, PoolingParams) or params.task != "classify":
             raise ValueError(f"a recommender takes PoolingParams('classify'), got {params!r}")

@@ -13,7 +13,8 @@ config.json is ours, as torchrec has none:
      "embedding_dim": 128, "pooling": "sum", "dense_arch_layer_sizes": [512, 256, 128],
      "over_arch_layer_sizes": [1024, 1024, 512, 256, 1], "dcn_num_layers": 3, "dcn_low_rank_dim": 512}
 
-Features are in the order of the tables, and of a table's feature_names, whose default is its name.
+Fields that are left out are those of MLPerf's model, which this is. Features are in the order of the tables, and of a
+table's feature_names, whose default is its name.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
-from fastkernels.overrides.recsys.embedding_bag import embedding_bag
+from fastkernels.overrides.recsys.embedding_bag import ROWS, embedding_bag
 
 Place: TypeAlias = Callable[[np.ndarray], torch.Tensor]
 Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]]"
 NUMBERS = ("dense_in_features", "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
 SIZES = ("dense_arch_layer_sizes", "over_arch_layer_sizes")
 POOLING = ("sum", "mean")
+DEFAULTS: dict[str, Any] = {  # MLPerf's model for Criteo's data
+    "dense_in_features": 13, "embedding_dim": 128, "pooling": "sum", "dense_arch_layer_sizes": [512, 256, 128],
+    "over_arch_layer_sizes": [1024, 1024, 512, 256, 1], "dcn_num_layers": 3, "dcn_low_rank_dim": 512,
+    "tables": [
+        {"name": f"t_cat_{i}", "num_embeddings": rows, "feature_names": [f"cat_{i}"]} for i, rows in enumerate(ROWS)
+    ],
+}  # fmt: skip
 
 
 def positive(raw: Mapping[str, Any], name: str) -> int:
@@ -52,7 +60,7 @@ def positive(raw: Mapping[str, Any], name: str) -> int:
 
 def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json, checked, with defaults. Raises Unsupported, which names the field and the value."""
-    made = {**raw, "pooling": raw.get("pooling", "sum")}
+    raw = made = {**DEFAULTS, **raw}
     for name in NUMBERS:
         positive(raw, name)
     for name in SIZES:
@@ -104,6 +112,8 @@ class Table(nn.Module):
 class EmbeddingBagCollection(nn.Module):
     """Jagged ids to [B, F * D]: the bags of all features, in one call."""
 
+    ops = ("embedding_bag",)
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         rows = [table["num_embeddings"] for table in config.tables]
@@ -117,7 +127,9 @@ class EmbeddingBagCollection(nn.Module):
             }
         )
         self.mean = config.pooling == "mean"
-        features = [(s, n) for t, s, n in zip(config.tables, starts, rows, strict=True) for _ in t["feature_names"]]
+        features = [
+            (s, n) for t, s, n in zip(config.tables, starts, rows, strict=True) for _ in t["feature_names"]
+        ]
         self.register_buffer("starts", torch.tensor([s for s, _ in features]), persistent=False)
         self.register_buffer("rows", torch.tensor([n for _, n in features]), persistent=False)
 
@@ -127,6 +139,8 @@ class EmbeddingBagCollection(nn.Module):
 
 class Perceptron(nn.Module):
     """relu(x W^T + b)."""
+
+    ops = ("linear",)
 
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
@@ -163,6 +177,8 @@ class DenseArch(nn.Module):
 
 class LowRankCrossNet(nn.Module):
     """The cross layers: x [B, N] to the same."""
+
+    ops = ("cross_low_rank",)
 
     def __init__(self, size: int, layers: int, rank: int) -> None:
         super().__init__()
@@ -255,9 +271,7 @@ class DLRM_DCN(nn.Module):
             raise ValueError(f"the input needs `sparse`, ids by feature, got {reprlib.repr(sparse)}")
         names = [name for name, _, _ in self.features]
         if unknown := [name for name in sparse if name not in names]:
-            raise ValueError(
-                f"the input has the unknown feature {unknown[0]!r}; known: {', '.join(names)}"
-            )
+            raise ValueError(f"the input has the unknown feature {unknown[0]!r}; known: {', '.join(names)}")
         ids = [
             ids_of(sparse.get(name, ()), f"feature {name!r}", rows, f"table {table!r}")
             for name, table, rows in self.features

@@ -8,7 +8,8 @@ arguments, and a config.json of ours:
      "num_items": 40981, "embedding_dim": 64, "num_layers": 3}
 
 Users are nodes 0 to num_users - 1, and item i is node num_users + i. Embeddings are propagated once, when the weights
-are loaded. With random weights and no graph, the graph is random, too: `num_edges`, by default 16 for each node.
+are loaded. Fields that are left out are these, of the Gowalla data set. With random weights and no graph file, the
+graph is random, too: `num_edges`, by default 16 for each node.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from fastkernels.overrides.recsys.top_k_scores import top_k_scores
 
 GRAPH = "graph.safetensors"
 NUMBERS = ("num_users", "num_items", "embedding_dim", "num_layers")
+DEFAULTS = {"num_users": 29_858, "num_items": 40_981, "embedding_dim": 64, "num_layers": 3}
 MOST = 1000  # recommendations of one request
 FIELDS = ("user", "k", "exclude_seen", "items")
 
 
 def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json, checked, with defaults. Raises Unsupported, which names the field and the value."""
+    raw = {**DEFAULTS, **raw}
     for name in NUMBERS:
         positive(raw, name)
     edges = raw.get("num_edges", 16 * (raw["num_users"] + raw["num_items"]))
@@ -60,6 +63,7 @@ class Sample:
 class LightGCN(nn.Module):
     """config: the fields of read_config."""
 
+    ops = ("graph_propagate", "top_k_scores")
     final: torch.Tensor  # the embeddings of all nodes, propagated
 
     def __init__(self, config: Any) -> None:
@@ -136,7 +140,9 @@ class LightGCN(nn.Module):
 
     def _best(self, samples: Sequence[Sample], place: Place) -> Scores:
         starts = self._seen_starts
-        parts = [self._seen[starts[s.user] : starts[s.user + 1]] if s.exclude else self._seen[:0] for s in samples]
+        parts = [
+            self._seen[starts[s.user] : starts[s.user + 1]] if s.exclude else self._seen[:0] for s in samples
+        ]
         users = self.final[place(np.array([s.user for s in samples], np.int64))]
         hidden: tuple[torch.Tensor, ...] = ()
         if any(map(len, parts)):
@@ -166,7 +172,9 @@ def _read(file: Path, nodes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise CheckpointError(f"{file}: edge_index must be [2, edges] of int64, got {what}")
     if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
         wrong = int(edges.min()) if int(edges.min()) < 0 else int(edges.max())
-        raise CheckpointError(f"{file}: edge_index has the node {wrong}, and the model has {nodes}: 0 to {nodes - 1}")
+        raise CheckpointError(
+            f"{file}: edge_index has the node {wrong}, and the model has {nodes}: 0 to {nodes - 1}"
+        )
     if weight is not None and (weight.shape != edges.shape[1:] or not weight.is_floating_point()):
         raise CheckpointError(
             f"{file}: edge_weight must be [{edges.shape[1]}] of numbers, got {list(weight.shape)} of {weight.dtype}"

@@ -34,9 +34,7 @@ def reference(
     return (x0.to(acc) * inner + x.to(acc)).to(x.dtype)
 
 
-def _check(
-    x0: torch.Tensor, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor, bias: torch.Tensor
-) -> None:
+def _check(x0: torch.Tensor, x: torch.Tensor, v: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> None:
     n = x.shape[-1] if x.dim() == 2 else -1
     if x0.shape != x.shape or n < 0:
         raise ValueError(
@@ -72,9 +70,7 @@ def _cross_kernel(
     x0 = tl.load(x0_ptr + samples[:, None] * x0_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + samples[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     out = x0 * (acc + bias[None, :]) + x
-    tl.store(
-        out_ptr + samples[:, None] * N + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask
-    )
+    tl.store(out_ptr + samples[:, None] * N + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _exact(x: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Bags of embeddings over many tables in one call: sums or means of the rows that jagged ids name (DLRM, arXiv 1906.00091)."""
+"""Bags of embeddings over many tables (DLRM, arXiv 1906.00091): sums or means of the rows that jagged ids name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
-from fastkernels.core.dispatch import Provider, define, functional
+from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -39,14 +40,16 @@ def reference(
     KeyedJaggedTensor. The table of feature f is table_rows[f] rows of weight from row table_starts[f] on, both [F]
     int64. Features may share a table.
 
-    A bag is the sum of its rows, times per_sample_weights [N] if there are any, or with `mean` their mean. A bag without
-    ids is 0. An id beyond its table adds 0, and counts in a mean. Computed in float32 or float64. Raises ValueError for
-    shapes that do not fit, and for a mean with weights.
+    A bag is the sum of its rows, times per_sample_weights [N] if there are any, or with `mean` their mean. A bag
+    without ids is 0. An id beyond its table adds 0, and counts in a mean. Computed in float32 or float64. Raises
+    ValueError for shapes that do not fit, and for a mean with weights.
     """
     _check(indices, offsets, weight, table_starts, table_rows, per_sample_weights, mean)
     features, bags = len(table_starts), len(offsets) - 1
     acc = torch.promote_types(weight.dtype, torch.float32)
-    bag = torch.searchsorted(offsets[1:].long(), torch.arange(len(indices), device=indices.device), right=True)
+    bag = torch.searchsorted(
+        offsets[1:].long(), torch.arange(len(indices), device=indices.device), right=True
+    )
     kept = (bag < bags) & (torch.arange(len(indices), device=indices.device) >= offsets[0])
     bag = bag.clamp_max(max(bags - 1, 0))
     feature = bag // max(bags // features, 1)
@@ -135,7 +138,7 @@ def _fake(
     return weight.new_empty((offsets.shape[0] - 1) // features, features * weight.shape[1])
 
 
-def _supports_triton(
+def supports_triton(
     indices: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, table_starts: torch.Tensor,
     table_rows: torch.Tensor, per_sample_weights: torch.Tensor | None = None, mean: bool = False,
 ) -> str | None:  # fmt: skip
@@ -153,10 +156,11 @@ def _supports_triton(
     return None
 
 
-def _launch(
+def launch(
     indices: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
     factors: torch.Tensor | None, mean: bool, addresses: bool,
 ) -> torch.Tensor:  # fmt: skip
+    """Run the kernel. addresses: starts are distances of the tables from `weight` in elements."""
     out = _fake(indices, offsets, weight, starts)
     if out.numel() == 0:
         return out
@@ -177,7 +181,7 @@ def _triton(
     table_rows: torch.Tensor, per_sample_weights: torch.Tensor | None = None, mean: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     _check(indices, offsets, weight, table_starts, table_rows, per_sample_weights, mean)
-    return _launch(
+    return launch(
         indices, offsets, weight, table_starts, table_rows, per_sample_weights, mean, addresses=False
     )
 
@@ -191,8 +195,10 @@ def _torch(
     _check(*given)
     features, bags = len(table_starts), offsets.tolist()
     batch = (len(bags) - 1) // features
-    if bags[0] < 0 or bags[-1] > len(indices) or any(a > b for a, b in zip(bags, bags[1:], strict=False)):
-        raise ValueError(f"embedding_bag: offsets must grow from 0 to at most {len(indices)}, the number of ids")
+    if bags[0] < 0 or bags[-1] > len(indices) or any(a > b for a, b in pairwise(bags)):
+        raise ValueError(
+            f"embedding_bag: offsets must grow from 0 to at most {len(indices)}, the number of ids"
+        )
     parts = []
     for f, (start, rows) in enumerate(zip(table_starts.tolist(), table_rows.tolist(), strict=True)):
         first, last = bags[f * batch], bags[(f + 1) * batch]
@@ -223,48 +229,9 @@ embedding_bag = define(
     " Tensor? per_sample_weights=None, bool mean=False) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("triton", _triton, supports=_supports_triton),
+        Provider("triton", _triton, supports=supports_triton),
         Provider("torch", _torch, devices=("cpu",), supports=_runs_torch),
         Provider("reference", reference, devices=("cuda", "cpu")),
-    ),
-)
-
-
-def addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Distances [F] int64 of tables from the first one in elements, on their device. They hold until a table moves."""
-    first, size = weights[0].data_ptr(), weights[0].element_size()
-    places = [(w.data_ptr() - first) // size for w in weights]
-    return torch.tensor(places, dtype=torch.int64, device=weights[0].device)
-
-
-def _separate(
-    indices: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], places: torch.Tensor,
-    rows: torch.Tensor, per_sample_weights: torch.Tensor | None, mean: bool,
-) -> torch.Tensor:  # fmt: skip
-    first = weights[0]
-    kind = first.stride(), first.shape[1], first.dtype
-    alike = all((w.stride(), w.shape[1], w.dtype) == kind for w in weights)
-    given = (indices, offsets, first, places, rows, per_sample_weights, mean)
-    if first.is_cuda and alike and not embedding_bag.requested and _supports_triton(*given) is None:
-        _check(*given)
-        embedding_bag.calls += 1
-        return _launch(*given, addresses=True)
-    batch, zero = (len(offsets) - 1) // len(weights), torch.zeros_like(rows[:1])
-    parts = [
-        embedding_bag(
-            indices, offsets[f * batch : (f + 1) * batch + 1], w, zero, rows[f : f + 1], per_sample_weights, mean
-        )
-        for f, w in enumerate(weights)
-    ]  # fmt: skip
-    return torch.cat(parts, 1)
-
-
-embedding_bags = functional(
-    "embedding_bags(Tensor indices, Tensor offsets, Tensor[] weights, Tensor places, Tensor rows,"
-    " Tensor? per_sample_weights, bool mean) -> Tensor",
-    _separate,
-    lambda indices, offsets, weights, *_: weights[0].new_empty(
-        (offsets.shape[0] - 1) // len(weights), sum(w.shape[1] for w in weights)
     ),
 )
 
@@ -299,7 +266,7 @@ def _distinct(args: SimpleNamespace) -> int:
     return int((args.indices + args.table_starts[of]).unique().numel())
 
 
-# Rows and ids of a bag of Criteo's 26 features in DLRMv2 (MLPerf's multi-hot data set); larger tables are cut to 100,000
+# Rows, and ids in a bag, of the 26 features of MLPerf's DLRMv2 (Criteo, multi-hot). Tables are cut to 100,000 rows.
 ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
     155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,

@@ -1,4 +1,4 @@
-"""Light graph convolution (LightGCN, arXiv 2002.02126): y_i = sum over neighbors j of w_ij x_j; over layers, their mix."""
+"""Light graph convolution (LightGCN, arXiv 2002.02126): y_i = sum over neighbors j of w_ij x_j, and mixes of layers."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _torch(
     x: torch.Tensor, crow_indices: torch.Tensor, col_indices: torch.Tensor, values: torch.Tensor,
     alpha: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A layer is F.embedding_bag of the neighbors, on a CPU; the reference if an edge is from a node that does not exist."""
+    """F.embedding_bag of the neighbors, on a CPU; the reference if an edge is from a node that does not exist."""
     given = x, crow_indices, col_indices, values, alpha
     _check(*given)
     if not x.numel() or not len(values) or int(col_indices.min()) < 0 or int(col_indices.max()) >= len(x):
@@ -248,7 +248,14 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _case(
-    name: str, tag: str, nodes: int, edges: int, dim: int, dtype: str = "float32", weight: float = 1, **more: Any
+    name: str,
+    tag: str,
+    nodes: int,
+    edges: int,
+    dim: int,
+    dtype: str = "float32",
+    weight: float = 1,
+    **more: Any,
 ) -> Case:
     return Case(name, {"nodes": nodes, "edges": edges, "dim": dim, **more}, dtype, weight, (tag,))
 

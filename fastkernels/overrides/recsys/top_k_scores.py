@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, Permutable
@@ -33,9 +33,10 @@ def reference(
     """users: [B, D]; items: [M, D]. Returns scores [B, k] float32, the largest first, and the items' ids [B, k] int64.
 
     seen [S] int are the items that users have seen: of user b those at seen_starts[b] to seen_starts[b + 1],
-    seen_starts [B + 1] int. They are left out; ids beyond the items exclude nothing. A user with fewer than k items left
-    has -inf and the id -1 for the rest. Of equal scores the smaller id comes first. NaN is larger than all numbers.
-    float64 inputs give float64 scores. Raises ValueError for shapes that do not fit, and for k outside of 1 .. M.
+    seen_starts [B + 1] int. They are left out; ids beyond the items exclude nothing. A user with fewer than k items
+    left has -inf and the id -1 for the rest. Of equal scores the smaller id comes first. NaN is larger than all
+    numbers. float64 inputs give float64 scores. Raises ValueError for shapes that do not fit, and for k outside of
+    1 .. M.
     """
     _check(users, items, k, seen_starts, seen)
     acc = torch.promote_types(users.dtype, torch.float32)
@@ -55,7 +56,11 @@ def reference(
 
 
 def _check(
-    users: torch.Tensor, items: torch.Tensor, k: int, seen_starts: torch.Tensor | None, seen: torch.Tensor | None
+    users: torch.Tensor,
+    items: torch.Tensor,
+    k: int,
+    seen_starts: torch.Tensor | None,
+    seen: torch.Tensor | None,
 ) -> None:
     if users.dim() != 2 or items.dim() != 2 or users.shape[1] != items.shape[1]:
         shapes = f"{tuple(users.shape)} and {tuple(items.shape)}"
@@ -64,12 +69,13 @@ def _check(
         raise ValueError(f"top_k_scores: k must be from 1 to the number of items, {len(items)}, got {k}")
     if (seen is None) != (seen_starts is None):
         raise ValueError("top_k_scores: seen and seen_starts belong together")
-    if seen is not None and seen_starts is not None:
-        if seen.dim() != 1 or seen_starts.shape != (len(users) + 1,):
-            raise ValueError(
-                f"top_k_scores: seen must be [S] and seen_starts [{len(users) + 1}], got {tuple(seen.shape)} and"
-                f" {tuple(seen_starts.shape)}"
-            )
+    if seen is None or seen_starts is None:
+        return
+    if seen.dim() != 1 or seen_starts.shape != (len(users) + 1,):
+        raise ValueError(
+            f"top_k_scores: seen must be [S] and seen_starts [{len(users) + 1}], got {tuple(seen.shape)} and"
+            f" {tuple(seen_starts.shape)}"
+        )
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -94,8 +100,8 @@ def _top_k_kernel(
     MASKED: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # The K largest scores of BLOCK_B users among SPAN items, as keys: the score's bits, ordered like the score, then the
-    # complement of the id. Among equal scores the smaller id has the larger key.
+    # The K largest scores of BLOCK_B users among SPAN items, as keys: the score's bits, ordered like the score, then
+    # the complement of the id. Among equal scores the smaller id has the larger key.
     follow(OVERLAP)
     span = tl.program_id(0)
     rows = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)

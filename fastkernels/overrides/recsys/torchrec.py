@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.modules import autocasts
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
-from fastkernels.overrides.recsys.embedding_bag import addresses, embedding_bag, embedding_bags
-
-# {collection: (its tables' addresses, their distances from the first, their rows)}
-_places: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], torch.Tensor, torch.Tensor]] = (
-    WeakKeyDictionary()
-)
+from fastkernels.overrides.recsys.embedding_bag import embedding_bag
+from fastkernels.overrides.recsys.jagged import Jagged, pooled_at_once
 
 
 class TorchrecLowRankCrossNet(nn.Module):
@@ -40,12 +33,10 @@ class TorchrecLowRankCrossNet(nn.Module):
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(in_features)) for _ in range(num_layers))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dim() != 2 or autocasts(input):
-            return super(type(self), self).forward(input)
-        x = input
+        x = first = input.flatten(0, -2)
         for i in range(self._num_layers):
-            x = cross_low_rank(input, x, self.V_kernels[i], self.W_kernels[i], self.bias[i])
-        return x
+            x = cross_low_rank(first, x, self.V_kernels[i], self.W_kernels[i], self.bias[i])
+        return x.view(input.shape)
 
 
 class TorchrecEmbeddingBagCollection(nn.Module):
@@ -81,20 +72,16 @@ class TorchrecEmbeddingBagCollection(nn.Module):
         self.reset_parameters()
 
     def forward(self, features: Any) -> Any:
-        if _special(features):
-            return super(type(self), self).forward(features)
-        wanted = [name for names in self._feature_names for name in names]
-        keys = features.keys()
-        if keys != wanted:
-            features = features.permute([keys.index(name) for name in wanted])
-        bags = list(self.embedding_bags.values())
-        bags = [bag for bag, names in zip(bags, self._feature_names, strict=True) for _ in names]
-        weights = features.weights() if self._is_weighted else None
-        pooled = _pooled(self, bags, features.values(), features.offsets(), weights)
-        made = sys.modules[type(features).__module__].KeyedTensor
-        return made(
-            keys=self._embedding_names, values=pooled, length_per_key=self._lengths_per_embedding
-        )
+        jagged = Jagged.of(self, features)
+        pooled = pooled_at_once(embedding_bag, jagged)
+        if pooled is not None:
+            return jagged.result(pooled)
+        parts = []
+        for bags in jagged.bags():
+            weight, weights = bags.table.weight, bags.weights
+            part = embedding_bag(bags.ids, bags.offsets, weight, bags.start, bags.rows, weights, bags.mean)
+            parts.append(part if bags.spread is None else part[bags.spread])
+        return jagged.result(parts)
 
     def is_weighted(self) -> bool:
         return self._is_weighted
@@ -111,37 +98,6 @@ class TorchrecEmbeddingBagCollection(nn.Module):
             return
         for table in self._embedding_bag_configs:
             table.init_fn(self.embedding_bags[table.name].weight)
-
-
-def _special(features: Any) -> bool:
-    """Whether the input is no KeyedJaggedTensor, or one whose features have batches of several sizes."""
-    if type(features).__name__ != "KeyedJaggedTensor" or features.variable_stride_per_key():
-        return True
-    return features.inverse_indices_or_none() is not None or not features.keys()
-
-
-def _pooled(
-    module: nn.Module, bags: Sequence[Any], ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
-    """The bags of all features [B, sum of dimensions] in float32, of features with these tables."""
-    tables = [bag.weight for bag in bags]
-    key = tuple(table.data_ptr() for table in tables)
-    kept = _places.get(module)
-    if kept is None or kept[0] != key:
-        rows = torch.tensor([len(table) for table in tables], device=tables[0].device)
-        kept = _places[module] = key, addresses(tables), rows
-    _, places, rows = kept
-    modes = [bag.mode == "mean" for bag in bags]
-    if len(set(modes)) == 1:
-        return embedding_bags(ids, offsets, tables, places, rows, weights, modes[0]).float()
-    batch, zero = (len(offsets) - 1) // len(bags), torch.zeros_like(rows[:1])
-    parts = [
-        embedding_bag(
-            ids, offsets[f * batch : (f + 1) * batch + 1], table, zero, rows[f : f + 1], weights, mean
-        ).float()
-        for f, (table, mean) in enumerate(zip(tables, modes, strict=True))
-    ]  # fmt: skip
-    return torch.cat(parts, 1)
 
 
 TARGETS = {
