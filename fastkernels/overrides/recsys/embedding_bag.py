@@ -347,7 +347,7 @@ SPEC = OpSpec(
         _criteo(2048, 4, dtype="float16"),
         _criteo(2048, 4, multi=False),
         _odd("one", [1], 1, 1, 1),
-        _odd("odd_63", [5, 70, 1], 7, 63, 63),
+        _odd("odd_63", [5, 70, 1], 7, 33, 63),
         _odd("means", [5, 70], 9, 80, 24, mean=True),
         _odd("weighted", [50, 3], 5, 40, 32, weighted=True),
         _odd("half", [33, 8, 21], 4, 50, 128, "float16"),

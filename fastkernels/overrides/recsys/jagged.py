@@ -120,7 +120,7 @@ def pooled_at_once(op: Any, jagged: Jagged) -> torch.Tensor | None:
     given = jagged.whole.values(), jagged.whole.offsets(), first, kept[1], kept[2], weights, modes == {"mean"}
     if supports_triton(*given) is not None:
         return None
-    op.calls += 1
+    op.count_call()
     return _separate(*given[:2], tables, *given[3:])
 
 
