@@ -26,7 +26,7 @@ class Recommendation:
         self.context = context
 
     async def scores(self, body: SamplesRequest, raw: Request) -> Response:
-        """The scores of each sample; of one that asks for a user's best items, also their ids."""
+        """The scores of each sample; with the ids of the items that it has chosen, if any."""
         self.context.check_model(body.model)
         samples, most = body.samples, self.context.llm.config.max_waiting
         if not samples:

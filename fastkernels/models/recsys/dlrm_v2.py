@@ -283,10 +283,8 @@ class DLRM_DCN(nn.Module):
         by_feature = [sample.ids[f] for f in range(len(self.features)) for sample in samples]
         ends = np.cumsum([0, *map(len, by_feature)], dtype=np.int64)
         dense = place(np.stack([sample.dense for sample in samples]))
-        logits = self(
-            dense.to(self.over_arch.model[1].weight.dtype), place(np.concatenate(by_feature)), place(ends)
-        )
-        logits = logits.float()
+        dtype = self.sparse_arch.embedding_bag_collection.stacked.dtype
+        logits = self(dense.to(dtype), place(np.concatenate(by_feature)), place(ends)).float()
         made = torch.where(place(np.array(activated))[:, None], logits.sigmoid(), logits)
         return [(row, None) for row in made]
 

@@ -100,7 +100,7 @@ class LightGCN(nn.Module):
     def read(self, given: Any) -> Sample:
         """See dlrm_v2.py. given: {"user": id, "items": [ids]}, or {"user": id, "k": 20, "exclude_seen": true}.
 
-        The second asks for the user's k best items, without those that the graph has an edge to.
+        The second returns the user's k best items, without those that the graph has an edge to.
         """
         fields(given, FIELDS)
         user = ids_of(given.get("user"), "`user`", self.num_users, "the table of users")

@@ -201,8 +201,9 @@ def _torch(
     ids, starts, weights = col_indices.long(), crow_indices.long(), values.to(x.dtype)
 
     def step(now: torch.Tensor) -> torch.Tensor:
-        bags = {"offsets": starts, "per_sample_weights": weights, "include_last_offset": True}
-        return F.embedding_bag(ids, now, mode="sum", **bags)
+        return F.embedding_bag(
+            ids, now, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
 
     return step(x) if alpha is None else mixed(step, x, alpha)
 
@@ -281,7 +282,7 @@ def _beyond(args: list[Any]) -> None:
     args[2][1::6] = -1
 
 
-_THREE = {"mixed": True, "layers": 3}
+_THREE: dict[str, Any] = {"mixed": True, "layers": 3}
 
 SPEC = OpSpec(
     name="graph_propagate",

@@ -127,7 +127,7 @@ def pooled_at_once(op: Any, jagged: Jagged) -> torch.Tensor | None:
 _separate = functional(
     "embedding_bags(Tensor indices, Tensor offsets, Tensor[] weights, Tensor places, Tensor rows,"
     " Tensor? per_sample_weights, bool mean) -> Tensor",
-    lambda indices, offsets, weights, *rest: launch(indices, offsets, weights[0], *rest, addresses=True),
+    lambda indices, offsets, weights, *rest: launch(indices, offsets, weights[0], *rest, True),
     lambda indices, offsets, weights, *_: weights[0].new_empty(
         (offsets.shape[0] - 1) // len(weights), sum(w.shape[1] for w in weights)
     ),
