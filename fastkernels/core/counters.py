@@ -50,6 +50,10 @@ class Counters:
         self.fallbacks = {}
         self.left = {}
 
+    def count_call(self) -> None:
+        """Count a run of the op's kernel by another function than its body."""
+        self.calls += 1
+
     def note(self, reason: str) -> None:
         """Count a fallback and log its reason once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
         if self._strict:

@@ -105,19 +105,25 @@ class LLM:
     def score(
         self,
         queries: Prompt | Sequence[Prompt],
-        documents: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt] | None = None,
         *,
         use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput]:
         """Score documents: `outputs.score` is a number, larger for a better match.
 
         queries, documents  one query for all documents, or as many as documents. Texts, for a cross-encoder; token ids
-                            are possible for other models
+                            are possible for other models. Of a recommender, `queries` are its samples, dicts, and
+                            there are no documents: `outputs.scores` are its numbers, `outputs.item_ids` the items that
+                            it has chosen
 
         A cross-encoder reads each pair, a model of late interaction compares tokens by MaxSim, and other encoders give
         the cosine of two vectors. Raises ValueError for an unsupported request.
         """
+        if self.llm_engine.kind == "Score":
+            return self._score_samples(queries, documents, use_tqdm)
         self._check_kind("score", "Encode")
+        if documents is None:
+            raise ValueError(f"score: {self.llm_engine.config.model} scores documents for queries: give both")
         engine, asked, given = self.llm_engine, _as_list(queries), _as_list(documents)
         matched, how = scoring.pairs(asked, given), engine.scored_by
         if how == "cross-encoder":
@@ -133,6 +139,14 @@ class LLM:
         for (q, _), output in zip(matched, outputs, strict=True):
             output.outputs.data = scoring.cosine(found[q].outputs.data, output.outputs.data)
         return outputs
+
+    def _score_samples(self, samples: Any, documents: Any, use_tqdm: Progress) -> list[PoolingRequestOutput]:
+        if documents is not None:
+            raise ValueError(f"score: {self.llm_engine.config.model} scores samples: it takes no documents")
+        listed = [samples] if isinstance(samples, dict) else samples
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"score: samples must be a dict or a list of dicts, got {reprlib.repr(samples)}")
+        return self._run(listed, [PoolingParams("classify")] * len(listed), use_tqdm)
 
     def lexical_weights(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True

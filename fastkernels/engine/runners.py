@@ -32,6 +32,11 @@ RUNNERS = {
         "fastkernels.engine.encode_engine:EncodeEngine",
         "LLM.embed and /v1/embeddings",
     ),
+    "Score": RunnerKind(
+        "fastkernels.engine.execution.score:Score",
+        "fastkernels.engine.score_engine:ScoreEngine",
+        "LLM.score and /v1/scores",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ NO_MARK = re.compile(rf'\b(?:hasattr\(\w+, "{PACKAGE}"|getattr\(\w+, "{PACKAGE}_
 CUDA_ONLY = ("supports_wgmma",)
 # Methods that count and log a call that plain PyTorch, or the host, then computes
 LOGGING = ("note", "leave")
+COUNTING = (*LOGGING, "count_call")
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel where it supports the call, else plain PyTorch.\"\"\"
@@ -107,7 +109,7 @@ def _without_logging(text: str) -> str:
     blocks = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
     for block in blocks:
         for node in block:
-            if _is_logging(node):
+            if _calls_method(node, COUNTING):
                 for i in range(node.lineno - 1, node.end_lineno or 0):
                     lines[i] = DROPPED
                 if len(block) == 1:
@@ -115,9 +117,9 @@ def _without_logging(text: str) -> str:
     return "\n".join(line for line in lines if line != DROPPED)
 
 
-def _is_logging(node: ast.stmt) -> bool:
+def _calls_method(node: ast.stmt, names: Sequence[str]) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in LOGGING
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names
 
 
 def _without_fallbacks(text: str) -> str:
@@ -125,7 +127,7 @@ def _without_fallbacks(text: str) -> str:
     lines = text.split("\n")
     found = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
     for block in sorted(found, key=lambda b: -b[0].lineno):
-        logged = next((node for node in block[:-1] if _is_logging(node)), None)
+        logged = next((node for node in block[:-1] if _calls_method(node, LOGGING)), None)
         if logged is not None:
             lines[logged.lineno - 1 : block[-1].end_lineno] = [f"{' ' * logged.col_offset}raise Unsupported"]
     if len(lines) < text.count("\n") + 1 and "Unsupported" not in _imported(text):

@@ -27,6 +27,8 @@ BANNED = (
     "diffusers",
     "timm",
     "fla",
+    "torchrec",
+    "torch_geometric",
 )
 SERVERS = ("vllm", "sglang")
 
@@ -733,6 +735,59 @@ EXERCISES |= {
         "rwkv7",
     )
 }
+
+
+class KeyedTensor:
+    """torchrec's result of a collection, as far as it is compared."""
+
+    def __init__(self, keys: list[str], values: torch.Tensor, length_per_key: list[int]) -> None:
+        self.keys, self.values, self.length_per_key = keys, values, length_per_key
+
+
+class KeyedJaggedTensor:
+    """torchrec's input of a collection: ids of two features in two samples, in the collection's order."""
+
+    def keys(self) -> list[str]:
+        return ["a", "b"]
+
+    def values(self) -> torch.Tensor:
+        return torch.tensor([1, 4, 0, 2, 2])
+
+    def offsets(self) -> torch.Tensor:
+        return torch.tensor([0, 2, 2, 3, 5])
+
+    def variable_stride_per_key(self) -> bool:
+        return False
+
+    def inverse_indices_or_none(self) -> None:
+        return None
+
+
+def embedding_bag(ns: Any) -> list[Any]:
+    tables = [
+        SimpleNamespace(
+            name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name], init_fn=lambda weight: None,
+            pooling=SimpleNamespace(name="SUM"), data_type=SimpleNamespace(name="FP32"),
+        )
+        for name, rows in (("a", 5), ("b", 3))
+    ]  # fmt: skip
+    found = filled(ns.EmbeddingBagCollection(tables))(KeyedJaggedTensor())
+    return [found.values, found.keys, found.length_per_key]
+
+
+def cross_low_rank(ns: Any) -> list[Any]:
+    return [filled(ns.LowRankCrossNet(12, 2, 3))(randn(5, 12))]
+
+
+def graph_propagate(ns: Any) -> list[Any]:
+    edges = torch.tensor([[0, 1, 2, 2, 4], [1, 0, 4, 2, 3]])
+    return [
+        ns.LGConv()(randn(6, 7), edges),
+        ns.LGConv(normalize=False)(randn(6, 7), edges, randn(5)),
+    ]
+
+
+EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate)}
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = ("flash-linear-attention==0.6.0", "fla-core==0.6.0", "einops==0.8.2")
@@ -17,24 +18,20 @@ PACKAGES = ("flash-linear-attention==0.6.0", "fla-core==0.6.0", "einops==0.8.2")
 
 def library_path() -> Path:
     """The folder of the packages, without their dependencies; installs them first if they are not in the cache."""
+    return installed("fla-0.6.0", PACKAGES)
+
+
+def installed(name: str, packages: Sequence[str]) -> Path:
+    """A folder of the cache with these packages alone; installs them first if it is not there."""
     from fastkernels.core.env import Environment
 
-    folder = Path(Environment.read().cache) / "libraries" / "fla-0.6.0"
+    folder = Path(Environment.read().cache) / "libraries" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "made"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--target",
-                str(made),
-                *PACKAGES,
-            ]
+            options = ("-q", "--no-deps", "--target", str(made))
+            command = [sys.executable, "-m", "pip", "install", *options, *packages]
             subprocess.run(command, check=True, stdout=sys.stderr)
             try:
                 os.replace(made, folder)

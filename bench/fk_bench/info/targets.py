@@ -24,7 +24,6 @@ COMING = {
     "geometry": "points, splats and radiance fields",
     "multimodal": "language models that read images, video and sound",
     "policies": "robot policies",
-    "recsys": "recommendation",
     "recurrence": "linear attention and state-space models",
     "speculative": "speculative decoding",
     "structure": "structures of proteins",

@@ -539,6 +539,20 @@ class ScoringRequest(Body):
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
 
 
+class SamplesRequest(Body):
+    """The samples of a recommender, whose fields depend on the model."""
+
+    inputs: dict[str, Any] | list[dict[str, Any]]
+    use_activation: UseActivation = None
+    user: str | None = Field(None, description="Accepted and ignored.")
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples one by one."""
+        return [self.inputs] if isinstance(self.inputs, dict) else self.inputs
+
+
 # vLLM's names of the two sides of a score
 SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 

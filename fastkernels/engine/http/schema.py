@@ -173,6 +173,22 @@ class Score(BaseModel):
     score: float
 
 
+class SampleScores(BaseModel):
+    index: int
+    object: Literal["scores"]
+    scores: list[float]
+    items: list[int] | None = None
+
+
+class SampleScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[SampleScores]
+    usage: EmbeddingUsage
+
+
 class ScoreList(BaseModel):
     id: str
     object: Literal["list"]
@@ -285,4 +301,5 @@ COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
 EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)
 POOLING, SCORES, RERANKING = answers(PoolingList), answers(ScoreList), answers(RerankList)
+RECOMMENDATION = answers(SampleScoreList)
 TOKENIZE, DETOKENIZE, DONE = answers(Tokens), answers(Text), answers(Done)

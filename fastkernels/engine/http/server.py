@@ -37,6 +37,7 @@ from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
+from fastkernels.engine.http.recommendation import Recommendation
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
@@ -48,6 +49,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Encode": (Embeddings, Scoring),
+    "Score": (Recommendation,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -1,1 +1,1 @@
-"""Recommendation and retrieval: scores of documents for queries."""
+"""Recommendation and retrieval: scores of documents for queries, bags of embeddings, graphs of users and items."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from fastkernels.core.baseline import HALF, Baseline, Function
+from fastkernels.core.baseline import HALF, Baseline, Function, inductor
 from fastkernels.overrides.kit.libraries import T, from_torch
+from fastkernels.overrides.recsys.graph_propagate import mixed
 
 
 def _padded(
@@ -64,3 +67,65 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         Baseline("flash_maxsim", "library", _flash, modules=("flash_maxsim",), refuses=_no_flash),
     ),
 }  # fmt: skip
+
+
+def _bags(
+    indices: T, offsets: T, weight: T, table_starts: T, table_rows: T, per_sample_weights: T | None = None,
+    mean: bool = False,
+) -> T:  # fmt: skip
+    """One F.embedding_bag over the tables behind each other: ids are made rows first, which must be in their tables."""
+    features = len(table_starts)
+    batch = (len(offsets) - 1) // features
+    counts = offsets[::batch].diff() if batch else offsets[:1]
+    of = table_starts.repeat_interleave(counts, output_size=len(indices)) if batch else indices
+    made = F.embedding_bag(
+        indices + of, weight, offsets, mode="mean" if mean else "sum", include_last_offset=True,
+        per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(weight.dtype),
+    )  # fmt: skip
+    return made.view(features, batch, -1).transpose(0, 1).flatten(1)
+
+
+def _cross(x0: T, x: T, v: T, w: T, bias: T) -> T:
+    """torchrec's own code of a layer."""
+    return x0 * (F.linear(F.linear(x, v), w) + bias) + x
+
+
+def _sparse(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
+    """Products with a sparse matrix in CSR: cuSPARSE on a GPU, as torch_geometric's spmm has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta state
+        graph = torch.sparse_csr_tensor(crow_indices, col_indices, values.to(x.dtype), (len(x), len(x)))
+    return graph @ x if alpha is None else mixed(lambda now: graph @ now, x, alpha)
+
+
+def _scattered(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
+    """Gather, multiply, scatter: LGConv's code on a list of edges."""
+    nodes = torch.arange(len(x), device=x.device)
+    target = nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices))
+
+    def step(now: T) -> T:
+        return torch.zeros_like(now).index_add_(0, target, now[col_indices] * values[:, None].to(now.dtype))
+
+    return step(x) if alpha is None else mixed(step, x, alpha)
+
+
+def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | None = None) -> tuple[T, T]:
+    """All scores, those of seen items overwritten by -inf, and torch.topk."""
+    scores = (users @ items.t()).float()
+    if seen is not None and seen_starts is not None:
+        of = torch.arange(len(users), device=users.device)
+        of = of.repeat_interleave(seen_starts.diff(), output_size=len(seen))
+        scores[of, seen] = float("-inf")
+    best, ids = scores.topk(k, 1)
+    return best, ids.masked_fill(best == float("-inf"), -1)
+
+
+BASELINES |= {
+    "embedding_bag": from_torch(_bags),
+    "cross_low_rank": (*from_torch(_cross), inductor("cross_low_rank")),
+    "graph_propagate": (
+        *from_torch(_scattered),
+        Baseline("cusparse", "library", lambda: _sparse),
+    ),
+    "top_k_scores": from_torch(_best),
+}

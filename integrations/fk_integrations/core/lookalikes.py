@@ -11,7 +11,14 @@ from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import class_path
 
 _IDLE = ("Identity", "Dropout", "DropPath", "ModuleList", "Sequential")  # nothing to compute in inference
-PACKAGES = ("timm", "transformers", "diffusers", "fla")  # hosts whose models may contain each other's
+PACKAGES = (
+    "timm",
+    "transformers",
+    "diffusers",
+    "fla",
+    "torchrec",
+    "torch_geometric",
+)  # hosts whose models may contain each other's
 
 
 def with_reason(cls: Any, host: str, reason: str) -> str:

@@ -46,7 +46,7 @@ class FakeDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32, I64 = torch.bfloat16, torch.float32, torch.int64
 Model = dict[str, int]
 LLAMA: Model = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
 QWEN: Model = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "vocab": 151936}
@@ -156,6 +156,11 @@ def others(m: Model, tokens: int) -> None:
     triton("softplus", x)
     starts, vectors = empty(tokens + 1, dtype=torch.int32), empty(tokens, HEAD)
     triton("maxsim", empty(32, HEAD), vectors, empty(2, dtype=torch.int32), starts, 32, 180)
+    ids, ends, tables = empty(tokens, dtype=I64), empty(2 * tokens + 1, dtype=I64), empty(2, dtype=I64)
+    triton("embedding_bag", ids, ends, empty(640, HEAD), tables, tables, None, False)
+    graph = empty(tokens + 1, dtype=I64), ids, empty(tokens, dtype=F32)
+    triton("graph_propagate", empty(tokens, 64, dtype=F32), *graph, empty(4, dtype=F32))
+    triton("top_k_scores", empty(tokens, 64), empty(4000, 64), 20, empty(tokens + 1, dtype=I64), ids)
 
 
 def _recurrences(tokens: int, batch: int) -> None:

@@ -1,0 +1,131 @@
+"""The engine of recommenders: samples in, one forward pass, scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.engine import Checkpoint, Engine
+from fastkernels.engine.execution.score import ScoreInput
+from fastkernels.engine.scheduling.encoding import (
+    EncodeRequest,
+    EncodeScheduler,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+)
+
+
+@dataclass(eq=False)
+class ScoreRequest(EncodeRequest):
+    """One sample, as the model's `read` made it, to score."""
+
+    sample: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Its share of a step: the number of its ids."""
+        return max(self.sample.size, 1)
+
+
+@dataclass
+class ScoreOutput(PoolingOutput):
+    """data: scores [n] float32; items: the ids that they belong to, [n] int64, if the model has chosen them."""
+
+    items: np.ndarray | None = None
+
+    @property
+    def scores(self) -> list[float]:
+        """`data` as Python floats."""
+        return self.data.tolist()
+
+    @property
+    def item_ids(self) -> list[int] | None:
+        """`items` as Python integers."""
+        return None if self.items is None else self.items.tolist()
+
+
+class ScoreEngine(Engine):
+    """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
+
+    kind = "Score"
+    scheduler: EncodeScheduler
+    requests: dict[str, ScoreRequest]
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None):
+        if config.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size {config.tensor_parallel_size} is not supported for recommenders, only 1"
+            )
+        super().__init__(config, checkpoint)
+
+    def _start(self) -> None:
+        config = self.config
+        self.scheduler = EncodeScheduler(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
+        )
+
+    def make_request(
+        self, request_id: str, prompt: Any, params: PoolingParams | None = None, priority: int = 0
+    ) -> ScoreRequest:
+        """See Engine. prompt: a sample, as the model's `read` documents it. params: of the task 'classify'."""
+        params = params or PoolingParams("classify")
+        if not isinstance(params, PoolingParams) or params.task != "classify":
+            raise ValueError(f"a recommender takes PoolingParams('classify'), got {params!r}")
+        request = ScoreRequest(request_id, None, [], params, priority, sample=self.runner.model.read(prompt))
+        if request.num_tokens > self.max_model_len:
+            raise ValueError(
+                f"the input has {request.num_tokens} ids, and a request may have {self.max_model_len}"
+                " (max_num_batched_tokens)"
+            )
+        return request
+
+    def check_room(self, requests: Sequence[ScoreRequest]) -> None:
+        self.scheduler.check_room(len(requests))
+
+    def has_room(self, request: ScoreRequest) -> bool:
+        return self.scheduler.num_waiting < self.config.max_waiting
+
+    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"there is already a request {request_id!r}")
+        if not isinstance(prompt, ScoreRequest):
+            prompt = self.make_request(request_id, prompt, params, priority)
+        self.scheduler.add(prompt)
+        self.requests[request_id] = prompt
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[PoolingRequestOutput]:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self.scheduler.remove([self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests])
+        return []
+
+    def abort_all(self) -> None:
+        self.scheduler.remove_all()
+        self.requests.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.scheduler) > 0
+
+    def step(self) -> list[PoolingRequestOutput]:
+        batch: list[Any] = list(self.scheduler.schedule())
+        if not batch:
+            return []
+        activated = [r.params.use_activation is not False for r in batch]
+        try:
+            found = self.executor.launch(ScoreInput([r.sample for r in batch], activated)).result()
+        except BaseException:
+            self.abort_all()
+            raise
+        self.scheduler.remove(batch)
+        for request in batch:
+            del self.requests[request.request_id]
+        self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
+        self.stats.encoded += batch
+        return [
+            PoolingRequestOutput(r.request_id, None, [], ScoreOutput(*pair), num_tokens=r.num_tokens)
+            for r, pair in zip(batch, found, strict=True)
+        ]

@@ -1,0 +1,203 @@
+"""LightGCN (He et al., arXiv 2002.02126): recommendations from a graph of users and items, torch_geometric's LightGCN.
+
+Its checkpoint is the state dict of torch_geometric's class, `embedding.weight` and `alpha`. Next to it are
+`graph.safetensors` with `edge_index` [2, edges] int64 and optionally `edge_weight` [edges], which that class takes as
+arguments, and a config.json of ours:
+
+    {"architectures": ["LightGCN"], "model_type": "lightgcn", "dtype": "float32", "num_users": 29858,
+     "num_items": 40981, "embedding_dim": 64, "num_layers": 3}
+
+Users are nodes 0 to num_users - 1, and item i is node num_users + i. Embeddings are propagated once, when the weights
+are loaded. Fields that are left out are these, of the Gowalla data set. With random weights and no graph file, the
+graph is random, too: `num_edges`, by default 16 for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.recsys.dlrm_v2 import Place, Scores, fields, ids_of, is_number, positive
+from fastkernels.overrides.recsys.cases import bipartite
+from fastkernels.overrides.recsys.graph_propagate import Graph, graph_of, graph_propagate
+from fastkernels.overrides.recsys.top_k_scores import top_k_scores
+
+GRAPH = "graph.safetensors"
+NUMBERS = ("num_users", "num_items", "embedding_dim", "num_layers")
+DEFAULTS = {"num_users": 29_858, "num_items": 40_981, "embedding_dim": 64, "num_layers": 3}
+MOST = 1000  # recommendations of one request
+FIELDS = ("user", "k", "exclude_seen", "items")
+
+
+def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json, checked, with defaults. Raises Unsupported, which names the field and the value."""
+    raw = {**DEFAULTS, **raw}
+    for name in NUMBERS:
+        positive(raw, name)
+    edges = raw.get("num_edges", 16 * (raw["num_users"] + raw["num_items"]))
+    return {**raw, "num_edges": positive({"num_edges": edges}, "num_edges")}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A user with items to score, or with the number of the best ones to find."""
+
+    user: int
+    items: np.ndarray | None
+    k: int
+    exclude: bool
+
+    @property
+    def size(self) -> int:
+        return self.k if self.items is None else len(self.items)
+
+
+class LightGCN(nn.Module):
+    """config: the fields of read_config."""
+
+    ops = ("graph_propagate", "top_k_scores")
+    final: torch.Tensor  # the embeddings of all nodes, propagated
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_users, self.num_items = config.num_users, config.num_items
+        nodes = config.num_users + config.num_items
+        self._random = config.num_edges
+        self.alpha = nn.Parameter(torch.empty(config.num_layers + 1, dtype=torch.float32))
+        self.alpha.fill = 1.0 / (config.num_layers + 1)  # type: ignore[attr-defined]
+        self.embedding = nn.Embedding(nodes, config.embedding_dim)
+
+    def forward(self, graph: Graph) -> torch.Tensor:
+        """The propagated embeddings [nodes, embedding_dim]."""
+        return graph_propagate(self.embedding.weight, *graph, self.alpha)
+
+    def ready(self, folder: Path, dummy: bool) -> None:
+        """Read the graph, and propagate. Raises CheckpointError for one that is missing or does not fit."""
+        file, nodes = folder / GRAPH, len(self.embedding.weight)
+        device, weight = self.embedding.weight.device, None
+        if dummy and not file.is_file():
+            generator = torch.Generator().manual_seed(0)
+            edges = bipartite(self.num_users, self.num_items, max(self._random // 2, 1), generator)
+        else:
+            edges, weight = _read(file, nodes)
+        self.graph = graph_of(edges.to(device), nodes, None if weight is None else weight.to(device))
+        self._seen_starts, self._seen = _seen(edges.numpy(), self.num_users, self.num_items)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Propagate the embeddings again."""
+        with torch.inference_mode():
+            self.final = self(self.graph)
+
+    def read(self, given: Any) -> Sample:
+        """See dlrm_v2.py. given: {"user": id, "items": [ids]}, or {"user": id, "k": 20, "exclude_seen": true}.
+
+        The second returns the user's k best items, without those that the graph has an edge to.
+        """
+        fields(given, FIELDS)
+        user = ids_of(given.get("user"), "`user`", self.num_users, "the table of users")
+        if len(user) != 1:
+            raise ValueError(f"the input needs one `user`, got {len(user)}")
+        if "items" in given:
+            if extra := [name for name in ("k", "exclude_seen") if name in given]:
+                raise ValueError(f"the input has `items`, which are scored as they are, and {extra[0]!r}")
+            items = ids_of(given["items"], "`items`", self.num_items, "the table of items")
+            if not len(items):
+                raise ValueError("the input has no ids in `items`")
+            return Sample(int(user[0]), items, 0, False)
+        most = min(MOST, self.num_items)
+        k, exclude = given.get("k", min(20, most)), given.get("exclude_seen", True)
+        if not is_number(k) or int(k) != k or not 1 <= k <= most:
+            raise ValueError(f"the input has k {k!r}: it must be an integer from 1 to {most}")
+        if not isinstance(exclude, bool):
+            raise ValueError(f"the input has exclude_seen {exclude!r}: it must be true or false")
+        return Sample(int(user[0]), None, int(k), exclude)
+
+    def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
+        """See dlrm_v2.py. Scores are products of embeddings; `activated` has no effect."""
+        found: Scores = [(self.final[:0, 0], None)] * len(samples)
+        given = [i for i, sample in enumerate(samples) if sample.items is not None]
+        if given:
+            items = [samples[i].items for i in given]
+            sizes = [len(part) for part in items]  # type: ignore[arg-type]
+            users = np.repeat([samples[i].user for i in given], sizes)
+            products = self.final[place(users)] * self.final[place(np.concatenate(items)) + self.num_users]  # type: ignore[arg-type]
+            for i, part in zip(given, products.float().sum(1).split(sizes), strict=True):
+                found[i] = part, None
+        wanted = [i for i, sample in enumerate(samples) if sample.items is None]
+        if wanted:
+            for i, pair in zip(wanted, self._best([samples[i] for i in wanted], place), strict=True):
+                found[i] = pair
+        return found
+
+    def _best(self, samples: Sequence[Sample], place: Place) -> Scores:
+        starts = self._seen_starts
+        parts = [
+            self._seen[starts[s.user] : starts[s.user + 1]] if s.exclude else self._seen[:0] for s in samples
+        ]
+        users = self.final[place(np.array([s.user for s in samples], np.int64))]
+        hidden: tuple[torch.Tensor, ...] = ()
+        if any(map(len, parts)):
+            ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+            hidden = place(ends), place(np.concatenate(parts))
+        scores, ids = top_k_scores(users, self.final[self.num_users :], max(s.k for s in samples), *hidden)
+        left = [min(s.k, self.num_items - len(part)) for s, part in zip(samples, parts, strict=True)]
+        return [(scores[i, :n], ids[i, :n]) for i, n in enumerate(left)]
+
+
+def _read(file: Path, nodes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """edge_index [2, edges] and edge_weight of a file. Raises CheckpointError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file.parent} has no {file.name}: LightGCN needs `edge_index` [2, edges], the edges between its nodes"
+        )
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    edges, weight = found.get("edge_index"), found.get("edge_weight")
+    if edges is None or edges.dim() != 2 or len(edges) != 2 or edges.dtype != torch.int64:
+        what = "no tensor" if edges is None else f"{list(edges.shape)} of {edges.dtype}"
+        raise CheckpointError(f"{file}: edge_index must be [2, edges] of int64, got {what}")
+    if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
+        wrong = int(edges.min()) if int(edges.min()) < 0 else int(edges.max())
+        raise CheckpointError(
+            f"{file}: edge_index has the node {wrong}, and the model has {nodes}: 0 to {nodes - 1}"
+        )
+    if weight is not None and (weight.shape != edges.shape[1:] or not weight.is_floating_point()):
+        raise CheckpointError(
+            f"{file}: edge_weight must be [{edges.shape[1]}] of numbers, got {list(weight.shape)} of {weight.dtype}"
+        )
+    return edges, None if weight is None else weight.float()
+
+
+def _seen(edges: np.ndarray, users: int, items: int) -> tuple[np.ndarray, np.ndarray]:
+    """The items of each user with an edge between them, in CSR: starts [users + 1], items."""
+    both = np.concatenate((edges, edges[::-1]), 1)
+    both = both[:, (both[0] < users) & (both[1] >= users)]
+    pairs = np.unique(both[0] * items + both[1] - users)
+    starts = np.searchsorted(pairs, np.arange(users + 1) * items)
+    return starts.astype(np.int64), pairs % items
+
+
+ARCH = Architecture(
+    names=("LightGCN",),
+    category="recsys",
+    model="LightGCN",
+    runner="Score",
+    inputs="nodes",
+    model_type="lightgcn",
+    packed={},
+    own_config="fastkernels.models.recsys.lightgcn:read_config",
+)

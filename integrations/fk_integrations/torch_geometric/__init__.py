@@ -1,0 +1,1 @@
+"""Models of torch_geometric: the layers of LightGCN."""

@@ -1,0 +1,1 @@
+"""Models of torchrec: their collections of embedding bags, and cross networks."""

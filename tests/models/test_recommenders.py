@@ -1,0 +1,233 @@
+"""DLRMv2 and LightGCN: against their papers' equations in float64, key names, and configs and inputs that are refused.
+
+tests/integrations/recommenders compares them with torchrec and torch_geometric.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import recommenders
+
+from fastkernels import LLM
+from fastkernels.models.common import build
+from fastkernels.models.common.checkpoint import CheckpointError
+
+
+def scores(llm: LLM, samples: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([o.outputs.score for o in llm.score(samples, use_tqdm=False)], dtype=torch.float64)
+
+
+def click(state: dict[str, torch.Tensor], sample: dict[str, Any], mean: bool) -> torch.Tensor:
+    """DLRM with a low-rank cross network, as the papers write it, of one sample in float64."""
+    p = {key: value.double() for key, value in state.items()}
+
+    def mlp(x: torch.Tensor, prefix: str, layers: int) -> torch.Tensor:
+        for i in range(layers):
+            x = (p[f"{prefix}.{i}._linear.weight"] @ x + p[f"{prefix}.{i}._linear.bias"]).clamp_min(0)
+        return x
+
+    x = [mlp(torch.tensor(sample["dense"], dtype=torch.float64), "dense_arch.model._mlp", 2)]
+    for name, table in (("f0", "t0"), ("f3", "t0"), ("f1", "t1"), ("t2", "t2")):
+        rows = p[f"sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"]
+        ids = sample["sparse"].get(name, [])
+        x.append(rows[ids].sum(0) / (max(len(ids), 1) if mean else 1))
+    first = now = torch.cat(x)
+    for i in range(2):
+        inner = p[f"inter_arch.crossnet.W_kernels.{i}"] @ (p[f"inter_arch.crossnet.V_kernels.{i}"] @ now)
+        now = first * (inner + p[f"inter_arch.crossnet.bias.{i}"]) + now
+    out = mlp(now, "over_arch.model.0._mlp", 2)
+    return (p["over_arch.model.1.weight"] @ out + p["over_arch.model.1.bias"]).sigmoid()[0]
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_dlrm_equals_its_equations(tmp_path: Path, pooling: str) -> None:
+    """Batches of several sizes, and a checkpoint of torchrec's DLRMTrain, whose keys begin with `model.`"""
+    state = recommenders.dlrm(tmp_path, "model.", pooling=pooling)
+    samples = recommenders.impressions(13)
+    want = torch.stack([click(state, sample, pooling == "mean") for sample in samples])
+    for size in (1, 5, 256):
+        with LLM(str(tmp_path), device="cpu", max_num_seqs=size) as llm:
+            torch.testing.assert_close(scores(llm, samples), want, atol=1e-5, rtol=1e-5)
+
+
+def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:
+    made = recommenders.lightgcn(tmp_path)
+    matrix = torch.zeros(52, 52, dtype=torch.float64)
+    matrix.index_put_(
+        (made["edge_index"][1], made["edge_index"][0]), torch.tensor(1.0).double(), accumulate=True
+    )
+    degrees = matrix.sum(1)
+    factor = torch.where(degrees > 0, degrees.clamp_min(1) ** -0.5, 0)
+    matrix = factor[:, None] * matrix * factor
+    x = made["embedding.weight"].double()
+    total = sum(
+        (a * torch.linalg.matrix_power(matrix, i) @ x for i, a in enumerate(made["alpha"].double())), 0 * x
+    )
+    with LLM(str(tmp_path), device="cpu") as llm:
+        for user in range(12):
+            want = total[user] @ total[12:].T
+            seen = matrix[12:, user] > 0
+            left = want.masked_fill(seen, -math.inf).sort(descending=True)
+            asked = [{"user": user, "k": 40}, {"user": user, "items": list(range(40))}, {"user": user}]
+            best, every, usual = (o.outputs for o in llm.score(asked, use_tqdm=False))
+            assert best.item_ids == left.indices[: 40 - int(seen.sum())].tolist()
+            assert every.item_ids is None and len(usual.item_ids) == 20
+            torch.testing.assert_close(torch.tensor(every.scores).double(), want, atol=1e-5, rtol=1e-5)
+            found = torch.tensor(best.scores).double()
+            torch.testing.assert_close(found, left.values[: len(found)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "lightgcn"])
+def test_random_weights_need_no_checkpoint(tmp_path: Path, name: str) -> None:
+    """Nor a graph. The same seed gives the same scores."""
+    config = {"dlrm": recommenders.DLRM, "lightgcn": recommenders.LIGHTGCN}[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = recommenders.impressions(3) if name == "dlrm" else [{"user": 1, "items": [2, 3]}]
+    found = []
+    for _ in range(2):
+        with LLM(str(tmp_path), device="cpu", load_format="dummy") as llm:
+            found.append([o.outputs.scores for o in llm.score(asked, use_tqdm=False)])
+    assert found[0] == found[1] and all(math.isfinite(x) for row in found[0] for x in row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dense_in_features": 0}, "config.dense_in_features=0 is not supported"),
+        ({"dcn_low_rank_dim": None}, "config.dcn_low_rank_dim=None is not supported"),
+        ({"pooling": "max"}, "config.pooling='max' is not one of sum, mean"),
+        ({"tables": []}, r"config.tables=\[\] is not a list of tables"),
+        ({"tables": [{"name": "t0"}]}, "is not a table with `name`, `num_embeddings` above 0"),
+        ({"tables": [{"name": "a.b", "num_embeddings": 3}]}, "is not a table with `name`"),
+        ({"tables": [{"name": "t", "num_embeddings": 3}] * 2}, "has the table 't' twice"),
+        (
+            {"tables": [{"name": n, "num_embeddings": 3, "feature_names": ["f"]} for n in "ab"]},
+            "has the feature 'f' twice",
+        ),
+        ({"dense_arch_layer_sizes": [16, 9]}, r"\[16, 9\] must end with embedding_dim 8"),
+        ({"over_arch_layer_sizes": [4, 2]}, r"\[4, 2\] must end with 1"),
+        ({"over_arch_layer_sizes": "1"}, "config.over_arch_layer_sizes='1' is not supported"),
+    ],
+)
+def test_wrong_dlrm_config_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**recommenders.DLRM, **changes}))
+    with pytest.raises(CheckpointError, match=rf"config.json cannot be used: .*{message}"):
+        build.load_config(tmp_path)
+
+
+def test_wrong_keys_and_shapes_are_named(tmp_path: Path) -> None:
+    state = recommenders.dlrm(tmp_path)
+    bags = "sparse_arch.embedding_bag_collection.embedding_bags"
+    moved = {**state, f"{bags}.t9.weight": state.pop(f"{bags}.t1.weight")}
+    del moved[f"{bags}.t1.weight"]
+    save_file(moved, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"missing from it: {bags}\.t1\.weight; .* {bags}\.t9\.weight"):
+        LLM(str(tmp_path), device="cpu")
+    recommenders.dlrm(tmp_path)
+    config = {**recommenders.DLRM, "dcn_low_rank_dim": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"V_kernels\.0 of shape \(4, 40\) does not fit"):
+        LLM(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (None, "has no graph.safetensors: LightGCN needs `edge_index`"),
+        ({"edges": torch.zeros(2, 3)}, "edge_index must be .* of int64, got no tensor"),
+        ({"edge_index": torch.zeros(2, 3)}, r"got \[2, 3\] of torch.float32"),
+        ({"edge_index": torch.tensor([[0, 52], [52, 0]])}, "has the node 52, and the model has 52: 0 to 51"),
+        ({"edge_index": torch.tensor([[0, -3], [1, 0]])}, "has the node -3"),
+        (
+            {"edge_index": torch.tensor([[0], [1]]), "edge_weight": torch.ones(2)},
+            r"edge_weight must be \[1\] of numbers, got \[2\]",
+        ),
+    ],
+)
+def test_wrong_graphs_are_refused(tmp_path: Path, graph: Any, message: str) -> None:
+    recommenders.lightgcn(tmp_path)
+    (tmp_path / "graph.safetensors").unlink()
+    if graph is not None:
+        save_file(graph, tmp_path / "graph.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_graph_without_edges_scores_by_own_embeddings(tmp_path: Path) -> None:
+    made = recommenders.lightgcn(tmp_path)
+    save_file({"edge_index": torch.zeros(2, 0, dtype=torch.int64)}, tmp_path / "graph.safetensors")
+    own = made["alpha"][0] * made["embedding.weight"]
+    with LLM(str(tmp_path), device="cpu") as llm:
+        (found,) = llm.score({"user": 4, "items": [0, 39]}, use_tqdm=False)
+    torch.testing.assert_close(
+        torch.tensor(found.outputs.scores), own[12:][[0, 39]] @ own[4], atol=1e-5, rtol=1e-5
+    )
+
+
+DENSE = [0.0] * 5
+BAD = {
+    "dlrm": [
+        ("text", "must be an object with dense, sparse"),
+        ({"dense": DENSE, "ids": []}, "unknown field 'ids'; known: dense, sparse"),
+        ({"dense": [1.0]}, "needs `dense`, a list of 5 numbers"),
+        ({"dense": [*DENSE[1:], math.nan]}, "has nan in `dense`, which is no finite number"),
+        ({"dense": [*DENSE[1:], True]}, "has True in `dense`"),
+        ({"dense": DENSE, "sparse": [1]}, r"needs `sparse`, ids by feature, got \[1\]"),
+        ({"dense": DENSE, "sparse": {"f9": 1}}, "unknown feature 'f9'; known: f0, f3, f1, t2"),
+        (
+            {"dense": DENSE, "sparse": {"f1": 7}},
+            "the id 7 of feature 'f1', and table 't1' has 7 rows: 0 to 6",
+        ),
+        ({"dense": DENSE, "sparse": {"f1": [0, -1]}}, "the id -1 of feature 'f1'"),
+        ({"dense": DENSE, "sparse": {"f1": [1.5]}}, "has 1.5 as an id of feature 'f1', which is no integer"),
+        ({"dense": DENSE, "sparse": {"t2": [1] * 301}}, "has 301 ids, and a request may have 300"),
+    ],
+    "lightgcn": [
+        ({}, "has None as an id of `user`"),
+        ({"user": 12}, "the id 12 of `user`, and the table of users has 12 rows: 0 to 11"),
+        ({"user": [1, 2]}, "needs one `user`, got 2"),
+        ({"user": 0, "items": []}, "has no ids in `items`"),
+        ({"user": 0, "items": [40]}, "the id 40 of `items`, and the table of items has 40 rows"),
+        ({"user": 0, "items": [1], "k": 3}, "has `items`, which are scored as they are, and 'k'"),
+        ({"user": 0, "k": 41}, "has k 41: it must be an integer from 1 to 40"),
+        ({"user": 0, "k": 0}, "has k 0"),
+        ({"user": 0, "exclude_seen": 1}, "has exclude_seen 1: it must be true or false"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_inputs_are_refused(tmp_path: Path, name: str) -> None:
+    getattr(recommenders, name)(tmp_path)
+    with LLM(str(tmp_path), device="cpu", max_model_len=300) as llm:
+        for given, message in BAD[name]:
+            with pytest.raises(ValueError, match=message):
+                llm.score([given], use_tqdm=False)
+        with pytest.raises(ValueError, match="scores samples: it takes no documents"):
+            llm.score([{}], ["a"])
+        with pytest.raises(ValueError, match="samples must be a dict or a list of dicts, got 'a'"):
+            llm.score("a")
+        with pytest.raises(ValueError, match=re.escape("is for LLM.score and /v1/scores")):
+            llm.embed("a")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported for recommenders, only 1"),
+        ({"num_blocks": 5}, "num_blocks applies to models that generate"),
+        ({"max_model_len": 9000}, "max_num_batched_tokens 8192 is less than max_model_len 9000"),
+    ],
+)
+def test_options_of_other_models_are_refused(tmp_path: Path, option: dict[str, Any], message: str) -> None:
+    recommenders.dlrm(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path), device="cpu", **option)
