@@ -32,6 +32,11 @@ RUNNERS = {
         "fastkernels.engine.encode_engine:EncodeEngine",
         "LLM.embed and /v1/embeddings",
     ),
+    "Denoise": RunnerKind(
+        "fastkernels.engine.execution.denoise:Denoise",
+        "fastkernels.engine.denoise_engine:DenoiseEngine",
+        "LLM.generate_images and /v1/images/generations",
+    ),
 }
 
 

@@ -1,0 +1,1 @@
+"""Parts of diffusion pipelines: the folder layout of diffusers, schedules, text encoders and the image decoder."""
