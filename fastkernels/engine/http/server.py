@@ -34,6 +34,7 @@ from fastkernels.engine.http.media import MediaPrompts
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
+from fastkernels.engine.http.pictures import Pictures
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.report_file import ReportFile
@@ -47,6 +48,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang),
     "Encode": (Embeddings, Scoring),
+    "Denoise": (Pictures,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,19 @@ CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder with its tokenizer. max_length: the tokens that every text is padded to."""
+    """A text encoder with its tokenizer. max_length: the tokens that every text is padded to.
+
+    counter: a tokenizer for other threads, since a fast one keeps its padding between calls
+    """
 
     model: Any
     tokenizer: Any
     max_length: int
+    counter: Any
 
     def token_count(self, text: str) -> int:
         """Tokens of a text, the special ones included."""
-        return len(self.tokenizer(text, truncation=False, verbose=False).input_ids)
+        return len(self.counter(text, truncation=False, verbose=False).input_ids)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str], hidden_states: bool = False) -> Any:
@@ -63,7 +68,7 @@ def load(
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder / part} or its tokenizer cannot be used: {why}") from error
     longest = max_length or tokenizer.model_max_length
-    return Encoder(model.to(device).eval().requires_grad_(False), tokenizer, longest)
+    return Encoder(model.to(device).eval().requires_grad_(False), tokenizer, longest, deepcopy(tokenizer))
 
 
 def _random(cls: Any, folder: Path, dtype: torch.dtype, seed: int) -> Any:
