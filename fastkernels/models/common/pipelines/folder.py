@@ -24,6 +24,7 @@ def read(folder: Path) -> PlainConfig | None:
     architectures  [the pipeline's class], as model_index.json names it
     classes        {part: its class}, for parts that the pipeline has
     parts          {part: the fields of its config}, for parts with one
+    options        the pipeline's own settings
     dtype          of the first weight of the denoiser
 
     Raises CheckpointError, and UnknownName for a pipeline that no model file describes.
@@ -47,6 +48,7 @@ def read(folder: Path) -> PlainConfig | None:
         raise CheckpointError(f"{folder} lacks the config of {', '.join(missing)}, which {name} needs")
     return PlainConfig(
         architectures=[name], model_type=arch.model_type, classes=classes, parts=parts,
+        options={k: v for k, v in index.items() if not isinstance(v, list) and not k.startswith("_")},
         dtype=_dtype(folder / arch.folders[0]),
     )  # fmt: skip
 

@@ -81,11 +81,10 @@ def euler(config: Any, steps: int) -> Schedule:
     """
     c = folder.fields(config, "scheduler", ("EulerDiscreteScheduler",), EULER, EULER_FIXED)
     n = c.num_train_timesteps
-    # Rounded to float32 as in diffusers, since published models are run with those numbers.
-    if c.beta_schedule == "linear":
-        betas = torch.linspace(c.beta_start, c.beta_end, n)
-    else:
-        betas = torch.linspace(c.beta_start**0.5, c.beta_end**0.5, n) ** 2
+    # In float32 and in this order, as in diffusers, since published models are run with those numbers.
+    root = 1 if c.beta_schedule == "linear" else 2
+    ends = c.beta_start ** (1 / root), c.beta_end ** (1 / root)
+    betas = torch.linspace(*ends, n, dtype=torch.float32, device="cpu") ** root
     kept = torch.cumprod(1 - betas, dim=0)
     of_all = torch.sqrt((1 - kept) / kept).numpy()
     if c.timestep_spacing == "linspace":
