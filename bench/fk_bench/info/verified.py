@@ -1,4 +1,4 @@
-"""The test that compares an architecture of ours with transformers or timm, on a random checkpoint in float32."""
+"""The test that compares an architecture of ours with its reference, on a random checkpoint in float32."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ LOGITS = 2e-4  # and relative
 ENCODINGS = 3e-5
 EMBEDDINGS = 2e-5
 SCORES = 1e-4
+LATENTS = 1e-4  # and relative
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.media:
         return Verified(
             f"tests/engine/test_media.py::test_logits_with_images_equal_transformers[{model.name}]", LOGITS
+        )
+    if arch.runner == "Denoise":
+        return Verified(
+            f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS
         )
     if arch.runner == "Generate":
         return Verified(

@@ -58,11 +58,6 @@ class Denoise(Runner):
         for name in (*CACHE_OPTIONS, "max_model_len"):
             if getattr(config, name) != getattr(default, name):
                 raise ValueError(f"{name} applies to models of tokens; {config.model} makes images")
-        if config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size {config.tensor_parallel_size} is not supported by models that make images,"
-                " only 1"
-            )
         self._folder = folder
 
     def _loaded(self) -> None:
@@ -121,7 +116,9 @@ class Denoise(Runner):
             negative = found[start.negative_prompt] if start.request_id in doubled else None
             self.pool.add(
                 start.request_id,
-                Latents(noise * schedule.noise, start.size, schedule, start.scale, found[start.prompt], negative),
+                Latents(
+                    noise * schedule.noise, start.size, schedule, start.scale, found[start.prompt], negative
+                ),
             )
 
     def _step(self, size: Size, doubled: bool, rows: Sequence[tuple[str, int]]) -> None:

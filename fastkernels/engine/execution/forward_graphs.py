@@ -30,6 +30,7 @@ class ForwardGraphs:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._eager: set[Hashable] = set()
         self.replays = 0
 
     def __len__(self) -> int:
@@ -43,13 +44,20 @@ class ForwardGraphs:
         if key not in self._graphs:
             self._graphs[key] = None
             return function(*inputs)
+        if key in self._eager:
+            return function(*inputs)
         if self._graphs[key] is None:
             if len(self) >= MOST:
                 self._graphs.pop(next(k for k, graph in self._graphs.items() if graph is not None))
-            self._graphs[key] = self._capture(function, inputs)
+            try:
+                self._graphs[key] = self._capture(function, inputs)
+            except RuntimeError as error:  # of an op that cannot be captured
+                log.warning("no CUDA graph of latents %s: %s", tuple(inputs[0].shape), error)
+                self._eager.add(key)
         self._graphs.move_to_end(key)
         found = self._graphs[key]
-        assert found is not None
+        if found is None:
+            return function(*inputs)
         for static, given in zip(found.inputs, inputs, strict=True):
             static.copy_(given)
         found.graph.replay()

@@ -26,6 +26,9 @@ from fastkernels.engine.scheduling.denoising import ImageParams
 
 Format = Literal["png", "jpeg", "webp"]
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+_SIZE_SCHEMA = {
+    "anyOf": [{"const": "auto"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]
+}
 # The fields of ImageParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
 
@@ -44,7 +47,7 @@ class ImageGenerationRequest(Body):
     size: Annotated[
         str | None,
         AfterValidator(_size),
-        WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]}),
+        WithJsonSchema(_SIZE_SCHEMA),
     ] = "auto"  # fmt: skip
     response_format: Literal["b64_json"] | None = "b64_json"
     output_format: Format | None = "png"
@@ -125,7 +128,12 @@ class Pictures:
         kind = body.output_format or "png"
         data = await asyncio.to_thread(_encoded, found, kind, body.output_compression)
         height, width = requests[0].size
-        answer = {"created": int(time.time()), "data": data, "output_format": kind, "size": f"{width}x{height}"}
+        answer = {
+            "created": int(time.time()),
+            "data": data,
+            "output_format": kind,
+            "size": f"{width}x{height}",
+        }
         return Response(to_json(answer), media_type="application/json")
 
 

@@ -1,7 +1,7 @@
 """FLUX.1 (Black Forest Labs, 2024): images from text by flow matching, from diffusers' folders.
 
-The transformer is built of the drop-in blocks of FLUX in diffusers. The interface is that of common/pipelines/pipeline.py.
-Latents are tokens [S, 4 * C], each of 2 x 2 latent pixels.
+The transformer is built of the drop-in blocks of FLUX in diffusers. The interface is that of
+common/pipelines/pipeline.py. Latents are tokens [S, 4 * C], each of 2 x 2 latent pixels.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ def _waves(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class FluxTransformer(nn.Module):
     """The denoiser: image tokens [B, S, C], text [B, St, D], pooled [B, P] to the velocity of the image tokens."""
 
+    ops = (
+        "ada_layer_norm",
+        "attention_dense",
+        "gated_residual",
+        "gelu",
+        "linear_gelu",
+        "qk_norm_rope",
+        "rope_axes",
+        "timestep_embedding",
+    )
+
     def __init__(self, c: Any) -> None:
         super().__init__()
         heads, head = c.num_attention_heads, c.attention_head_dim
@@ -96,9 +107,7 @@ class FluxTransformer(nn.Module):
             text, image = block(image, text, embedding, rotary)
         return self.proj_out(self.norm_out(image, embedding))
 
-    def _rotary(
-        self, texts: int, grid: Size, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotary(self, texts: int, grid: Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of text tokens, at position 0, and of image tokens, at (0, row, column)."""
         rows, columns = (torch.arange(n, device=device, dtype=torch.float32) for n in grid)
         places = torch.cartesian_prod(torch.zeros(1, device=device), rows, columns)

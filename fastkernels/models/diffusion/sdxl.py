@@ -161,6 +161,16 @@ class Up(Level):
 class UNet(nn.Module):
     """The denoiser: x [B, C, h, w], times [B], text [B, T, D], pooled [B, P], sizes [B, 6] to the noise in x."""
 
+    ops = (
+        "attention_dense",
+        "gated_residual",
+        "geglu",
+        "group_norm",
+        "layer_norm",
+        "timestep_embedding",
+        "upsample_conv",
+    )
+
     def __init__(self, c: Any) -> None:
         super().__init__()
         widths = c.block_out_channels
@@ -186,7 +196,10 @@ class UNet(nn.Module):
             Up(
                 c,
                 # what comes from below, and the output of the way down that is put next to it
-                [(width if j else below[i]) + (width if j < layers else up[min(i + 1, n - 1)]) for j in range(layers + 1)],
+                [
+                    (width if j else below[i]) + (width if j < layers else up[min(i + 1, n - 1)])
+                    for j in range(layers + 1)
+                ],
                 width, heads[-1 - i], depths[-1 - i], UP[c.up_block_types[i]], samples=i + 1 < n,
             )
             for i, width in enumerate(up)
@@ -262,7 +275,9 @@ class StableDiffusionXLPipeline(Pipeline):
         zeros = self.config.options.get("force_zeros_for_empty_prompt", True)
         return [
             {"text": t * 0 if none else t, "pooled": p * 0 if none else p}
-            for t, p, none in zip(text, second.text_embeds, [zeros and p is None for p in prompts], strict=True)
+            for t, p, none in zip(
+                text, second.text_embeds, [zeros and p is None for p in prompts], strict=True
+            )
         ]
 
     def tokens(self, size: Size) -> int:

@@ -104,10 +104,12 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """config: of a pipeline. In float16, `force_upcast` computes in float32, as the activations overflow. Raises Unsupported.
+    """config: of a pipeline. In float16, `force_upcast` computes in float32: activations overflow. Raises Unsupported.
 
     scale  pixels of a latent, in both directions
     """
+
+    ops = ("attention_dense", "group_norm", "upsample_conv")
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -45,7 +45,10 @@ class Pipeline(nn.Module):
     size: Size
     multiple: int
     vae: Autoencoder
-    encoders: ClassVar[tuple[str, ...]] = ("", "_2")  # suffixes of their folders; the last one limits the prompt
+    encoders: ClassVar[tuple[str, ...]] = (
+        "",
+        "_2",
+    )  # suffixes of their folders; the last one limits the prompt
     texts: tuple[Encoder, ...] = ()
 
     @abstractmethod

@@ -36,7 +36,11 @@ class Encoder:
     def __call__(self, texts: Sequence[str], hidden_states: bool = False) -> Any:
         """transformers' output for texts that are cut and padded to max_length."""
         made = self.tokenizer(
-            list(texts), padding="max_length", max_length=self.max_length, truncation=True, return_tensors="pt"
+            list(texts),
+            padding="max_length",
+            max_length=self.max_length,
+            truncation=True,
+            return_tensors="pt",
         )
         return self.model(made.input_ids.to(self.model.device), output_hidden_states=hidden_states)
 
@@ -63,7 +67,7 @@ def load(
         if random_seed is None:
             model = cls.from_pretrained(folder / part, dtype=dtype, local_files_only=True)
         else:
-            model = _random(cls, folder / part, dtype, random_seed)
+            model = _random(cls, folder / part, dtype, device, random_seed)
     except (OSError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder / part} or its tokenizer cannot be used: {why}") from error
@@ -71,8 +75,8 @@ def load(
     return Encoder(model.to(device).eval().requires_grad_(False), tokenizer, longest, deepcopy(tokenizer))
 
 
-def _random(cls: Any, folder: Path, dtype: torch.dtype, seed: int) -> Any:
+def _random(cls: Any, folder: Path, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     made = cls.config_class.from_pretrained(folder, local_files_only=True)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(), device:
         torch.manual_seed(seed)
         return cls._from_config(made, dtype=dtype)
