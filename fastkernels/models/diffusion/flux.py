@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.pipelines import folder, schedules, texts
 from fastkernels.models.common.pipelines.autoencoder import Autoencoder
@@ -35,6 +36,22 @@ FIELDS = {
 }  # fmt: skip
 DEV_STEPS, SCHNELL_STEPS = 28, 4
 DEV_TEXT, SCHNELL_TEXT = 512, 256  # tokens of T5
+
+
+def published() -> PlainConfig:
+    """The config of FLUX.1-dev, with one block of each kind and without text encoders."""
+    vae = {
+        "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16,
+        "up_block_types": ["UpDecoderBlock2D"] * 4, "use_quant_conv": False, "use_post_quant_conv": False,
+    }  # fmt: skip
+    return PlainConfig(
+        architectures=["FluxPipeline"], model_type="flux", dtype=torch.bfloat16, options={},
+        classes={
+            "transformer": "FluxTransformer2DModel", "vae": "AutoencoderKL",
+            "scheduler": "FlowMatchEulerDiscreteScheduler",
+        },
+        parts={"transformer": {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": True}, "vae": vae},
+    )  # fmt: skip
 
 
 class TimeTextEmbedding(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.pipelines import folder, schedules, texts
 from fastkernels.models.common.pipelines.autoencoder import Autoencoder
@@ -43,6 +44,24 @@ FIXED: dict[str, tuple[Any, ...]] = {
 DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether the block has attention
 UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
 SIZES = 6  # numbers of an image's size and crop that the model takes
+
+
+def published() -> PlainConfig:
+    """The config of SDXL 1.0, with one transformer block a level and without text encoders."""
+    down, up = (("DownBlock2D", *["CrossAttnDownBlock2D"] * 2), (*["CrossAttnUpBlock2D"] * 2, "UpBlock2D"))
+    vae = {
+        "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "scaling_factor": 0.13025,
+    }  # fmt: skip
+    unet = {
+        "down_block_types": down, "up_block_types": up, "attention_head_dim": [5, 10, 20],
+        "projection_class_embeddings_input_dim": 2816,
+    }  # fmt: skip
+    return PlainConfig(
+        architectures=["StableDiffusionXLPipeline"], model_type="sdxl", dtype=torch.float16, options={},
+        classes={"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "scheduler": "EulerDiscreteScheduler"},
+        parts={"unet": unet, "vae": vae},
+    )  # fmt: skip
 
 
 def _normed(norm: nn.GroupNorm, x: torch.Tensor, silu: bool) -> torch.Tensor:
