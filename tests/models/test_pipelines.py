@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,12 @@ def walk(scheduler: Any, made: schedules.Schedule, steps: int) -> None:
     "fields",
     [
         {"use_dynamic_shifting": True, "shift": 3.0},
-        {"use_dynamic_shifting": True, "time_shift_type": "linear", "base_shift": 0.7, "max_image_seq_len": 9000},
+        {
+            "use_dynamic_shifting": True,
+            "time_shift_type": "linear",
+            "base_shift": 0.7,
+            "max_image_seq_len": 9000,
+        },
         {"shift": 3.0},
         {},
     ],
@@ -135,8 +141,8 @@ def test_one_layout_of_weights_is_read(tmp_path: Path) -> None:
     (tmp_path / single).unlink()
     assert [f.name for f in weight_files(tmp_path)] == [half]
     parts = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    index = '{"weight_map": {"a": "%s", "b": "%s"}}' % tuple(parts)
-    (tmp_path / f"{single}.index.json").write_text(index)
+    index = {"weight_map": dict(zip("ab", parts, strict=True))}
+    (tmp_path / f"{single}.index.json").write_text(json.dumps(index))
     for name in parts:
         (tmp_path / name).touch()
     assert [f.name for f in weight_files(tmp_path)] == parts
