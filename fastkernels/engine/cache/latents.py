@@ -1,4 +1,4 @@
-"""What the ranks keep of each image between the steps of its schedule."""
+"""The state of each image on the ranks, between the steps of its schedule."""
 
 from __future__ import annotations
 

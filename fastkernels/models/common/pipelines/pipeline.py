@@ -59,7 +59,7 @@ class Pipeline(nn.Module):
 
     @abstractmethod
     def encode(self, prompts: Sequence[str | None]) -> list[Conditions]:
-        """What the denoiser takes of each prompt. None: no prompt, for a negative one that was not given."""
+        """The inputs of the denoiser for each prompt. None: no prompt, for a negative one that was not given."""
 
     @abstractmethod
     def tokens(self, size: Size) -> int:
