@@ -13,11 +13,17 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common import checks, quantization, quantized, timm_config, weights
+from fastkernels.models.common import (
+    checks,
+    pipeline_folder,
+    quantization,
+    quantized,
+    timm_config,
+    weights,
+)
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.pipelines import folder as pipeline_folder
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.models.common import pipeline_folder
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.pipelines import folder, schedules, texts
+from fastkernels.models.common.pipelines import schedules, texts
 from fastkernels.models.common.pipelines.autoencoder import Autoencoder
 from fastkernels.models.common.pipelines.pipeline import Conditions, Guidance, Pipeline, Size
 from fastkernels.models.common.pipelines.time_embedding import TimeMlp
@@ -136,7 +137,7 @@ class FluxPipeline(Pipeline):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        c = folder.fields(
+        c = pipeline_folder.fields(
             config, "transformer", ("FluxTransformer2DModel",), FIELDS,
             {"patch_size": (1,), "out_channels": (None, config.parts["transformer"].get("in_channels", 64))},
         )  # fmt: skip

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.models.common import pipeline_folder
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.pipelines import folder, schedules, texts
+from fastkernels.models.common.pipelines import schedules, texts
 from fastkernels.models.common.pipelines.autoencoder import Autoencoder
 from fastkernels.models.common.pipelines.pipeline import Conditions, Guidance, Pipeline, Size
 from fastkernels.models.common.pipelines.time_embedding import TimeMlp
@@ -252,7 +253,7 @@ def _each(value: Any, n: int) -> tuple[Any, ...]:
 
 
 def _fields(config: Any) -> Any:
-    c = folder.fields(config, "unet", ("UNet2DConditionModel",), FIELDS, FIXED)
+    c = pipeline_folder.fields(config, "unet", ("UNet2DConditionModel",), FIELDS, FIXED)
     n = len(c.block_out_channels)
     for name, known in (("down_block_types", DOWN), ("up_block_types", UP)):
         found = getattr(c, name)

@@ -1,1 +1,1 @@
-"""Parts of diffusion pipelines: the folder layout of diffusers, schedules, text encoders and the image decoder."""
+"""Parts of diffusion pipelines: schedules, text encoders, the image decoder, and their interface."""

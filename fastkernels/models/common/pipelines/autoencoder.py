@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.pipelines import folder
+from fastkernels.models.common import pipeline_folder
 from fastkernels.overrides.conv.diffusers import DiffusersUpsample2D
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.diffusion.diffusers import DiffusersResnetBlock2D
@@ -113,7 +113,7 @@ class Autoencoder(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        c = folder.fields(config, "vae", ("AutoencoderKL",), FIELDS, FIXED)
+        c = pipeline_folder.fields(config, "vae", ("AutoencoderKL",), FIELDS, FIXED)
         self.scale = 2 ** (len(c.block_out_channels) - 1)
         self.channels: int = c.latent_channels
         self.factor, self.shift = c.scaling_factor, c.shift_factor or 0.0

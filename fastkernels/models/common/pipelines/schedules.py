@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.models.common.pipelines import folder
+from fastkernels.models.common import pipeline_folder
 
 FLOW = {
     "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False, "base_shift": 0.5, "max_shift": 1.15,
@@ -60,7 +60,7 @@ def flow_matching(config: Any, steps: int, tokens: int) -> Schedule:
 
     tokens: of the image, on which a dynamic shift depends. Raises Unsupported.
     """
-    c = folder.fields(config, "scheduler", ("FlowMatchEulerDiscreteScheduler",), FLOW, FLOW_FIXED)
+    c = pipeline_folder.fields(config, "scheduler", ("FlowMatchEulerDiscreteScheduler",), FLOW, FLOW_FIXED)
     sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
     if c.use_dynamic_shifting:
         slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
@@ -79,7 +79,7 @@ def euler(config: Any, steps: int) -> Schedule:
 
     Raises Unsupported.
     """
-    c = folder.fields(config, "scheduler", ("EulerDiscreteScheduler",), EULER, EULER_FIXED)
+    c = pipeline_folder.fields(config, "scheduler", ("EulerDiscreteScheduler",), EULER, EULER_FIXED)
     n = c.num_train_timesteps
     # In float32 and in this order, as in diffusers, since published models are run with those numbers.
     root = 1 if c.beta_schedule == "linear" else 2
