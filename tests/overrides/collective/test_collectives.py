@@ -190,11 +190,10 @@ def test_kernels_compile_for_hopper(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
-def test_kernels_over_streams_of_one_gpu(size: int) -> None:
+def test_kernels_over_streams_of_one_gpu() -> None:
     from support.kernels import gpu_ranks
 
-    assert gpu_ranks.eager(size) > 60 and gpu_ranks.graphs(size) > 20
+    assert gpu_ranks.eager(2) > 60 and gpu_ranks.graphs(2) > 20
 
 
 def _over_gpus(rank: int, size: int) -> int:
