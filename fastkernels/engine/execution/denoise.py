@@ -139,8 +139,8 @@ class Denoise(Runner):
         else:
             negative = self.pool.conditions(ids, negative=True)
             both = {name: torch.cat((negative[name], c)) for name, c in conditions.items()}
-            twice = (torch.cat((t, t)) for t in (scaled, times, guidance))
-            without, with_prompt = self._forward(size, *twice, both).float().chunk(2)
+            twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
+            without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
             output = without + guidance.view(shape) * (with_prompt - without)
         self.pool.put(ids, keep.view(shape) * x + add.view(shape) * output)
 

