@@ -19,6 +19,7 @@ _LAZY = {
     "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
+    "ImageParams": ".engine.scheduling.denoising",
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.sampling.sampling_params",
     "StructuredOutputsParams": ".engine.structured.params",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
+    from fastkernels.engine.scheduling.denoising import ImageParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

@@ -24,6 +24,9 @@ class EngineConfig:
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step, decodes and chunks of prompts together; at least max_num_seqs
     max_waiting             sequences in the queue, n per request; more are refused
+    max_pixels              of an image to generate (default: four times the model's default size)
+    max_steps               denoising steps of an image to generate
+    max_images              n of a request for images
     block_size              tokens of one KV block, a power of two
     num_blocks              KV blocks, including block 0, the padding block; takes precedence over kv_cache_memory
     num_snapshots           snapshots of recurrent states in the prefix cache (default: an eighth of the blocks' memory,
@@ -55,6 +58,9 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_waiting: int = 4096
+    max_pixels: int | None = None
+    max_steps: int = 100
+    max_images: int = 10
     block_size: int = 16
     num_blocks: int | None = None
     num_snapshots: int | None = None
@@ -90,7 +96,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization} is not in (0, 1]")
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
-            "tensor_parallel_size", "expert_parallel_size",
+            "tensor_parallel_size", "expert_parallel_size", "max_pixels", "max_steps", "max_images",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

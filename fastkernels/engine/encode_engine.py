@@ -13,8 +13,8 @@ from fastkernels.engine.engine import Engine
 from fastkernels.engine.execution.encode import EncodeInput
 from fastkernels.engine.images import READERS, ImageReader, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
+    BudgetScheduler,
     EncodeRequest,
-    EncodeScheduler,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
@@ -27,7 +27,7 @@ class EncodeEngine(Engine):
     """See Engine. Each step encodes as many waiting sequences as max_num_seqs and max_num_batched_tokens allow."""
 
     kind = "Encode"
-    scheduler: EncodeScheduler
+    scheduler: BudgetScheduler[EncodeRequest]
     requests: dict[str, EncodeRequest]
 
     def _start(self) -> None:
@@ -35,7 +35,7 @@ class EncodeEngine(Engine):
         self.images: ImageReader | None = None
         if self.inputs in READERS:
             self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)
-        self.scheduler = EncodeScheduler(
+        self.scheduler = BudgetScheduler(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
         )
 

@@ -17,6 +17,7 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.runners import RUNNERS, runner_name
+from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.models.common import build, length, registry, weights
@@ -27,7 +28,10 @@ log = logging.getLogger("fastkernels")
 
 @dataclass
 class StepStats:
-    """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder."""
+    """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder.
+
+    denoise_steps: steps of single images; images: finished ones.
+    """
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -35,6 +39,8 @@ class StepStats:
     itl: list[float] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     encoded: list[EncodeRequest] = field(default_factory=list)
+    denoise_steps: int = 0
+    images: list[ImageRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Engine(ABC):
     """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
 
     kind      the key of RUNNERS whose models it runs
-    inputs    what a request holds: 'tokens', 'images' or 'videos'
+    inputs    what a request holds: 'tokens', 'images', 'videos' or 'prompts'
     requests  unfinished requests by id
     blocks    the KV cache's blocks; None without a cache
 

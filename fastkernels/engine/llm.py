@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify of texts, images, videos."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify; generate_images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fastkernels.engine.images import is_image
 from fastkernels.engine.media import data_of
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.speech.files import recording
@@ -212,6 +213,39 @@ class LLM:
             flat = [job for _, jobs in waiting for job in jobs]
             outputs = iter(self._run([j.prompt for j in flat], [j.params for j in flat], use_tqdm=False))
             waiting = [(run, run.advance([next(outputs) for _ in jobs])) for run, jobs in waiting]
+
+    def generate_images(
+        self,
+        prompts: str | Sequence[str],
+        params: ImageParams | Sequence[ImageParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[ImageRequestOutput]:
+        """Generate images: `images` of each output are PIL images, `arrays` their pixels, `seeds` their seeds.
+
+        params    one for all prompts, or one for each (default: ImageParams(), one image of the model's size)
+        use_tqdm  as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("generate_images", "Denoise")
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = params if params is not None else ImageParams()
+        each = [given] * len(listed) if isinstance(given, ImageParams) else list(given)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
+        made = [
+            self.llm_engine.make_requests(str(next(self._ids)), prompt, one)
+            for prompt, one in zip(listed, each, strict=True)
+        ]
+        found = iter(self._complete([request for requests in made for request in requests], use_tqdm))
+        outputs = []
+        for requests in made:
+            first, *rest = [next(found) for _ in requests]
+            first.arrays += [array for output in rest for array in output.arrays]
+            first.seeds += [seed for output in rest for seed in output.seeds]
+            outputs.append(first)
+        return outputs
 
     def _check_kind(self, method: str, kind: str) -> None:
         engine = self.llm_engine

@@ -37,6 +37,11 @@ RUNNERS = {
         "fastkernels.engine.score_engine:ScoreEngine",
         "LLM.score and /v1/scores",
     ),
+    "Denoise": RunnerKind(
+        "fastkernels.engine.execution.denoise:Denoise",
+        "fastkernels.engine.denoise_engine:DenoiseEngine",
+        "LLM.generate_images and /v1/images/generations",
+    ),
 }
 
 

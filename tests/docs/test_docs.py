@@ -197,6 +197,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.http.audio_api.protocol import TranscriptionRequest
     from fastkernels.engine.http.config import ServerConfig
     from fastkernels.engine.http.metrics import Metrics
+    from fastkernels.engine.http.pictures import ImageGenerationRequest
     from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
     from fastkernels.engine.http.server import ROUTES, Server
     from fastkernels.engine.http.sglang_api.protocol import SglangRequest, SglangSampling
@@ -222,6 +223,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         **ResponsesRequest.model_fields,
         **MessagesRequest.model_fields,
         **TranscriptionRequest.model_fields,
+        **ImageGenerationRequest.model_fields,
     }
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied
@@ -236,5 +238,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         phases=Phases(),
         config=EngineConfig("m"),
     )
-    names = re.findall(r"# TYPE (\w+:\w+) ", Metrics("m", engine).text().decode())
+    pipeline: Any = SimpleNamespace(**{**vars(engine), "kind": "Denoise", "steps_left": 0})
+    found = [Metrics("m", one).text().decode() for one in (engine, pipeline)]
+    names = re.findall(r"# TYPE (\w+:\w+) ", "".join(found))
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

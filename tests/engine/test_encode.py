@@ -23,7 +23,7 @@ from fastkernels.engine.encode_engine import EncodeEngine
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.llm_engine import LLMEngine
 from fastkernels.engine.runners import RUNNERS
-from fastkernels.engine.scheduling.encoding import EncodeRequest, EncodeScheduler, PoolingParams
+from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest, PoolingParams
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.registry import load, models
@@ -326,7 +326,7 @@ def names(requests: list[EncodeRequest]) -> list[str]:
 
 
 def test_scheduler_fills_steps_with_whole_sequences() -> None:
-    scheduler = EncodeScheduler(max_num_seqs=3, max_num_batched_tokens=10, max_waiting=8)
+    scheduler = BudgetScheduler(max_num_seqs=3, max_num_batched_tokens=10, max_waiting=8)
     for name, tokens in (("a", 4), ("b", 6), ("c", 1), ("d", 1), ("e", 1), ("f", 1)):
         scheduler.add(request(name, tokens))
     first = list(scheduler.schedule())
@@ -338,7 +338,7 @@ def test_scheduler_fills_steps_with_whole_sequences() -> None:
 
 
 def test_scheduler_orders_by_priority_with_aging() -> None:
-    scheduler = EncodeScheduler(max_num_seqs=1, max_num_batched_tokens=10, max_waiting=3)
+    scheduler = BudgetScheduler(max_num_seqs=1, max_num_batched_tokens=10, max_waiting=3)
     old, new = request("old", 1, priority=1), request("new", 1, arrival=AGING + 1)
     urgent = request("urgent", 1, priority=-2, arrival=1.0)
     for r in (new, old, urgent):
@@ -353,7 +353,7 @@ def test_scheduler_orders_by_priority_with_aging() -> None:
 
 
 def test_scheduler_drops_removed_requests() -> None:
-    scheduler = EncodeScheduler(max_num_seqs=4, max_num_batched_tokens=10, max_waiting=8)
+    scheduler = BudgetScheduler(max_num_seqs=4, max_num_batched_tokens=10, max_waiting=8)
     a, b = request("a", 1), request("b", 1)
     scheduler.add(a)
     scheduler.add(b)

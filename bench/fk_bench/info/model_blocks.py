@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import by_architecture, models
 from fk_bench.core.model_names import PUBLIC, public_name
 
@@ -14,7 +15,7 @@ from fk_bench.core.model_names import PUBLIC, public_name
 def config_of(model: str) -> Any:
     """The config of an architecture's name (sizes of its file, or transformers' defaults), a public name or a folder.
 
-    Raises UnknownName, CheckpointError.
+    Raises UnknownName, CheckpointError, and Unsupported for a model that does not read tokens or images.
     """
     from fastkernels.models.common import build, shrunk
 
@@ -23,6 +24,10 @@ def config_of(model: str) -> Any:
     public, found = public_name(model), models().get(model) or by_architecture().get(model)
     if found is None and public is None:
         raise registry.UnknownName("model", model, [*models(), *PUBLIC])
+    if found is not None and found.arch.runner == "Denoise":
+        raise Unsupported(
+            f"{model} has no block that can be judged: its runner gives it other inputs than a step of tokens"
+        )
     if found is not None:
         kind, sizes = found.arch.model_type, dict(next(iter(found.arch.public.values()), {}))
     else:

@@ -1,4 +1,4 @@
-"""The test that compares an architecture of ours with its library, on a random checkpoint in float32."""
+"""The test that compares an architecture of ours with its reference, on a random checkpoint in float32."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ ENCODINGS = 3e-5
 EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
+LATENTS = 1e-4  # and relative
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Score":
         test = "tests/integrations/test_recommenders.py::test_models_of_torchrec_and_torch_geometric"
         return Verified(f"{test}[{model.name}]", RECOMMENDATIONS)
+    if arch.runner == "Denoise":
+        return Verified(
+            f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS
+        )
     if arch.runner == "Generate":
         return Verified(
             f"tests/models/test_models.py::test_logits_equal_transformers[{arch.model_type}]", LOGITS

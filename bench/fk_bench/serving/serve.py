@@ -105,6 +105,13 @@ class EngineOptions:
     max_waiting: Annotated[
         int, typer.Option(help="sequences that may wait (a request has n); more are refused with 429")
     ] = DEFAULT.max_waiting
+    max_pixels: Annotated[
+        int | None, typer.Option(help="pixels of an image to generate (default: four times the model's size)")
+    ] = DEFAULT.max_pixels
+    max_steps: Annotated[int, typer.Option(help="denoising steps of an image to generate")] = (
+        DEFAULT.max_steps
+    )
+    max_images: Annotated[int, typer.Option(help="n of a request for images")] = DEFAULT.max_images
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks

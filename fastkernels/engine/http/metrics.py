@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from fastkernels.core import dispatch
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.http.histogram import Histogram, one_two_five
+from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.speech.vocabulary import TASKS
@@ -35,7 +36,7 @@ class Metrics:
     def __init__(self, model_name: str, engine: Engine):
         self.engine, self.refused, self.failed_steps = engine, 0, 0
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._images = 0
         self._ended = dict.fromkeys(REASONS, 0)
         self._audio = dict.fromkeys(TASKS, 0)
         self._audio_seconds = 0.0
@@ -79,6 +80,9 @@ class Metrics:
             self._observe_ends(stats.finished)
         if stats.encoded:
             self._observe_encoded(stats.encoded)
+        self._denoise_steps += stats.denoise_steps
+        if stats.images:
+            self._observe_images(stats.images)
 
     def _observe(self, name: str, values: Sequence[float]) -> None:
         self._histograms[name].observe(values)
@@ -115,6 +119,15 @@ class Metrics:
         self._observe("request_prompt_tokens", [r.num_tokens for r in requests])
         waits = [r.scheduled_time - r.arrival for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", waits)
+
+    def _observe_images(self, requests: Sequence[ImageRequest]) -> None:
+        now = time.monotonic()
+        self._images += len(requests)
+        self._ended["stop"] += len(requests)
+        self._observe("e2e_request_latency_seconds", [now - r.arrival for r in requests])
+        started = [r for r in requests if r.scheduled_time is not None]
+        self._observe("request_queue_time_seconds", [r.scheduled_time - r.arrival for r in started])  # type: ignore[operator]
+        self._observe("request_inference_time_seconds", [now - r.scheduled_time for r in started])  # type: ignore[operator]
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry at every scrape."""
@@ -154,6 +167,14 @@ class Metrics:
                     scheduler.prefix_queries,
                 ),
                 ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", scheduler.prefix_hits),
+            ]
+        if self.engine.kind == "Denoise":
+            left = self.engine.steps_left  # type: ignore[attr-defined]
+            name = "fastkernels:denoise_steps_left"
+            yield self._one(GaugeMetricFamily, name, "Steps of queued and running images", left)
+            counters += [
+                ("fastkernels:denoise_steps", "Denoising steps of single images", self._denoise_steps),
+                ("fastkernels:images", "Images generated", self._images),
             ]
         counters += [
             ("vllm:prompt_tokens", "Prompt tokens processed", self._prompt_tokens),

@@ -35,6 +35,7 @@ from fastkernels.engine.http.media import MediaPrompts
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
+from fastkernels.engine.http.pictures import Pictures
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.recommendation import Recommendation
@@ -50,6 +51,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
+    "Denoise": (Pictures,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

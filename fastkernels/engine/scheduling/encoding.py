@@ -1,4 +1,4 @@
-"""Requests of an encoder, and the scheduler that fills each step with whole sequences."""
+"""Requests of an encoder, and the scheduler that fills each step with whole requests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -121,17 +122,22 @@ class PoolingRequestOutput:
         return ids if self.kept is None else [i for i, kept in zip(ids, self.kept, strict=True) if kept]
 
 
-class EncodeScheduler:
-    """Orders requests by arrival and priority, as Scheduler does. A sequence is computed in one step."""
+R = TypeVar("R", bound=Any)  # with arrival, priority, status, scheduled_time and num_tokens
+
+
+class BudgetScheduler(Generic[R]):
+    """Orders requests by arrival and priority, as Scheduler does.
+
+    A request runs until it is removed, and its tokens are part of the budget of each step. One with more tokens than
+    the budget runs alone.
+    """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int):
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
         self.num_waiting = 0
-        self.running: list[EncodeRequest] = []
-        self._waiting: list[
-            tuple[float, int, EncodeRequest]
-        ] = []  # a heap; removed requests stay until popped
+        self.running: list[R] = []
+        self._waiting: list[tuple[float, int, R]] = []  # a heap; removed requests stay until popped
         self._count = 0
 
     def __len__(self) -> int:
@@ -142,20 +148,20 @@ class EncodeScheduler:
         if self.num_waiting + num > self.max_waiting:
             raise QueueFull(f"{self.num_waiting} requests are waiting; the limit is {self.max_waiting}")
 
-    def add(self, request: EncodeRequest) -> None:
+    def add(self, request: R) -> None:
         """Queue a request. Raises QueueFull."""
         self.check_room()
         self._count += 1  # equal keys keep their order
         heapq.heappush(self._waiting, (request.arrival + request.priority * AGING, self._count, request))
         self.num_waiting += 1
 
-    def schedule(self) -> list[EncodeRequest]:
+    def schedule(self) -> list[R]:
         """The requests of the next step, which are running from here on."""
-        budget = self.max_num_batched_tokens
+        budget = self.max_num_batched_tokens - sum(r.num_tokens for r in self.running)
         while self._waiting and len(self.running) < self.max_num_seqs:
             request = self._waiting[0][2]
             if request.status is Status.WAITING:
-                if request.num_tokens > budget:
+                if request.num_tokens > budget and self.running:
                     break
                 budget -= request.num_tokens
                 request.status, request.scheduled_time = Status.RUNNING, time.monotonic()
@@ -164,7 +170,7 @@ class EncodeScheduler:
             heapq.heappop(self._waiting)
         return self.running
 
-    def remove(self, requests: Iterable[EncodeRequest]) -> None:
+    def remove(self, requests: Iterable[R]) -> None:
         """Take requests out, finished or not."""
         for request in requests:
             if request.status is Status.WAITING:

@@ -21,7 +21,10 @@ class Architecture:
     model_type      `model_type` in config.json
     aliases         other values of it, whose config.json has the same fields with the same meaning
     timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
-    inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py)
+    inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py), or 'prompts'
+                    (see common/pipelines/pipeline.py)
+    folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
+                    with the folder's name
     media           what prompts may hold next to tokens: 'image' (see common/media.py) or 'audio' (audio/whisper.py).
                     The fields of the text model may be in its config's `text_config`
     layers          level-3 ops that the model is built of
@@ -61,6 +64,7 @@ class Architecture:
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
     media: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)
     experts: str = ""

@@ -13,7 +13,14 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common import checks, quantization, quantized, timm_config, weights
+from fastkernels.models.common import (
+    checks,
+    pipeline_folder,
+    quantization,
+    quantized,
+    timm_config,
+    weights,
+)
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
@@ -26,6 +33,8 @@ def load_config(folder: Path) -> Any:
 
     No code of the checkpoint is run. Raises CheckpointError, and Unsupported for values that no model here can have.
     """
+    if (pipeline := pipeline_folder.read(folder)) is not None:
+        return pipeline
     checks.check_file(folder)
     found = config_file.read(folder) or timm_config.read(folder)
     found = found or config_file.text_model(_from_transformers(folder))
@@ -113,9 +122,11 @@ def build(
     Raises UnknownName, CheckpointError, and ValueError for sizes that cannot be sharded over the ranks or for too
     little device memory.
     """
+    arch = find(architecture_of(config, folder)).arch
     if load_format == "auto":
-        weights.weight_files(folder)
-    blank, arch = skeleton(folder, config, dtype), find(architecture_of(config, folder)).arch
+        for part in arch.folders or (".",):
+            weights.weight_files(folder / part)
+    blank = skeleton(folder, config, dtype)
     if load_format == "auto":  # names and shapes, before a value is read
         weights.fill(blank, weights.tensors_of(folder, arch, config, "meta"), arch, config, folder)
     quantized.finish(blank)

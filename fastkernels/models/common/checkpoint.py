@@ -13,6 +13,8 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIPELINE = "model_index.json"  # of a pipeline of diffusers, with a folder for each part
+OF_DIFFUSERS = "diffusion_pytorch_model.safetensors"
 OLDER_INDEX, OLDER = "pytorch_model.bin.index.json", "pytorch_model.bin"  # of checkpoints without safetensors
 DTYPES = {  # of safetensors' headers, those that a conversion of quantized tensors tells apart
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
@@ -44,12 +46,17 @@ def resolve(model: str) -> Path:
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*_linear.pt", "*.metadata"]
     others = ["original/*", "consolidated*"]  # the same weights in other layouts
     try:
+        snapshot = Path(snapshot_download(name, revision=revision or None, allow_patterns=[PIPELINE]))
+        pipeline = (snapshot / PIPELINE).is_file()
+        if pipeline:  # parts are in folders, next to files of weights in other layouts
+            patterns = [PIPELINE, *(f"*/*.{kind}" for kind in ("json", "safetensors", "model", "txt"))]
+            others = ["*.fp16.*", "*.non_ema.*", "*/openvino*", "*/flax*", "*_1_0/*"]
         snapshot = Path(
             snapshot_download(
                 name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others
             )
         )
-        if not any(snapshot.glob("*.safetensors")):
+        if not pipeline and not any(snapshot.glob("*.safetensors")):
             snapshot_download(name, revision=revision or None, allow_patterns=["pytorch_model*.bin"])
     except Exception as error:
         raise CheckpointError(f"model {model!r} is not a folder, and {_hub_problem(error)}") from error
@@ -57,8 +64,10 @@ def resolve(model: str) -> Path:
 
 
 def _with_config(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    if not any((folder / name).is_file() for name in ("config.json", PIPELINE)):
+        raise CheckpointError(
+            f"{folder} has no config.json and no {PIPELINE}: it is not a Hugging Face checkpoint"
+        )
     return folder
 
 
@@ -89,9 +98,9 @@ def weight_files(folder: Path) -> list[Path]:
     if weight_map is not None:
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
-        single = next((f for f in (folder / SINGLE, folder / OLDER) if f.is_file()), None)
+        single = next((f for n in (SINGLE, OF_DIFFUSERS, OLDER) if (f := folder / n).is_file()), None)
         files = sorted(folder.glob("*.safetensors"))
-        files = [single] if single is not None and (single.name == SINGLE or not files) else files
+        files = [single] if single is not None and (single.name != OLDER or not files) else files
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise CheckpointError(f"{_index(folder)} names files that are not in {folder}: {', '.join(missing)}")
@@ -102,7 +111,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _index(folder: Path) -> Path:
     """The index, which may be missing: that of PyTorch's files only without safetensors."""
-    older = folder / OLDER_INDEX
+    older, of_diffusers = folder / OLDER_INDEX, folder / f"{OF_DIFFUSERS}.index.json"
+    if of_diffusers.is_file():
+        return of_diffusers
     return older if older.is_file() and not any(folder.glob("*.safetensors*")) else folder / INDEX
 
 

@@ -125,7 +125,10 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
 
     experts: groups of ranks with different experts
     """
-    if registry.find(config.architectures[0]).arch.runner != "Generate":
+    runner = registry.find(config.architectures[0]).arch.runner
+    if runner != "Generate":
+        if runner == "Denoise":
+            raise Unsupported(f"{config.architectures[0]} makes images, on one rank only")
         if experts > 1:
             raise Unsupported(f"{config.architectures[0]} has no experts")
         return  # has no description; its modules check themselves

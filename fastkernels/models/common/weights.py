@@ -46,13 +46,21 @@ Tensors: TypeAlias = Iterable[tuple[Path, str, Callable[[], torch.Tensor]]]
 def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> None:
     """Fill every parameter of the model from the checkpoint. Raises CheckpointError; see fill."""
     sources = fill(model, tensors_of(folder, arch, config), arch, config, folder)
-    _check_finite(dict(model.named_parameters()), sources, folder)
+    _check_finite(dict(model.named_parameters()), sources, folder, tensors_of(folder, arch, config))
 
 
 def tensors_of(folder: Path, arch: Architecture, config: Any, device: str = "cpu") -> Tensors:
     """The tensors of the checkpoint, with those of the heads that config.heads names. Raises CheckpointError."""
+    if arch.folders:
+        return chain.from_iterable(_part(folder / part, f"{part}.", device) for part in arch.folders)
     own = {name: arch.heads[name] for name in getattr(config, "heads", ())}
     return chain(iterate(folder, device), heads(folder, own, device))
+
+
+def _part(folder: Path, prefix: str, device: str) -> Tensors:
+    """The tensors of a folder, whose keys get a prefix."""
+    for file, key, read in iterate(folder, device):
+        yield file, prefix + key, read
 
 
 def untie(config: Any, folder: Path, arch: Architecture) -> None:
@@ -255,7 +263,9 @@ def _copy(parameter: nn.Parameter, loader: Any, tensor: torch.Tensor, shard: Sha
         loader(parameter, tensor, shard)
 
 
-def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, str], folder: Path) -> None:
+def _check_finite(
+    parameters: Mapping[str, nn.Parameter], sources: Mapping[str, str], folder: Path, tensors: Tensors
+) -> None:
     """Raise CheckpointError that names the tensors with NaN or infinity, e.g. from a damaged file."""
     # One sum per parameter and a single synchronization: 16 GB take 5 ms on an H200.
     names = list(parameters)
@@ -265,7 +275,7 @@ def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, 
     if not wrong:
         return
     damaged, large = [], []
-    for file, key, read in iterate(folder):
+    for file, key, read in tensors:
         if sources.get(key) in wrong:
             dtype = parameters[sources[key]].dtype
             tensor = read()

@@ -108,10 +108,10 @@ def _is_attention(module: Any) -> bool:
 
 @cache
 def _ops_by_class() -> dict[Any, str]:
-    """{class: op} of the classes with vLLM's signatures, which our models are built from."""
+    """{class: op} of the classes with vLLM's and diffusers' signatures, which our models are built from."""
     found: dict[Any, str] = {}
     for name in registry.op_names():
-        for target in registry.get(name).targets_for("vllm"):
+        for target in (t for host in ("vllm", "diffusers") for t in registry.get(name).targets_for(host)):
             found.setdefault(registry.target_class(target), name)
     return found
 

@@ -537,6 +537,10 @@ def _called_rows(patched: Patched) -> list[Row]:
     active = {row.op for row in patched.rows if row.state == "active"}
     if patched.adapter.own:
         called = {op for name in active for op in registry.get(name).calls}
+        # A module declares in `ops` those that its own code calls.
+        called |= {op for m in patched.model.modules() for op in getattr(m, "ops", ())} & set(
+            patched.candidates
+        )
     else:
         functions = {name for name, found in patched.candidates.items() if _has_function(found)}
         called = functions & {op for name in active for op in registry.reached(name)}

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
+from support.tiny_pipelines import make_tiny_flux
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http.config import ServerConfig
@@ -65,6 +66,22 @@ def run(document, server, method, path, mode, max_examples):
         assert server.llm.healthy and server.llm.num_failed_steps == 0
 
     check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_images_route(tmp_path_factory, mode):
+    """With limits that let few of the generated requests make an image."""
+    config = EngineConfig(
+        str(make_tiny_flux(tmp_path_factory.mktemp("pipeline") / "flux")), device="cpu", max_pixels=64, max_steps=1,
+        max_images=1,
+    )  # fmt: skip
+    server = Server(config, ServerConfig("flux", max_body_size=2**30))
+    try:
+        document = schemathesis.openapi.from_asgi("/openapi.json", server.app)
+        run(document, server, "POST", "/v1/images/generations", mode, 8)
+    finally:
+        server.close()
 
 
 def skip_what_cannot_be_wrong(method, path, mode):

@@ -1,0 +1,178 @@
+"""The engine of diffusion pipelines: prompts in, images out, with continuous batching over the steps of schedules."""
+
+from __future__ import annotations
+
+import random
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastkernels.engine.engine import Engine
+from fastkernels.engine.execution.denoise import DenoiseInput, Start
+from fastkernels.engine.scheduling.denoising import SEEDS, ImageParams, ImageRequest, ImageRequestOutput
+from fastkernels.engine.scheduling.encoding import BudgetScheduler
+from fastkernels.models.common.pipelines.pipeline import Guidance, Pipeline, Size
+
+
+class DenoiseEngine(Engine):
+    """See Engine. Each step advances every running image by one step of its own schedule.
+
+    Images run while their tokens fit into max_num_batched_tokens; one that is larger runs alone. When one ends, a
+    waiting one joins.
+    """
+
+    kind = "Denoise"
+    scheduler: BudgetScheduler[ImageRequest]
+    requests: dict[str, ImageRequest]
+
+    def _start(self) -> None:
+        config = self.config
+        self.scheduler = BudgetScheduler(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
+        )
+        self._seeds = random.Random(config.seed)
+        self._drops: list[str] = []
+        height, width = self.model.size
+        self.max_pixels: int = config.max_pixels or 4 * height * width
+
+    @property
+    def model(self) -> Pipeline:
+        return self.runner.model
+
+    def make_request(
+        self, request_id: str, prompt: Any, params: ImageParams | None = None, priority: int = 0
+    ) -> ImageRequest:
+        """See Engine. params: default ImageParams(); their n must be 1, see make_requests."""
+        made = self.make_requests(request_id, prompt, params, priority)
+        if len(made) > 1:
+            raise ValueError(f"n must be 1 for one request, got {len(made)}: make_requests makes several")
+        return made[0]
+
+    def make_requests(
+        self, request_id: str, prompt: Any, params: ImageParams | None = None, priority: int = 0
+    ) -> list[ImageRequest]:
+        """Checked requests for the n images of a prompt, with ids '{request_id}-0' and so on if there are several.
+
+        Safe in any thread. Raises ValueError, whose message begins with the parameter.
+        """
+        if params is not None and not isinstance(params, ImageParams):
+            raise ValueError(f"a model that makes images takes ImageParams, got {type(params).__name__}")
+        params = params or ImageParams()
+        model, config = self.model, self.config
+        if not isinstance(prompt, str):
+            raise ValueError(f"the prompt must be text, got {reprlib.repr(prompt)}")
+        most = min(config.max_images, config.max_waiting)
+        if params.n > most:
+            raise ValueError(f"n must be at most {most}, got {params.n}")
+        size = self._size(params)
+        steps = params.num_inference_steps or model.steps
+        if steps > config.max_steps:
+            raise ValueError(f"num_inference_steps must be at most {config.max_steps}, got {steps}")
+        scale = self._scale(params)
+        for text in (prompt, params.negative_prompt or ""):
+            _check_unicode(text)
+            model.check_prompt(text)
+        tokens = model.tokens(size) * (2 if model.guidance is Guidance.DOUBLED and scale > 1 else 1)
+        first = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
+        names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
+        return [
+            ImageRequest(
+                name, prompt, replace(params, n=1), size, steps, scale, (first + i) % SEEDS, tokens, priority
+            )
+            for i, name in enumerate(names)
+        ]
+
+    def _size(self, params: ImageParams) -> Size:
+        model = self.model
+        height, width = size = params.height or model.size[0], params.width or model.size[1]
+        for name, value in (("height", height), ("width", width)):
+            if value % model.multiple:
+                raise ValueError(f"{name} must be a multiple of {model.multiple}, got {value}")
+        if height * width > self.max_pixels:
+            raise ValueError(
+                f"height times width must be at most {self.max_pixels} pixels, got {height * width} ({width} x"
+                f" {height})"
+            )
+        return size
+
+    def _scale(self, params: ImageParams) -> float:
+        model = self.model
+        if params.negative_prompt is not None and model.guidance is not Guidance.DOUBLED:
+            raise ValueError(f"negative_prompt is not supported by {self.config.model}")
+        if params.guidance_scale and model.guidance is Guidance.NONE:
+            raise ValueError(
+                f"guidance_scale must be 0, got {params.guidance_scale}: {self.config.model} was distilled to need"
+                " no guidance"
+            )
+        return float(model.scale if params.guidance_scale is None else params.guidance_scale)
+
+    def check_room(self, requests: Sequence[ImageRequest]) -> None:
+        self.scheduler.check_room(len(requests))
+
+    def has_room(self, request: ImageRequest) -> bool:
+        return self.scheduler.num_waiting < self.config.max_waiting
+
+    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"there is already a request {request_id!r}")
+        if not isinstance(prompt, ImageRequest):
+            prompt = self.make_request(request_id, prompt, params, priority)
+        self.scheduler.add(prompt)
+        self.requests[request_id] = prompt
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[ImageRequestOutput]:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        gone = [self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests]
+        self.scheduler.remove(gone)
+        self._drops += [r.request_id for r in gone]
+        return []
+
+    def abort_all(self) -> None:
+        self._drops += self.requests
+        self.scheduler.remove_all()
+        self.requests.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.scheduler) > 0
+
+    def step(self) -> list[ImageRequestOutput]:
+        batch = list(self.scheduler.schedule())
+        if not batch:
+            return []
+        drops, self._drops = self._drops, []
+        starts = [
+            Start(r.request_id, r.prompt, r.params.negative_prompt, r.size, r.steps, r.scale, r.seed)
+            for r in batch
+            if r.step == 0
+        ]
+        rows = [(r.request_id, r.step) for r in batch]
+        try:
+            found = self.executor.launch(DenoiseInput(starts, rows, drops)).result()
+        except BaseException:
+            self.abort_all()
+            raise
+        for request in batch:
+            request.step += 1
+        ended = [r for r in batch if r.request_id in found]
+        self.scheduler.remove(ended)
+        for request in ended:
+            del self.requests[request.request_id]
+        self.stats.denoise_steps += len(batch)
+        self.stats.images += ended
+        return [
+            ImageRequestOutput(r.request_id, r.prompt, [found[r.request_id]], [r.seed], r.steps)
+            for r in ended
+        ]
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the queued and running images still need."""
+        return sum(r.steps - r.step for r in list(self.requests.values()))
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode text: {error}") from error

@@ -1,0 +1,74 @@
+"""CUDA graphs of a model's forward pass by the shapes of its inputs, captured when a shape comes a second time."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+log = logging.getLogger("fastkernels")
+MOST = 16  # graphs that are kept; the least recently used one goes first
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor
+
+
+class ForwardGraphs:
+    """Runs functions of tensors, by key and shapes. The first run is eager: it compiles and chooses kernels.
+
+    All graphs share one memory pool, so an output is valid until the next call.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._eager: set[Hashable] = set()
+        self.replays = 0
+
+    def __len__(self) -> int:
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def __call__(
+        self, key: Hashable, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """function(*inputs), whose result depends on the key and the inputs only."""
+        key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return function(*inputs)
+        if key in self._eager:
+            return function(*inputs)
+        if self._graphs[key] is None:
+            if len(self) >= MOST:
+                self._graphs.pop(next(k for k, graph in self._graphs.items() if graph is not None))
+            try:
+                self._graphs[key] = self._capture(function, inputs)
+            except RuntimeError as error:  # of an op that cannot be captured
+                log.warning("no CUDA graph of latents %s: %s", tuple(inputs[0].shape), error)
+                self._eager.add(key)
+        self._graphs.move_to_end(key)
+        found = self._graphs[key]
+        if found is None:
+            return function(*inputs)
+        for static, given in zip(found.inputs, inputs, strict=True):
+            static.copy_(given)
+        found.graph.replay()
+        self.replays += 1
+        return found.output
+
+    def _capture(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Graph:
+        static = tuple(t.clone(memory_format=torch.preserve_format) for t in inputs)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = function(*static)
+        log.info("captured a CUDA graph of latents %s", tuple(inputs[0].shape))
+        return _Graph(graph, static, output)

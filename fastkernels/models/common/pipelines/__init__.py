@@ -1,0 +1,1 @@
+"""Parts of diffusion pipelines: schedules, text encoders, the image decoder, and their interface."""

@@ -1,0 +1,160 @@
+"""/v1/images/generations of a tiny FLUX.1."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from support.live import before_steps, live_server, metric, wait_for
+from support.tiny_pipelines import make_tiny_flux
+
+from fastkernels import LLM, ImageParams
+from fastkernels.engine.http.config import ServerConfig
+
+PATH = "/v1/images/generations"
+SMALL = {"size": "24x16", "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_flux(tmp_path_factory.mktemp("pipeline") / "flux")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    options = {
+        "num_blocks": None,
+        "max_model_len": None,
+        "max_pixels": 64 * 64,
+        "max_steps": 5,
+        "max_images": 3,
+    }
+    with live_server(folder, ServerConfig("flux"), max_waiting=6, **options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(served):
+    return served[0]
+
+
+def post(url, **body):
+    return httpx.post(url + PATH, json=body, timeout=60)
+
+
+def opened(text):
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def test_openai_client_generates_images(url, folder):
+    with LLM(str(folder), device="cpu") as llm:
+        params = ImageParams(2, 16, 24, 2, 1.5, seed=7)
+        (wanted,) = llm.generate_images("a red cat", params, use_tqdm=False)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        extra = {"seed": 7, "num_inference_steps": 2, "guidance_scale": 1.5}
+        answer = client.images.generate(
+            model="flux", prompt="a red cat", n=2, size="24x16", response_format="b64_json", extra_body=extra
+        )
+    assert answer.size == "24x16" and answer.output_format == "png" and answer.created > 1.7e9
+    assert [d.seed for d in answer.data] == [7, 8]
+    for data, array in zip(answer.data, wanted.arrays, strict=True):
+        found = opened(data.b64_json)
+        assert found.format == "PNG" and found.size == (24, 16)
+        assert np.abs(np.asarray(found).astype(int) - array).max() <= 1
+
+
+def test_formats_and_defaults(url):
+    for kind in ("jpeg", "webp"):
+        answer = post(url, prompt="a", output_format=kind, output_compression=80, **SMALL).json()
+        assert opened(answer["data"][0]["b64_json"]).format == kind.upper()
+    body = {"prompt": "a", "n": None, "seed": None, "quality": "auto", "background": "opaque", "user": "me"}
+    one, other = (post(url, **body, **SMALL).json()["data"][0] for _ in range(2))
+    assert one["seed"] != other["seed"]
+    again = post(url, prompt="a", seed=one["seed"], **SMALL).json()["data"][0]
+    assert again["b64_json"] == one["b64_json"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "prompt", "prompt is required"),
+        ({"prompt": ""}, "prompt", "at least 1 character"),
+        ({"prompt": "a" * 600}, "prompt", "the prompt has 600 tokens, and the text encoder takes 512"),
+        ({"prompt": "a", "response_format": "url"}, "response_format", "'url' is not supported"),
+        ({"prompt": "a", "size": "33x32"}, "size", "width must be a multiple of 4, got 33"),
+        ({"prompt": "a", "size": "big"}, "size", 'WIDTHxHEIGHT in pixels, such as "1024x768", got "big"'),
+        ({"prompt": "a", "size": "128x64"}, "size", "at most 4096 pixels, got 8192 (128 x 64)"),
+        ({"prompt": "a", "n": 4}, "n", "n must be at most 3, got 4"),
+        ({"prompt": "a", "num_inference_steps": 6}, "num_inference_steps", "must be at most 5, got 6"),
+        ({"prompt": "a", "guidance_scale": 101}, "guidance_scale", "less than or equal to 100, got 101"),
+        ({"prompt": "a", "negative_prompt": "b"}, "negative_prompt", "negative_prompt is not supported"),
+        ({"prompt": "a", "quality": "hd"}, "quality", "'auto' or 'standard', got \"hd\""),
+        ({"prompt": "a", "stream": True}, "stream", "got true"),
+        (
+            {"prompt": "a", "output_compression": 50},
+            "output_compression",
+            "needs output_format 'jpeg' or 'webp'",
+        ),
+        ({"prompt": "a", "steps": 3}, "steps", 'unknown field "steps"'),
+        ({"prompt": "a", "model": "other"}, "model", "does not exist"),
+    ],
+)
+def test_bad_input_names_the_field(url, body, param, words):
+    answer = post(url, **{**SMALL, **body})
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"]
+
+
+def test_progress_and_disconnect(served):
+    """Steps that are left are in /metrics; a client that leaves frees its images."""
+    url, server = served
+    before = metric(url, "fastkernels:images_total")
+    gate = threading.Semaphore(1)
+    body = {"prompt": "a", "size": "24x16", "num_inference_steps": 5}
+    with before_steps(server, gate.acquire), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(post, url, n=3, **body)
+        wait_for(lambda: metric(url, "fastkernels:denoise_steps_left") == 12)  # one of five is done
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + PATH, json={"prompt": "a", "n": 2, **body}, timeout=0.5)
+        engine, inbox = server.llm.engine, server.llm._inbox
+        try:
+            gate.release()
+            wait_for(lambda: engine.steps_left in (9, 9 + 10))  # with its two images, unless they have gone
+            wait_for(lambda: engine.steps_left == 9 or inbox.qsize() == 1)  # the news that it has gone
+            gate.release()
+            wait_for(lambda: engine.steps_left == 6)
+        finally:
+            for _ in range(20):
+                gate.release()
+        assert first.result().status_code == 200
+    assert metric(url, "fastkernels:denoise_steps_left") == 0
+    assert metric(url, "fastkernels:images_total") == before + 3
+    assert len(server.llm.engine.runner.pool) == 0 and server.llm.engine.requests == {}
+
+
+def test_full_queue_is_429(served):
+    url, server = served
+    gate = threading.Semaphore(0)
+    with before_steps(server, gate.acquire), ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(post, url, prompt="a", n=3, **SMALL) for _ in range(4)]
+        wait_for(lambda: server.llm._inbox.qsize() + len(server.llm._streams) >= 4)
+        for _ in range(60):
+            gate.release()
+        codes = sorted(f.result().status_code for f in asked)
+    assert codes[0] == 200 and codes[-1] == 429
+
+
+def test_other_routes_are_not_served(url):
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.endswith("'flux' is for LLM.generate_images and /v1/images/generations")
+    assert PATH in httpx.get(f"{url}/openapi.json").json()["paths"]
