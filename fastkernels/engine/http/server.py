@@ -46,6 +46,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang),
+    "Unmask": (Generation,),
     "Encode": (Embeddings, Scoring),
 }
 

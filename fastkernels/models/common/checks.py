@@ -125,7 +125,7 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
 
     experts: groups of ranks with different experts
     """
-    if registry.find(config.architectures[0]).arch.runner != "Generate":
+    if registry.find(config.architectures[0]).arch.runner == "Encode":
         if experts > 1:
             raise Unsupported(f"{config.architectures[0]} has no experts")
         return  # has no description; its modules check themselves
