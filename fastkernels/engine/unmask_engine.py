@@ -53,7 +53,9 @@ class UnmaskEngine(LLMEngine):
         mask = self.hf_config.mask_token_id
         if mask in made.prompt_token_ids:
             at = made.prompt_token_ids.index(mask)
-            raise ValueError(f"the prompt has the mask token {mask} at position {at}: it stands for the answer")
+            raise ValueError(
+                f"the prompt has the mask token {mask} at position {at}: the answer is made of these"
+            )
         max_tokens = made.sequences[0].max_tokens
         params.plan(max_tokens)
         self.scheduler.check_request(len(made.prompt_token_ids) + max_tokens, params)
@@ -61,9 +63,7 @@ class UnmaskEngine(LLMEngine):
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, UnmaskParams):
-            raise ValueError(
-                f"a diffusion language model takes UnmaskParams, got {type(params).__name__}"
-            )
+            raise ValueError(f"a diffusion language model takes UnmaskParams, got {type(params).__name__}")
 
     def _max_tokens(self, params: SamplingParams, room: int) -> int:
         """All tokens of an answer exist from its first step on, so none can be left out later."""
@@ -134,4 +134,3 @@ class UnmaskCore:
     def reset(self) -> None:
         """Remove all requests, after a failed step."""
         self.scheduler.remove_all()
-

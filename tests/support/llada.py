@@ -18,12 +18,12 @@ from support.tiny import byte_tokenizer
 T = torch.Tensor
 FIELDS: dict[str, Any] = {
     "architectures": ["LLaDAModelLM"], "model_type": "llada", "d_model": 64, "n_heads": 4, "n_kv_heads": 2,
-    "n_layers": 3, "mlp_hidden_size": 96, "mlp_ratio": 4, "activation_type": "silu", "block_type": "llama",
+    "n_layers": 2, "mlp_hidden_size": 96, "mlp_ratio": 4, "activation_type": "silu", "block_type": "llama",
     "rope": True, "rope_theta": 500000.0, "layer_norm_type": "rms", "rms_norm_eps": 1e-5, "include_bias": False,
     "include_qkv_bias": False, "bias_for_layer_norm": False, "max_sequence_length": 256, "vocab_size": 512,
     "embedding_size": 512, "weight_tying": False, "mask_token_id": 500, "eos_token_id": 1, "pad_token_id": 1,
     "torch_dtype": "float32", "use_cache": False, "flash_attention": False, "scale_logits": False,
-    "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM"},
+    "auto_map": {"AutoModelForCausalLM": "modeling_llada.LLaDAModelLM"},
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def make_tiny_llada(folder: str | Path, seed: int = 0, **overrides: Any) -> Path
     fields = {**FIELDS, **overrides}
     generator, folder = torch.Generator().manual_seed(seed), Path(folder)
 
-    def normal(*shape: int, mean: float = 0.0, std: float = 0.15) -> T:
+    def normal(*shape: int, mean: float = 0.0, std: float = 0.25) -> T:
         return torch.empty(shape).normal_(mean, std, generator=generator)
 
     hidden, inner, vocab = fields["d_model"], fields["mlp_hidden_size"], fields["vocab_size"]
@@ -57,7 +57,9 @@ def make_tiny_llada(folder: str | Path, seed: int = 0, **overrides: Any) -> Path
     if not fields["weight_tying"]:
         made["ff_out.weight"] = normal(vocab, hidden, std=0.5)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({f"model.transformer.{k}": v for k, v in made.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {f"model.transformer.{k}": v for k, v in made.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     byte_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
@@ -76,7 +78,11 @@ class Llada:
         }
 
     def _norm(self, x: T, name: str) -> T:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.w[f"{name}.weight"]
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.w[f"{name}.weight"]
+
+    def _linear(self, x: T, name: str) -> T:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
 
     def _rope(self, x: T, at: T) -> T:
         half = x.shape[-1] // 2
@@ -95,7 +101,7 @@ class Llada:
             block = f"blocks.{i}"
             y = self._norm(x, f"{block}.attn_norm")
             q, k, v = (
-                F.linear(y, self.w[f"{block}.{p}.weight"], self.w.get(f"{block}.{p}.bias")).view(n, -1, x.shape[1] // heads)
+                self._linear(y, f"{block}.{p}").view(n, -1, x.shape[1] // heads)
                 for p in ("q_proj", "k_proj", "v_proj")
             )
             q, k = self._rope(q, at), self._rope(k, at)
@@ -107,10 +113,11 @@ class Llada:
                 k, v = caches[i]
             k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
             weights = (torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
-            x = x + F.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), self.w[f"{block}.attn_out.weight"])
+            mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+            x = x + self._linear(mixed, f"{block}.attn_out")
             y = self._norm(x, f"{block}.ff_norm")
-            gate, up = (F.linear(y, self.w[f"{block}.{p}.weight"]) for p in ("ff_proj", "up_proj"))
-            x = x + F.linear(F.silu(gate) * up, self.w[f"{block}.ff_out.weight"])
+            gate, up = (self._linear(y, f"{block}.{p}") for p in ("ff_proj", "up_proj"))
+            x = x + self._linear(F.silu(gate) * up, f"{block}.ff_out")
         head = self.w["wte.weight"] if self.config["weight_tying"] else self.w["ff_out.weight"]
         return F.linear(self._norm(x, "ln_f"), head)
 

@@ -108,11 +108,14 @@ class Unmask(Runner):
         """Start a step without waiting for the device."""
         starts = np.zeros(len(step.query_lens) + 1, np.int64)
         np.cumsum(step.query_lens, out=starts[1:])
-        num_whole = step.num_whole
+        num_whole, plan = step.num_whole, None
+        if num_whole < len(step.query_lens):
+            ends = step.seq_lens[num_whole:].cumsum()
+            plan = self._to_device(step.keys), self._to_device(np.concatenate([[0], ends])).int()
         metadata = AttentionMetadata(
             slot_mapping=self._to_device(step.slots), cu_seqlens_q=self._to_device(starts).int(),
             seq_lens=self._to_device(step.seq_lens).int(), block_table=self._to_device(step.block_table).int(),
-            max_seqlen_q=int(step.query_lens.max()), max_seqlen_k=int(step.seq_lens.max()), padded=False,
+            max_seqlen_q=int(step.query_lens.max()), max_seqlen_k=int(step.seq_lens.max()), padded=False, plan=plan,
             num_whole=num_whole, num_whole_tokens=int(starts[num_whole]),
         )  # fmt: skip
         with forward_context(metadata), direct_calls(self.device):
@@ -126,11 +129,15 @@ class Unmask(Runner):
         self, hidden: torch.Tensor, step: UnmaskInput, part: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw tokens for some of the masks: (token ids, their log-probabilities in float64)."""
-        logits = self.model.compute_logits(hidden.index_select(0, self._to_device(step.targets[part]))).float()
+        logits = self.model.compute_logits(
+            hidden.index_select(0, self._to_device(step.targets[part]))
+        ).float()
         blind = step.blind[part]
         if (guided := np.flatnonzero(blind >= 0)).size:
             rows = self._to_device(guided)
-            without = self.model.compute_logits(hidden.index_select(0, self._to_device(blind[guided]))).float()
+            without = self.model.compute_logits(
+                hidden.index_select(0, self._to_device(blind[guided]))
+            ).float()
             scale = self._to_device(step.guidance[part][guided], np.float32)[:, None]
             logits.index_copy_(0, rows, without + (scale + 1) * (logits.index_select(0, rows) - without))
         total = logits.double().logsumexp(-1)
@@ -164,6 +171,6 @@ def _largest(tokens: int, longest: int) -> UnmaskInput:
     zeros, at = np.zeros(tokens, np.int64), np.arange(tokens)
     floats = zeros.astype(np.float32)
     return UnmaskInput(
-        zeros, at % longest, lens, lens, zeros - 1, np.zeros((len(lens), 1), np.int32), len(lens), at, at, floats,
-        floats + 1, zeros, zeros,
+        zeros, at % longest, lens, lens, zeros - 1, np.zeros((len(lens), 1), np.int32), len(lens), zeros[:0], at, at,
+        floats, floats + 1, zeros, zeros,
     )  # fmt: skip

@@ -16,6 +16,7 @@ class UnmaskInput:
     slots [T]                 int64: where keys and values go in the cache; -1: nowhere
     block_table               [B, max_blocks] int32; 0 behind the blocks of a sequence
     num_whole                 sequences that compute all of their tokens, which come first
+    keys                      int64: where the keys of the other sequences are in the cache, one after the other
     targets [M]               int64: computed tokens at which there are masks
     blind [M]                 int64: the same masks in a sequence whose prompt is masked; -1: no guidance
     guidance, temperature [M]  float32; seeds, offsets [M]: int64, of the noise
@@ -28,6 +29,7 @@ class UnmaskInput:
     slots: np.ndarray
     block_table: np.ndarray
     num_whole: int
+    keys: np.ndarray
     targets: np.ndarray
     blind: np.ndarray
     guidance: np.ndarray

@@ -46,7 +46,6 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang),
-    "Unmask": (Generation,),
     "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
 }

@@ -55,9 +55,7 @@ class UnmaskParams(SamplingParams):
         for name, known in (("remasking", REMASKING), ("block_cache", BLOCK_CACHES)):
             if getattr(self, name) not in known:
                 choices = ", ".join(map(repr, known))
-                raise ValueError(
-                    f"{name} must be one of {choices}, got {reprlib.repr(getattr(self, name))}"
-                )
+                raise ValueError(f"{name} must be one of {choices}, got {reprlib.repr(getattr(self, name))}")
         if self.threshold is not None and self.steps is not None:
             raise ValueError(
                 f"steps cannot be set with threshold, which decides the number of steps: got steps={self.steps}"
@@ -76,9 +74,10 @@ class UnmaskParams(SamplingParams):
             value = getattr(self, field.name)
             default = field.default if field.default is not MISSING else None
             if value != default and not _nothing(value) and not (field.name == "top_k" and value == -1):
+                allowed = "leave it out" if default is None else f"only {default!r}"
                 raise ValueError(
-                    f"{field.name} is not supported for a diffusion language model, only {default!r}:"
-                    f" got {reprlib.repr(value)}"
+                    f"{field.name} is not supported for a diffusion language model, {allowed}: got"
+                    f" {reprlib.repr(value)}"
                 )
 
     def plan(self, max_tokens: int) -> Plan:
@@ -127,7 +126,7 @@ def _number(name: str, value: Any, high: float, open_low: bool = False) -> None:
     if value is None and open_low:
         return
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not (0 < value if open_low else 0 <= value) or not value <= high:
+    if not known or not (value > 0 if open_low else value >= 0) or not value <= high:
         raise ValueError(
             f"{name} must be a number in {'(' if open_low else '['}0, {high:g}], got {reprlib.repr(value)}"
         )

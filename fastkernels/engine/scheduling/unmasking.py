@@ -226,6 +226,7 @@ def make_step(batch: UnmaskBatch, block_size: int) -> UnmaskInput:
     num_whole = len(rows)
     rows += [(canvas, False) for canvas in batch.canvases[batch.num_whole :]]
     ids, positions, slots, lens = [], [], [], []
+    keys = [np.empty(0, np.int64)]
     starts: dict[tuple[int, bool], int] = {}  # of a row's tokens
     at = 0
     widest = max(len(canvas.blocks) for canvas, _ in rows)
@@ -240,7 +241,10 @@ def make_step(batch: UnmaskBatch, block_size: int) -> UnmaskInput:
         ids.append(tokens)
         positions.append(inside)
         if canvas.cached:
-            slots.append(table[row, inside // block_size].astype(np.int64) * block_size + inside % block_size)
+            all_slots = _slots(canvas, block_size)
+            slots.append(all_slots[first:last])
+            if row >= num_whole:
+                keys.append(all_slots)
         else:
             slots.append(np.full(len(inside), -1))
         starts[id(canvas), blind] = at - first
@@ -259,13 +263,21 @@ def make_step(batch: UnmaskBatch, block_size: int) -> UnmaskInput:
     def each(values: Sequence[float], dtype: type) -> np.ndarray:
         return np.repeat(np.array(values, dtype), counts)
 
+    canvases = batch.canvases
     return UnmaskInput(
         np.concatenate(ids), np.concatenate(positions), np.array(lens, np.int32),
         np.array([len(canvas.tokens) for canvas, _ in rows], np.int32), np.concatenate(slots), table, num_whole,
-        np.concatenate(places), np.concatenate(blinds), each([c.params.cfg_scale for c in batch.canvases], np.float32),
-        each([c.params.temperature for c in batch.canvases], np.float32),
-        each([c.request.seed for c in batch.canvases], np.int64), np.concatenate(offsets),
+        np.concatenate(keys), np.concatenate(places), np.concatenate(blinds),
+        each([c.params.cfg_scale for c in canvases], np.float32),
+        each([c.params.temperature for c in canvases], np.float32), each([c.request.seed for c in canvases], np.int64),
+        np.concatenate(offsets),
     )  # fmt: skip
+
+
+def _slots(canvas: Canvas, block_size: int) -> np.ndarray:
+    """Where the keys of all tokens of a request are in the cache."""
+    inside = np.arange(len(canvas.tokens))
+    return np.array(canvas.blocks, np.int64)[inside // block_size] * block_size + inside % block_size
 
 
 def fill(batch: UnmaskBatch, output: UnmaskOutput) -> list[tuple[Request, list[int]]]:

@@ -7,24 +7,43 @@ step may compute any tokens of a sequence: the others keep the keys that an earl
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context, once_per_step
-from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.core.layer_state import KVSpec
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 
 
-class BidirectionalAttention(PagedAttention):
-    """query, key, value: [T, heads * head_size]. Returns [T, heads * head_size]; see PagedAttention.
+class BidirectionalAttention(nn.Module):
+    """query, key, value: [T, heads * head_size]. Returns [T, heads * head_size].
 
-    The first `num_whole` sequences of the step's AttentionMetadata compute all of their tokens and read no cache.
+    The engine binds `kv_cache` as PagedAttention describes it. The first `num_whole` sequences of the step's
+    AttentionMetadata compute all of their tokens, and do not read it. Its `plan` is the result of `_rows` for the
+    others, or None.
     """
 
     ops = ("attention_dense", "store_kvcache")
+    keeps = KVSpec()
+    kv_group = 0
+    window_left = -1
+    kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int) -> None:
         super().__init__()
-        self._build(num_heads, head_size, scale, num_kv_heads, None, 0.0)
+        self.num_heads, self.num_kv_heads, self.head_size, self.scale = (
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale,
+        )
+
+    def new_cache(
+        self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for `kv_cache`."""
+        shape = (blocks, block_size, self.num_kv_heads, self.head_size)
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         m = get_forward_context()
@@ -46,7 +65,7 @@ class BidirectionalAttention(PagedAttention):
             raise RuntimeError("no KV cache is bound, and a sequence does not compute all of its tokens")
         block_size, n = self.kv_cache[0].shape[1], m.num_whole
         lens, table = m.seq_lens[n:], m.block_table[n:]
-        rows, starts_k = once_per_step(_rows, lens, table, block_size, m.max_seqlen_k)
+        rows, starts_k = m.plan or once_per_step(_rows, lens, table, block_size, m.max_seqlen_k)
         k, v = (cache.flatten(0, 1).index_select(0, rows) for cache in self.kv_cache)
         starts_q = m.cu_seqlens_q[n:] - m.num_whole_tokens
         return self._dense(q, k, v, starts_q, starts_k, m)
