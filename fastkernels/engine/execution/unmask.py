@@ -121,28 +121,29 @@ class Unmask(Runner):
         with forward_context(metadata), direct_calls(self.device):
             hidden = self.model(self._to_device(step.input_ids), self._to_device(step.positions))
         size = max(1, LOGITS // self.hf_config.vocab_size)
-        parts = [self._draw(hidden, step, slice(i, i + size)) for i in range(0, len(step.targets), size)]
+        slices = [slice(i, i + size) for i in range(0, len(step.targets), size)]
+        parts = [self.draw(self._logits(hidden, step, part), step, part) for part in slices]
         tokens, logprobs = (torch.cat(each) for each in zip(*parts, strict=True))
         return UnmaskStep(tokens, logprobs)
 
-    def _draw(
-        self, hidden: torch.Tensor, step: UnmaskInput, part: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw tokens for some of the masks: (token ids, their log-probabilities in float64)."""
-        logits = self.model.compute_logits(
-            hidden.index_select(0, self._to_device(step.targets[part]))
-        ).float()
+    def _logits(self, hidden: torch.Tensor, step: UnmaskInput, part: slice) -> torch.Tensor:
+        """The guided logits [m, V] of some of the masks, in float32."""
+        logits = self._head(hidden, step.targets[part])
         blind = step.blind[part]
         if (guided := np.flatnonzero(blind >= 0)).size:
             rows = self._to_device(guided)
-            without = self.model.compute_logits(
-                hidden.index_select(0, self._to_device(blind[guided]))
-            ).float()
+            without = self._head(hidden, blind[guided])
             scale = self._to_device(step.guidance[part][guided], np.float32)[:, None]
             logits.index_copy_(0, rows, without + (scale + 1) * (logits.index_select(0, rows) - without))
+        return logits
+
+    def _head(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        return self.model.compute_logits(hidden.index_select(0, self._to_device(rows))).float()
+
+    def draw(self, logits: torch.Tensor, step: UnmaskInput, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw tokens from the logits of some of the masks: (token ids, their log-probabilities in float64)."""
         total = logits.double().logsumexp(-1)
-        mask = self.hf_config.mask_token_id
-        logits[:, mask] = -torch.inf  # no mask is filled with a mask
+        logits[:, self.hf_config.mask_token_id] = -torch.inf  # no mask is filled with a mask
         temperature = self._to_device(step.temperature[part], np.float32)
         whole, none = torch.ones_like(temperature), torch.zeros_like(temperature)
         seeds, offsets = (self._to_device(a[part]) for a in (step.seeds, step.offsets))
