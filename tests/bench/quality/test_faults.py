@@ -98,7 +98,7 @@ def test_model_without_mlps_loses_its_middle_mixer() -> None:
     assert not changed["backbone.layers.1.mixer.out_proj.weight"].any()
 
 
-def test_faults_of_masks_are_planted_and_a_reordered_model_is_the_same(tmp_path: Path) -> None:
+def test_faults_of_diffusion_models_are_planted(tmp_path: Path) -> None:
     model, ids = make_tiny_llada(tmp_path / "llada"), list(range(5, 37))
     reference = Llada(model).logits(ids)
     for name in (faults.REORDER, *faults.FAULTS):
