@@ -29,6 +29,7 @@ from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
+from fastkernels.engine.scheduling.ngrams import Speculation
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
@@ -90,12 +91,24 @@ class LLMEngine(Engine):
             cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states, media, cross,
+            _least_tokens(self.hf_config), states, media, cross, self._speculation(states is not None),
         )  # fmt: skip
-        overlap = config.async_scheduling
+        overlap = config.async_scheduling if config.speculative_config is None else False
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
         self._begin()
+
+    def _speculation(self, recurrent: bool) -> Speculation | None:
+        """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
+        given = self.config.speculative_config
+        if given is None:
+            return None
+        if recurrent:
+            raise ValueError(
+                f"speculative_config is not supported for {self.config.model}: its layers keep a recurrent state, which"
+                " holds rejected drafts"
+            )
+        return Speculation.read(given)
 
     def _begin(self) -> None:
         """Make the state of requests."""
@@ -274,10 +287,11 @@ class LLMEngine(Engine):
             outputs.fill_prompt_logprobs(request, start, found, self.tokenizer)
         news: dict[int, tuple[RequestGroup, list[News]]] = {}
         for row, request in done.news:
-            item = News(request, request.output_token_ids[-1:])
+            count = done.counts.get(row, 1)
+            item = News(request, request.output_token_ids[-count:])
             if request.params.logprobs is not None and output.logprobs is not None:
                 outputs.add_logprobs(item, output.logprobs, row, self.tokenizer)
-            self._count(request, now)
+            self._count(request, now, count)
             group = self._group_of[id(request)]
             news.setdefault(id(group), (group, []))[1].append(item)
         self._forget([r for _, r in done.news if r.finish_reason is not None])
@@ -292,8 +306,8 @@ class LLMEngine(Engine):
             if group.finished:
                 self.requests.pop(group.request_id, None)
 
-    def _count(self, request: Request, now: float) -> None:
-        self.stats.generation_tokens += 1
+    def _count(self, request: Request, now: float, tokens: int = 1) -> None:
+        self.stats.generation_tokens += tokens
         if request.first_token_time is None or request.last_token_time is None:
             request.first_token_time = now
             self.stats.prompt_tokens += len(request.prompt_token_ids)

@@ -84,8 +84,7 @@ class UnmaskEngine(LLMEngine):
         now = time.monotonic()
         news: dict[int, tuple[RequestGroup, list[News]]] = {}
         for request, tokens in done.news:
-            self._count(request, now)
-            self.stats.generation_tokens += len(tokens) - 1  # _count counts one
+            self._count(request, now, len(tokens))
             group = self._group_of[id(request)]
             news.setdefault(id(group), (group, []))[1].append(News(request, tokens))
         self._forget([request for request, _ in done.news if request.finish_reason is not None])

@@ -240,10 +240,10 @@ class Unmasking(Generation):
 
     PATHS = Generation.PATHS[:2]
 
-    async def completions(self, body: UnmaskCompletionRequest, raw: Request) -> Response:
+    async def completions(self, body: UnmaskCompletionRequest, raw: Request) -> Response:  # type: ignore[override]
         return await super().completions(body, raw)
 
-    async def chat(self, body: UnmaskChatCompletionRequest, raw: Request) -> Response:
+    async def chat(self, body: UnmaskChatCompletionRequest, raw: Request) -> Response:  # type: ignore[override]
         return await super().chat(body, raw)
 
 

@@ -147,6 +147,13 @@ class Metrics:
                 ),
                 ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", scheduler.prefix_hits),
             ]
+        if (drafts := getattr(scheduler, "draft_counts", None)) is not None:
+            counters += [
+                ("vllm:spec_decode_num_drafts", "Sequences with drafts, of all steps", drafts.sequences),
+                ("vllm:spec_decode_num_draft_tokens", "Drafts", drafts.drafts),
+                ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts", drafts.accepted),
+            ]
+            yield self._by_place(drafts.by_place)
         counters += [
             ("vllm:prompt_tokens", "Prompt tokens processed", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
@@ -168,6 +175,17 @@ class Metrics:
         for name, counts in dispatch.counters().items():
             calls.add_metric([name], counts["calls"])
         yield calls
+
+    def _by_place(self, counts: Sequence[int]) -> Any:
+        """Accepted drafts by their place after the last token, as far as there are any."""
+        made = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place",
+            labels=[*self._labels, "position"],
+        )  # fmt: skip
+        for place, count in enumerate(counts):
+            if count:
+                made.add_metric([*self._labels.values(), str(place)], count)
+        return made
 
     def _one(self, family: Any, name: str, text: str, value: float) -> Any:
         made = family(name, text, labels=list(self._labels))
