@@ -15,7 +15,11 @@ from fastkernels.core.communicator import Symmetric
 from fastkernels.core.dispatch import ForOthers, Provider
 from fastkernels.overrides.kit.launch import cdiv
 
-SUMS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that are summed in float32
+SUMS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes that are summed in float32, in the order of KIND
 BOTH = ("cuda", "cpu")
 LEAST = 4096  # bytes of a chunk that a program passes
 TILE = 16384  # bytes that it loads at once
@@ -164,6 +168,128 @@ def _exchange_kernel(
                 value = tl.load(theirs + chunk * each + at, mask=at < end)
                 tl.store(out_ptr + p * n + b * each + at, value, mask=at < end)
     tl.store(counter_ptr + b, count)
+
+
+# -- small messages: each word carries the number of its call, so that data need no flag and no fence
+
+
+@triton.jit
+def unpacked(word, KIND: tl.constexpr):
+    """The one or two numbers of a word in float32: KIND 0 is float32, 1 bfloat16, 2 float16."""
+    if KIND == 0:
+        low = word.to(tl.float32, bitcast=True)
+        high = low
+    elif KIND == 1:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = ((word >> 16) << 16).to(tl.float32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def packed(low, high, KIND: tl.constexpr):
+    """The inverse of `unpacked`, rounded to nearest."""
+    if KIND == 0:
+        word = low.to(tl.int32, bitcast=True)
+    elif KIND == 1:
+        word = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word |= high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        word = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word |= high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return word
+
+
+@triton.jit
+def summed_words(
+    word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The sum of all ranks' words in order of rank, as `unpacked` has them. at: the place of a word in the message.
+
+    Every program of the call must come here once. A half is written again two calls later: then all ranks have ended
+    the call between, for which they needed this rank's words, so that this rank had ended the call before it.
+    """
+    count = tl.load(calls_ptr) + 1
+    half = words_at + (count & 1) * SIZE * WORDS
+    mark = count.to(tl.int64) << 32
+    sent = mark | (word.to(tl.int64) & 0xFFFFFFFF)
+    for p in tl.static_range(SIZE):
+        if p != RANK:
+            theirs = tl.load(table_ptr + p).to(tl.pointer_type(tl.int64)) + half + RANK * WORDS
+            tl.store(theirs + at, sent, mask=inside, cache_modifier=".wt")
+    # All programs have read the count when the last one begins the next call.
+    programs = tl.num_programs(0)
+    if tl.atomic_add(calls_ptr + 1, 1, sem="acq_rel") == programs - 1:
+        tl.store(calls_ptr + 1, 0)
+        tl.store(calls_ptr, count)
+    low = tl.zeros(word.shape, tl.float32)
+    high = tl.zeros(word.shape, tl.float32)
+    for p in tl.static_range(SIZE):
+        if p == RANK:
+            a, b = unpacked(word, KIND)
+        else:
+            mine = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int64)) + half + p * WORDS
+            got = tl.load(mine + at, mask=inside, other=mark, volatile=True)
+            missing = tl.sum(((got >> 32) != count).to(tl.int32))
+            left = polls
+            while (missing > 0) & (left > 0):
+                left -= 1
+                got = tl.load(mine + at, mask=inside, other=mark, volatile=True)
+                missing = tl.sum(((got >> 32) != count).to(tl.int32))
+            if missing > 0:
+                tl.store(failed_ptr, p + 1)
+            a, b = unpacked(got.to(tl.int32), KIND)
+        low += a
+        high += b
+    return low, high
+
+
+@triton.jit(do_not_specialize=["n", "polls"])
+def _words_kernel(
+    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, n, words_at, polls,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    word = tl.load(x_ptr + at, mask=inside, other=0)
+    low, high = summed_words(
+        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls, RANK, SIZE, WORDS, KIND
+    )  # fmt: skip
+    tl.store(out_ptr + at, packed(low, high, KIND), mask=inside)
+
+
+def sum_words(x: torch.Tensor, symmetric: Symmetric) -> torch.Tensor:
+    """The sum of all ranks' x, a small message; flat. All ranks must launch the same."""
+    out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    source, into = x.view(-1).view(torch.int32), out.view(torch.int32)
+    n = source.numel()
+    block = 128 if n > 8192 else 64
+    if n:
+        _words_kernel[(cdiv(n, block),)](
+            source, into, *words_of(symmetric), n, *words_end(symmetric), KIND=SUMS.index(x.dtype), BLOCK=block,
+            num_warps=1, **words_of_rank(symmetric),
+        )  # fmt: skip
+    return out
+
+
+def words_of(symmetric: Symmetric) -> tuple[torch.Tensor, ...]:
+    return symmetric.table, symmetric.calls, symmetric.failed
+
+
+def words_end(symmetric: Symmetric) -> tuple[int, int]:
+    return symmetric.words_at(symmetric.room, symmetric.size) // 8, symmetric.polls
+
+
+def words_of_rank(symmetric: Symmetric) -> dict[str, int]:
+    return {"RANK": symmetric.rank, "SIZE": symmetric.size, "WORDS": symmetric.WORDS}
+
+
+def is_small(x: torch.Tensor) -> bool:
+    """Whether x can be a small message."""
+    return x.nbytes % 4 == 0 and x.nbytes <= 4 * Symmetric.WORDS
 
 
 def plan(n: int, chunks: int, itemsize: int) -> tuple[int, int]:

@@ -90,6 +90,8 @@ def _custom(module: str) -> Any:
                 raise RuntimeError(f"{module} refuses {tuple(x.shape)} {x.dtype}")
             return found
 
+        # A host captures in this context, which lets its kernel read the captured tensors in place.
+        all_reduce.capturing = lambda group=parallel.TP: of(group).capture()  # type: ignore[attr-defined]
         return all_reduce
 
     return make
