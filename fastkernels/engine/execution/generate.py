@@ -151,10 +151,11 @@ class Generate(Runner):
             self.sampler.set_rows(step.new_rows)
             if self.features is not None:
                 self.batch.set_shifts(step.new_rows)
-        drawn_at = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
+        slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
         if step.drafts is not None:
-            drawn_at = _each_draft(step.drafts, *drawn_at)
-        plan = self.sampler.plan(*drawn_at, step.masked)
+            of, inside = _each_draft(step.drafts)
+            slots, offsets = slots[of], offsets[of] + inside
+        plan = self.sampler.plan(slots, offsets, step.masked)
         self.batch.update(step.block_updates)
         if step.sources is not None and self.cross is not None:
             self.cross.update(step.sources)
@@ -166,7 +167,7 @@ class Generate(Runner):
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
         if step.drafts is not None:
-            return self._verify(hidden, step, plan, *drawn_at, self._events[inputs.host_turn])
+            return self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
         if logits is None:
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
@@ -193,8 +194,8 @@ class Generate(Runner):
     ) -> GenerateStep:  # fmt: skip
         """Sample after each draft, and before the first one of each row."""
         assert step.drafts is not None
-        counts = step.drafts.astype(np.int64) + 1
-        (at,) = _each_draft(step.drafts, np.cumsum(step.query_lens) - counts)
+        of, inside = _each_draft(step.drafts)
+        at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
         rows, own_slots, own_offsets = (
             x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
             for x in (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (at, slots, offsets))
@@ -345,12 +346,11 @@ class Generate(Runner):
         self.states = None
 
 
-def _each_draft(drafts: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Repeat values [B] for each token that a row samples; all but slots, the first of two, grow by one each time."""
+def _each_draft(drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, number within its row) of each token that rows with these drafts [B] sample."""
     counts = drafts.astype(np.int64) + 1
-    ends = counts.cumsum()
-    inside = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-    return tuple(np.repeat(x, counts) + (inside if i == len(rows) - 1 else 0) for i, x in enumerate(rows))
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 class GenerateStep:
