@@ -1,4 +1,4 @@
-"""Chunks of 64 tokens with products of matrices: kernels for all chunks at once, and one that carries the states.
+"""Chunks of 64 tokens with products of matrices: a kernel for all chunks at once, and one that carries the states.
 
 Within a chunk that begins with the state S, and with decays d_ij from token j to token i:
 
@@ -278,13 +278,13 @@ def _within_kernel(
 
 
 @triton.jit
-def _states_kernel(
-    v_ptr, k_ptr, b_ptr, w_ptr, u_ptr, x_ptr, kf_ptr, last_ptr, before_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr,
-    H, GROUP, K, V, k_t, k_h, v_t, v_h, s_s, s_h, s_k, s_v,
-    RULE: tl.constexpr, GATE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def _between_kernel(
+    v_ptr, q_ptr, k_ptr, b_ptr, skip_ptr, scores_ptr, pairs_ptr, w_ptr, u_ptr, qf_ptr, kf_ptr, last_ptr,
+    state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, H, GROUP, K, V,
+    q_t, q_h, k_t, k_h, v_t, v_h, s_s, s_h, s_k, s_v,
+    RULE: tl.constexpr, GATE: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # A program has a head of a sequence and some channels of its values. It writes the state before each chunk, and x.
     follow(OVERLAP)
     dtype = v_ptr.dtype.element_ty
     i = tl.program_id(0) // H
@@ -301,18 +301,25 @@ def _states_kernel(
     inside = key[:, None] & value[None, :]
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)  # [K, V]
     chunk = start // 64 + i
+    if HAS_SKIP:
+        skip = tl.load(skip_ptr + h).to(tl.float32)
     for first in range(start, end, 64):
         row = first + r
         real = row < end
         head = row * H + h
         of_keys = real[:, None] & key[None, :]
         of_values = real[:, None] & value[None, :]
-        before = s.to(dtype)
-        before_at = before_ptr + ((chunk * H + h) * K + keys[:, None]) * V + cols[None, :]
-        tl.store(before_at, before, mask=inside)
+        q = tl.load(
+            q_ptr + row[:, None] * q_t + h // GROUP * q_h + keys[None, :], mask=of_keys, other=0.0
+        ).to(dtype)
         k = tl.load(
             k_ptr + row[:, None] * k_t + h // GROUP * k_h + keys[None, :], mask=of_keys, other=0.0
         ).to(dtype)
+        scores = tl.load(scores_ptr + head[:, None] * 64 + r[None, :], mask=real[:, None], other=0.0)
+        q_factor = tl.load(qf_ptr + head, mask=real, other=0.0)
+        k_factor = tl.load(kf_ptr + head, mask=real, other=0.0)
+        before = s.to(dtype)
+        o = tl.dot(q, before, input_precision=PRECISION) * q_factor[:, None]
         if RULE != 1:
             v = tl.load(v_ptr + row[:, None] * v_t + h * v_h + cols[None, :], mask=of_values, other=0.0).to(
                 dtype
@@ -321,7 +328,6 @@ def _states_kernel(
             w = tl.load(w_ptr + head[:, None] * K + keys[None, :], mask=of_keys, other=0.0)
             u = tl.load(u_ptr + head[:, None] * V + cols[None, :], mask=of_values, other=0.0).to(tl.float32)
             x = u + tl.dot(w, before, input_precision=PRECISION)
-            tl.store(x_ptr + head[:, None] * V + cols[None, :], x.to(dtype), mask=of_values)
         else:
             x = v.to(tl.float32)
         if GATE == 1:
@@ -329,66 +335,21 @@ def _states_kernel(
         else:
             s *= tl.load(last_ptr + chunk * H + h)
         if RULE == 2:
+            pairs = tl.load(pairs_ptr + head[:, None] * 64 + r[None, :], mask=real[:, None], other=0.0)
             b = tl.load(b_ptr + head[:, None] * K + keys[None, :], mask=of_keys, other=0.0)
+            o += tl.dot(scores, v, input_precision=PRECISION) + tl.dot(
+                pairs, x.to(dtype), input_precision=PRECISION
+            )
             s += tl.dot(tl.trans(k), v, input_precision=PRECISION)
             s += tl.dot(tl.trans(b), x.to(dtype), input_precision=PRECISION)
         else:
-            k_factor = tl.load(kf_ptr + head, mask=real, other=0.0)
+            o += tl.dot(scores, x.to(dtype), input_precision=PRECISION)
             s += tl.dot(tl.trans(k), (x * k_factor[:, None]).to(dtype), input_precision=PRECISION)
+        if HAS_SKIP:
+            o += v.to(tl.float32) * skip
+        tl.store(out_ptr + head[:, None] * V + cols[None, :], o.to(out_ptr.dtype.element_ty), mask=of_values)
         chunk += 1
     tl.store(state_at, s.to(state_ptr.dtype.element_ty), mask=inside & (slot > 0))
-
-
-@triton.jit(do_not_specialize=["B", "STEPS"])
-def _outputs_kernel(
-    v_ptr, q_ptr, x_ptr, skip_ptr, scores_ptr, pairs_ptr, qf_ptr, before_ptr, cu_ptr, out_ptr, B, STEPS, H, GROUP, K, V,
-    q_t, q_h, v_t, v_h,
-    RULE: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    # The outputs of a chunk, from the state before it and from its own tokens.
-    follow(OVERLAP)
-    dtype = v_ptr.dtype.element_ty
-    chunk = tl.program_id(0)
-    h = tl.program_id(1)
-    i = sequence_of(cu_ptr, chunk, B, STEPS, 64)
-    start = tl.load(cu_ptr + i)
-    first = start + (chunk - start // 64 - i) * 64
-    end = tl.load(cu_ptr + i + 1)
-    if first >= end:
-        return
-    r = tl.arange(0, 64)
-    keys = tl.arange(0, BLOCK_K)
-    cols = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    key, value = keys < K, cols < V
-    row = first.to(tl.int64) + r
-    real = row < end
-    head = row * H + h
-    of_values = real[:, None] & value[None, :]
-    q = tl.load(
-        q_ptr + row[:, None] * q_t + h // GROUP * q_h + keys[None, :], mask=real[:, None] & key[None, :], other=0.0
-    ).to(dtype)  # fmt: skip
-    before = tl.load(
-        before_ptr + ((chunk.to(tl.int64) * H + h) * K + keys[:, None]) * V + cols[None, :],
-        mask=key[:, None] & value[None, :], other=0.0,
-    )  # fmt: skip
-    scores = tl.load(scores_ptr + head[:, None] * 64 + r[None, :], mask=real[:, None], other=0.0)
-    o = tl.dot(q, before, input_precision=PRECISION)
-    o *= tl.load(qf_ptr + head, mask=real, other=0.0)[:, None]
-    if RULE != 1:
-        v = tl.load(v_ptr + row[:, None] * v_t + h * v_h + cols[None, :], mask=of_values, other=0.0).to(dtype)
-    if RULE == 1 or RULE == 2:
-        x = tl.load(x_ptr + head[:, None] * V + cols[None, :], mask=of_values, other=0.0)
-    if RULE == 1:
-        o += tl.dot(scores, x, input_precision=PRECISION)
-    else:
-        o += tl.dot(scores, v, input_precision=PRECISION)
-    if RULE == 2:
-        pairs = tl.load(pairs_ptr + head[:, None] * 64 + r[None, :], mask=real[:, None], other=0.0)
-        o += tl.dot(pairs, x, input_precision=PRECISION)
-    if HAS_SKIP:
-        o += v.to(tl.float32) * tl.load(skip_ptr + h).to(tl.float32)
-    tl.store(out_ptr + head[:, None] * V + cols[None, :], o.to(out_ptr.dtype.element_ty), mask=of_values)
 
 
 def run(p: Problem, out: torch.Tensor) -> None:
@@ -435,22 +396,15 @@ def run(p: Problem, out: torch.Tensor) -> None:
         q, k = p.q, p.k
     else:
         group = 1
-    block_k, wide = (max(16, next_power_of_2(n)) for n in (keys, values))
-    before = scratch(chunks, heads, keys, values)
-    block_v = min(wide, 64 if batch * heads * cdiv(values, 64) >= multiprocessors(device) else 32)
+    block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
+    block_v = min(block_v, 64 if batch * heads * cdiv(values, 64) >= multiprocessors(device) else 32)
     launch_kernel(
-        _states_kernel, (batch * heads, cdiv(values, block_v)),
-        p.v, k, b, w, u, u, k_factor, last, before, p.state, p.cu_seqlens, p.slots, p.fresh, heads, group, keys, values,
-        *strides(k, 2), *strides(p.v, 2), *p.state.stride(),
-        BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2, num_warps=8 if block_k * block_v >= 8192 else 4, **shared,
-    )  # fmt: skip
-    block_v = min(wide, 64)
-    launch_kernel(
-        _outputs_kernel, (chunks, heads, cdiv(values, block_v)),
-        p.v, q, u, p.skip, scores, pairs, q_factor, before, p.cu_seqlens, out, batch, steps, heads, group, keys, values,
-        *strides(q, 2), *strides(p.v, 2),
-        RULE=p.rule, HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, PRECISION=shared["PRECISION"],
-        num_stages=1, num_warps=4,
+        _between_kernel, (batch * heads, cdiv(values, block_v)),
+        p.v, q, k, b, p.skip, scores, pairs, w, u, q_factor, k_factor, last,
+        p.state, p.cu_seqlens, p.slots, p.fresh, out, heads, group, keys, values,
+        *strides(q, 2), *strides(k, 2), *strides(p.v, 2), *p.state.stride(),
+        HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
+        num_warps=8 if block_k * block_v >= 8192 else 4, **shared,
     )  # fmt: skip
 
 
