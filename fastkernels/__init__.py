@@ -23,6 +23,7 @@ _LAZY = {
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.sampling.sampling_params",
     "StructuredOutputsParams": ".engine.structured.params",
+    "UnmaskParams": ".engine.sampling.unmask_params",
 }
 __all__ = ["__version__", *_LAZY]
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.scheduling.denoising import ImageParams
+    from fastkernels.engine.sampling.unmask_params import UnmaskParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

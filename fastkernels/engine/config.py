@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, fields
 
+from fastkernels.engine.scheduling.ngrams import Speculation
+
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
@@ -44,6 +46,8 @@ class EngineConfig:
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
     enforce_eager           no CUDA graphs
     limit_mm_per_prompt     media of each kind in a prompt, such as {"image": 4}; more are refused (default: 999)
+    speculative_config      drafts of several tokens a step by prompt lookup, with vLLM's names, such as
+                            {"method": "ngram", "num_speculative_tokens": 4} (default: none); see ngrams.Speculation
     skip_tokenizer_init     no tokenizer: token ids in, token ids out
     json_any_whitespace     JSON of structured outputs may have any whitespace between values; False: it is in one line
 
@@ -77,6 +81,7 @@ class EngineConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     limit_mm_per_prompt: dict | None = None
+    speculative_config: dict | None = None
     skip_tokenizer_init: bool = False
     json_any_whitespace: bool = False
 
@@ -106,6 +111,13 @@ class EngineConfig:
                 raise ValueError(
                     f"limit_mm_per_prompt {self.limit_mm_per_prompt!r} must have numbers of media from 0 on for"
                     f" {', '.join(MEDIA)}"
+                )
+        if self.speculative_config is not None:
+            Speculation.read(self.speculative_config)
+            if self.async_scheduling:
+                raise ValueError(
+                    "async_scheduling True is not possible with speculative_config: a step begins with the tokens that"
+                    " the step before it accepts"
                 )
         if self.num_snapshots is not None and self.num_snapshots < 0:
             raise ValueError(f"num_snapshots {self.num_snapshots} is less than 0")

@@ -66,16 +66,17 @@ class LLM:
 
         prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these; for a model
                          that reads images, with 'multi_modal_data': {'image': a PIL image, or a list of them}
-        sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
+        sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most, or
+                         UnmaskParams() for a diffusion language model)
         use_tqdm         whether to show progress on standard error, or a callable that makes the progress bar, such
                          as functools.partial(tqdm, leave=False)
 
         Raises ValueError for an unsupported request before anything runs. A step that fails ends all requests, and so
         does Ctrl-C.
         """
-        self._check_kind("generate", "Generate")
+        self._check_kind("generate", "Generate", "Unmask")
         listed = _as_list(prompts, media=True)
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params = sampling_params if sampling_params is not None else self.llm_engine.params()
         each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
         for one in each:
             if not isinstance(one, SamplingParams):
@@ -247,9 +248,9 @@ class LLM:
             outputs.append(first)
         return outputs
 
-    def _check_kind(self, method: str, kind: str) -> None:
+    def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine
-        if engine.kind != kind:
+        if engine.kind not in kinds:
             raise ValueError(f"{method}: {engine.config.model} is for {RUNNERS[engine.kind].use}")
 
     def _run(self, prompts: Sequence[Any], params: Sequence[Any], use_tqdm: Progress) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fastkernels.engine import tokenizer
 from fastkernels.engine.audio import AudioReader, SourcePrompt
@@ -26,9 +26,11 @@ from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
+from fastkernels.engine.scheduling.ngrams import Speculation
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
@@ -50,12 +52,13 @@ class LLMEngine(Engine):
     """See Engine."""
 
     kind = "Generate"
+    params: ClassVar[type[SamplingParams]] = SamplingParams
     scheduler: Scheduler
     requests: dict[str, RequestGroup]
 
     def _start(self) -> None:
         config, limits = self.config, self.executor.limits
-        self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         self.grammars = Grammars(
             self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids, config.json_any_whitespace
         )
@@ -91,13 +94,29 @@ class LLMEngine(Engine):
             cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states, media, cross,
+            _least_tokens(self.hf_config), states, media, cross, self._speculation(states is not None),
         )  # fmt: skip
-        overlap = config.async_scheduling
+        overlap = config.async_scheduling if config.speculative_config is None else False
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
+        self._begin()
+
+    def _speculation(self, recurrent: bool) -> Speculation | None:
+        """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
+        given = self.config.speculative_config
+        if given is None:
+            return None
+        if recurrent:
+            raise ValueError(
+                f"speculative_config is not supported for {self.config.model}: its layers keep a recurrent state, which"
+                " holds rejected drafts"
+            )
+        return Speculation.read(given)
+
+    def _begin(self) -> None:
+        """Make the state of requests."""
         self._group_of: dict[int, RequestGroup] = {}  # by id of the sequence
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(self.config.seed)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_cache()
@@ -117,6 +136,7 @@ class LLMEngine(Engine):
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
+        self._check_params(params)
         limit = self.prompt_limit(params.truncate_prompt_tokens)
         made: MediaPrompt | SourcePrompt | None = None
         if isinstance(prompt, (MediaPrompt, SourcePrompt)):
@@ -143,7 +163,7 @@ class LLMEngine(Engine):
             )
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which skip_tokenizer_init left out")
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_tokens = self._max_tokens(params, room)
         self.scheduler.check_size(len(ids), max_tokens)
         ends = {i for i in params.stop_token_ids or () if 0 <= i < vocab}
         # A grammar allows EOS only where the output is complete.
@@ -168,6 +188,17 @@ class LLMEngine(Engine):
         if params.prompt_logprobs is not None:
             group.sequences[0].prompt_logprobs = [None] * len(ids)  # steps fill in all but the first
         return group
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters of another kind of model."""
+        if isinstance(params, UnmaskParams):
+            raise ValueError(
+                f"UnmaskParams are for diffusion language models: {self.config.model} takes SamplingParams"
+            )
+
+    def _max_tokens(self, params: SamplingParams, room: int) -> int:
+        """The most tokens of an output, of which the context has room for `room`."""
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def read_media(
         self, prompt: str | Sequence[int], data: Mapping[str, Any], limit: int | None = None
@@ -269,10 +300,11 @@ class LLMEngine(Engine):
             outputs.fill_prompt_logprobs(request, start, found, self.tokenizer)
         news: dict[int, tuple[RequestGroup, list[News]]] = {}
         for row, request in done.news:
-            item = News(request, request.output_token_ids[-1:])
+            count = done.counts.get(row, 1)
+            item = News(request, request.output_token_ids[-count:])
             if request.params.logprobs is not None and output.logprobs is not None:
                 outputs.add_logprobs(item, output.logprobs, row, self.tokenizer)
-            self._count(request, now)
+            self._count(request, now, count)
             group = self._group_of[id(request)]
             news.setdefault(id(group), (group, []))[1].append(item)
         self._forget([r for _, r in done.news if r.finish_reason is not None])
@@ -287,8 +319,8 @@ class LLMEngine(Engine):
             if group.finished:
                 self.requests.pop(group.request_id, None)
 
-    def _count(self, request: Request, now: float) -> None:
-        self.stats.generation_tokens += 1
+    def _count(self, request: Request, now: float, tokens: int = 1) -> None:
+        self.stats.generation_tokens += tokens
         if request.first_token_time is None or request.last_token_time is None:
             request.first_token_time = now
             self.stats.prompt_tokens += len(request.prompt_token_ids)
@@ -356,7 +388,7 @@ def _wrap(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
+def eos_token_ids(folder: Path, hf_config: Any, tokenizer: Any) -> list[int]:
     """EOS tokens of generation_config.json (instruct models have several) or config.json, and of the tokenizer."""
     try:
         found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")

@@ -27,6 +27,11 @@ RUNNERS = {
         "fastkernels.engine.llm_engine:LLMEngine",
         "LLM.generate, /v1/completions and /v1/chat/completions",
     ),
+    "Unmask": RunnerKind(
+        "fastkernels.engine.execution.unmask:Unmask",
+        "fastkernels.engine.unmask_engine:UnmaskEngine",
+        "LLM.generate, /v1/completions and /v1/chat/completions",
+    ),
     "Encode": RunnerKind(
         "fastkernels.engine.execution.encode:Encode",
         "fastkernels.engine.encode_engine:EncodeEngine",

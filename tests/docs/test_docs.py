@@ -215,8 +215,8 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     assert routes - own == set(re.findall(r"`(?:GET|POST) (/[^`]*)`", text))
     assert set(re.findall(r"`(--[\w-]+)`", text)) <= flags("serve")
     fields = {
-        **protocol.CompletionRequest.model_fields,
-        **protocol.ChatCompletionRequest.model_fields,
+        **protocol.UnmaskCompletionRequest.model_fields,
+        **protocol.UnmaskChatCompletionRequest.model_fields,
         **protocol.EmbeddingRequest.model_fields,
         **SglangRequest.model_fields,
         **SglangSampling.model_fields,

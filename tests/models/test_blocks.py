@@ -31,6 +31,7 @@ FEW = (
     "bert",
     "dinov3",
     "mpt",
+    "llada",
 )
 # Blocks that are declined: {model: part of the reason}
 DECLINED = {

@@ -49,6 +49,8 @@ def verified(model: Model, architecture: str) -> Verified:
         return Verified(
             f"tests/models/test_models.py::test_logits_equal_transformers[{arch.model_type}]", LOGITS
         )
+    if arch.runner == "Unmask":
+        return Verified("tests/engine/test_unmask.py::test_llada_logits_equal_its_equations", LOGITS)
     if model.name == "colbert":
         return Verified("tests/engine/test_retrieval.py::test_colbert_scores_equal_its_own_formula", SCORES)
     if arch.inputs == "tokens" and architecture.endswith("Classification"):

@@ -47,7 +47,7 @@ def family_of(model: str, host: str) -> str:
     if host in ("timm", "diffusers"):
         return "vision" if host == "timm" else "image"
     architectures = config_of(Path(model)).get("architectures") or [""]
-    if str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel")):
+    if str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel", "ModelLM")):
         return "text"
     if host in FAMILIES["embedding"].hosts:
         return "embedding"

@@ -33,7 +33,7 @@ _ATTENTION = re.compile(
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear)\.weight$|experts\.(down_proj|w2_weight)$"
+    r"|down_projs?|linear_2|output_linear|ff_out)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
@@ -41,7 +41,7 @@ _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re
 _INNER = (
     ("down_proj", ("gate_proj", "up_proj")), ("fc2", ("fc1",)), ("w2", ("w1", "w3")), ("c_proj", ("c_fc",)),
     ("dense_4h_to_h", ("dense_h_to_4h",)), ("output.dense", ("intermediate.dense",)),
-    ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)),
+    ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)), ("ff_out", ("ff_proj", "up_proj")),
 )  # fmt: skip
 _LAYER = re.compile(r"\.(\d+)\.")
 

@@ -154,6 +154,13 @@ class EngineOptions:
         str | None,
         typer.Option(help="JSON of the media of a prompt, such as '{\"image\": 4}' (default: 999)"),
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON of speculative decoding by prompt lookup, such as"
+            ' \'{"method": "ngram", "num_speculative_tokens": 4}\' (default: none)'
+        ),
+    ] = None
     max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs
     json_any_whitespace: Annotated[
         bool,
@@ -211,11 +218,13 @@ def serve(
 def engine_fields(model: str, options: EngineOptions) -> dict[str, Any]:
     """The fields of an EngineConfig. Raises ValueError."""
     fields = {"model": model, **asdict(options)}
-    if (given := options.limit_mm_per_prompt) is not None:
-        try:
-            fields["limit_mm_per_prompt"] = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"--limit-mm-per-prompt must be a JSON object, got {given!r}") from error
+    for name in ("limit_mm_per_prompt", "speculative_config"):
+        if (given := getattr(options, name)) is not None:
+            try:
+                fields[name] = json.loads(given)
+            except ValueError as error:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be a JSON object, got {given!r}") from error
     return fields
 
 

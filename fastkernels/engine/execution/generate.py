@@ -30,7 +30,7 @@ from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutp
 from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
-from fastkernels.engine.sampling.sampler_state import LogprobsTensors
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device
 from fastkernels.models.common import build
 from fastkernels.overrides.sampling.sampling import sampling
@@ -151,7 +151,11 @@ class Generate(Runner):
             self.sampler.set_rows(step.new_rows)
             if self.features is not None:
                 self.batch.set_shifts(step.new_rows)
-        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0), step.masked)
+        slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
+        if step.drafts is not None:
+            of, inside = _each_draft(step.drafts)
+            slots, offsets = slots[of], offsets[of] + inside
+        plan = self.sampler.plan(slots, offsets, step.masked)
         self.batch.update(step.block_updates)
         if step.sources is not None and self.cross is not None:
             self.cross.update(step.sources)
@@ -162,6 +166,8 @@ class Generate(Runner):
             self.states.copy(step.state_saves)
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
+        if step.drafts is not None:
+            return self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
         if logits is None:
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
@@ -181,6 +187,23 @@ class Generate(Runner):
             )
 
         return MaskedStep(sample) if step.masked else sample(None)
+
+    def _verify(
+        self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,
+        event: torch.cuda.Event | None,
+    ) -> GenerateStep:  # fmt: skip
+        """Sample after each draft, and before the first one of each row."""
+        assert step.drafts is not None
+        of, inside = _each_draft(step.drafts)
+        at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
+        rows, own_slots, own_offsets = (
+            x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
+            for x in (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (at, slots, offsets))
+        )
+        logits = self.model.compute_logits(hidden.index_select(0, rows))
+        tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan)
+        prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
+        return GenerateStep(_to_host(tokens), logprobs, prompt, event)
 
     def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
         """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples."""
@@ -321,6 +344,13 @@ class Generate(Runner):
         for layer in self.state_layers:
             layer.states = None
         self.states = None
+
+
+def _each_draft(drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, number within its row) of each token that rows with these drafts [B] sample."""
+    counts = drafts.astype(np.int64) + 1
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 class GenerateStep:

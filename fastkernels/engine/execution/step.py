@@ -101,6 +101,8 @@ class StepInput:
     masked         the step samples only when its Pending gets the TokenMasks
     media          None: no request of the step reads media
     sources        None: no request with a source enters a slot
+    drafts         [B] int32: the last tokens of each row that are drafts; a row samples after each of them, and before
+                   the first. None: no row has any
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -118,6 +120,7 @@ class StepInput:
     state_saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
     media: StepMedia | None = None
     sources: StepSources | None = None
+    drafts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class TokenLogprobs:
 @dataclass(frozen=True)
 class StepOutput:
     """token_ids [B] int64, invalid where the prompt is not complete; logprobs if a row requested them; prompt_logprobs
-    by row.
+    by row. A row with drafts has one token more for each, row after row.
     """
 
     token_ids: np.ndarray

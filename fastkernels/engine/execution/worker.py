@@ -79,7 +79,15 @@ def pack(step: Any) -> bytes:
     if not isinstance(step, StepInput):
         return pickle.dumps((step,), protocol=5)
     arrays = [(a.dtype.char, a.tobytes()) for a in (getattr(step, name) for name in ARRAYS)]
-    more = step.num_decodes, step.new_rows, step.prompt_targets, step.masked, step.media, step.sources
+    more = (
+        step.num_decodes,
+        step.new_rows,
+        step.prompt_targets,
+        step.masked,
+        step.media,
+        step.sources,
+        step.drafts,
+    )
     return pickle.dumps((arrays, *more), protocol=5)
 
 
@@ -87,13 +95,14 @@ def unpack(data: tuple[Any, ...]) -> Any:
     """The step or masks that `pack` serialized, from their unpickled form."""
     if len(data) == 1:
         return data[0]
-    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources = data
+    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts = data
     slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
         masked, loads.reshape(-1, 2), saves.reshape(-1, 2), media, sources,
+        drafts,
     )  # fmt: skip
 
 

@@ -18,7 +18,13 @@ from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.parsing.choice import plan_tools
 from fastkernels.engine.http.parsing.message import MessageParser
-from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from fastkernels.engine.http.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    UnmaskChatCompletionRequest,
+    UnmaskCompletionRequest,
+)
 from fastkernels.engine.http.responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from fastkernels.engine.http.streaming import EventStream, unless_gone
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -227,6 +233,18 @@ class Generation:
         """The client's id from the body or the x-request-id header, or a new one."""
         given = body.request_id or raw.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
+
+
+class Unmasking(Generation):
+    """Routes of diffusion language models: completions and chat completions with fields of their own."""
+
+    PATHS = Generation.PATHS[:2]
+
+    async def completions(self, body: UnmaskCompletionRequest, raw: Request) -> Response:  # type: ignore[override]
+        return await super().completions(body, raw)
+
+    async def chat(self, body: UnmaskChatCompletionRequest, raw: Request) -> Response:  # type: ignore[override]
+        return await super().chat(body, raw)
 
 
 def _is_structured(body: GenerationRequest) -> bool:

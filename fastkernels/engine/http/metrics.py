@@ -143,7 +143,7 @@ class Metrics:
             startup.add_metric([*self._labels.values(), phase], seconds)
         yield startup
         counters: list[tuple[str, str, float]] = []
-        if self.engine.kind == "Generate":
+        if self.engine.kind != "Encode":
             cache = {
                 "block_size": self.engine.config.block_size,
                 "num_gpu_blocks": 0 if blocks is None else blocks.num_blocks,
@@ -176,6 +176,13 @@ class Metrics:
                 ("fastkernels:denoise_steps", "Denoising steps of single images", self._denoise_steps),
                 ("fastkernels:images", "Images generated", self._images),
             ]
+        if (drafts := getattr(scheduler, "draft_counts", None)) is not None:
+            counters += [
+                ("vllm:spec_decode_num_drafts", "Sequences with drafts, of all steps", drafts.sequences),
+                ("vllm:spec_decode_num_draft_tokens", "Drafts", drafts.drafts),
+                ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts", drafts.accepted),
+            ]
+            yield self._by_place(drafts.by_place)
         counters += [
             ("vllm:prompt_tokens", "Prompt tokens processed", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
@@ -210,6 +217,17 @@ class Metrics:
         for name, counts in dispatch.counters().items():
             calls.add_metric([name], counts["calls"])
         yield calls
+
+    def _by_place(self, counts: Sequence[int]) -> Any:
+        """Accepted drafts by their place after the last token, as far as there are any."""
+        made = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place",
+            labels=[*self._labels, "position"],
+        )  # fmt: skip
+        for place, count in enumerate(counts):
+            if count:
+                made.add_metric([*self._labels.values(), str(place)], count)
+        return made
 
     def _one(self, family: Any, name: str, text: str, value: float) -> Any:
         made = family(name, text, labels=list(self._labels))

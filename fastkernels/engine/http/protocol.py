@@ -5,7 +5,7 @@ Validation is strict: a string or boolean instead of a number is an error, and s
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from fastkernels.engine.http import unserved
 from fastkernels.engine.http.messages import IMAGE_FORM, Message, check_content
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, RequestOutputKind, SamplingParams
+from fastkernels.engine.sampling.unmask_params import MAX_GUIDANCE, OWN, UnmaskParams
 from fastkernels.engine.structured.bodies import (
     ResponseFormat,
     StructuredOutputs,
@@ -202,6 +203,9 @@ class StreamOptions(Strict):
 class GenerationRequest(Body):
     """Common fields of completions and chat completions."""
 
+    PARAMS: ClassVar[type[SamplingParams]] = SamplingParams
+    OF_PARAMS: ClassVar[tuple[str, ...]] = ()  # fields of PARAMS beyond those of SamplingParams
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_N)
@@ -267,12 +271,12 @@ class GenerationRequest(Body):
             name: getattr(self, name)
             for name in (
                 "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-                "n", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+                "n", "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", *self.OF_PARAMS,
             )
             if getattr(self, name) is not None
         }  # fmt: skip
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
-        return SamplingParams(
+        return self.PARAMS(
             **given,
             seed=self.seed,
             stop=self.stop,
@@ -426,6 +430,28 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+
+class UnmaskRequest(GenerationRequest):
+    """The fields of UnmaskParams, for diffusion language models."""
+
+    PARAMS: ClassVar[type[SamplingParams]] = UnmaskParams
+    OF_PARAMS: ClassVar[tuple[str, ...]] = OWN
+
+    block_length: int | None = Field(None, ge=1, le=INT64, description="Must divide max_tokens.")
+    steps: int | None = Field(None, ge=1, le=INT64, description="Must be a multiple of the number of blocks.")
+    threshold: float | None = Field(None, gt=0, le=1)
+    remasking: Literal["low_confidence", "random"] | None = None
+    cfg_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
+    block_cache: Literal["none", "prefix", "dual"] | None = None
+
+
+class UnmaskCompletionRequest(UnmaskRequest, CompletionRequest):
+    pass
+
+
+class UnmaskChatCompletionRequest(UnmaskRequest, ChatCompletionRequest):
+    pass
 
 
 def _either_in_schema(schema: dict[str, Any]) -> None:
@@ -609,6 +635,8 @@ class DetokenizeRequest(Body):
 
 FIELDS: frozenset[str] = frozenset(
     (
-        CompletionRequest.model_fields | ChatCompletionRequest.model_fields | TokenizeRequest.model_fields
+        UnmaskCompletionRequest.model_fields
+        | UnmaskChatCompletionRequest.model_fields
+        | TokenizeRequest.model_fields
     ).keys()
 )

@@ -30,7 +30,7 @@ from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.gate import Gate
-from fastkernels.engine.http.generation import Generation
+from fastkernels.engine.http.generation import Generation, Unmasking
 from fastkernels.engine.http.media import MediaPrompts
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
@@ -49,6 +49,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
+    "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
     "Denoise": (Pictures,),
@@ -187,19 +188,18 @@ class Server:
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
-        served = self.llm.engine.kind
-        for kind, classes in ROUTES.items():
-            for routes in classes:
-                own = routes(self.context) if kind == served else None
-                for method, paths in (("POST", routes.PATHS), ("GET", getattr(routes, "GET_PATHS", ()))):
-                    for path, name, extra in paths:
-                        if own is not None:
-                            handler = getattr(own, name)
-                            app.add_api_route(path, handler, methods=[method], response_model=None, **extra)
-                        else:
-                            app.add_api_route(
-                                path, self._not_served, methods=[method], include_in_schema=False
-                            )
+        own, known = ROUTES[self.llm.engine.kind], set()
+        others = (routes for classes in ROUTES.values() for routes in classes if routes not in own)
+        for routes in (*own, *others):
+            served = routes(self.context) if routes in own else None
+            for method, paths in (("POST", routes.PATHS), ("GET", getattr(routes, "GET_PATHS", ()))):
+                for path, name, extra in paths:
+                    if served is not None:
+                        handler = getattr(served, name)
+                        app.add_api_route(path, handler, methods=[method], response_model=None, **extra)
+                    elif (method, path) not in known:
+                        app.add_api_route(path, self._not_served, methods=[method], include_in_schema=False)
+                    known.add((method, path))
         return app
 
     async def health(self) -> Response:

@@ -32,6 +32,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_assistant_tokens_mask": (False,),
     "padding": ("do_not_pad",), "embed_dtype": ("float32",), "endianness": ("native", "little"),
     "instruction": (), "chat_template_kwargs": ({},),
+    # Of diffusion language models, which serve them
+    "block_length": (), "steps": (), "threshold": (), "remasking": (), "cfg_scale": (0, 0.0), "block_cache": ("none",),
     # SGLang
     "rid": ANYTHING, "extra_key": (), "lora_path": (),
     "stop_regex": ([], ""), "no_stop_trim": (False,), "session_params": ({},), "custom_params": ({},),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,11 +20,14 @@ from fastkernels.engine.structured.constraint import advance
 class StepResult:
     """A finished step. `news`: (row, request) of the requests with a new token. The others of the batch computed a part
     of their prompt, or ended before the step did.
+
+    counts  {row: number of its new tokens} of rows with drafts. Rows count the step's sampled tokens
     """
 
     batch: Batch
     output: StepOutput
     news: list[tuple[int, Request]]
+    counts: dict[int, int] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -75,6 +78,8 @@ class EngineCore:
         return self._collect(batch, pending.result())
 
     def _collect(self, batch: Batch, output: StepOutput) -> StepResult:
+        if batch.drafts:
+            return self._collect_drafts(batch, output)
         news, ended, constrained = [], [], []
         tokens = output.token_ids.tolist()
         for row, request in enumerate(batch.requests):
@@ -92,6 +97,32 @@ class EngineCore:
         if ended:
             self.scheduler.remove(ended)
         return StepResult(batch, output, news)
+
+    def _collect_drafts(self, batch: Batch, output: StepOutput) -> StepResult:
+        """The same for a step with drafts: tokens up to the first that differs from the draft in its place."""
+        news, ended, counts, at = [], [], dict[int, int](), 0
+        tokens = output.token_ids.tolist()
+        for request, offset, drafts in zip(batch.requests, batch.offsets, batch.drafts, strict=True):
+            sampled = tokens[at : at + len(drafts) + 1]
+            at += len(sampled)
+            if offset < 0 or request.status is Status.FINISHED:
+                continue
+            request.num_inflight -= 1
+            count = 0
+            for token, draft in zip(sampled, [*drafts, None], strict=True):
+                append_token(request, token)
+                count += 1
+                if request.finish_reason is not None or token != draft:
+                    break
+            if drafts:
+                self.scheduler.accept(request, len(drafts), count - 1)
+            news.append((at - len(sampled), request))
+            counts[at - len(sampled)] = count
+            if request.finish_reason is not None:
+                ended.append(request)
+        if ended:
+            self.scheduler.remove(ended)
+        return StepResult(batch, output, news, counts)
 
 
 def _masks(batch: Batch) -> TokenMasks:

@@ -112,14 +112,17 @@ def read_logprobs(
 
 
 def add_logprobs(news: News, found: TokenLogprobs, row: int, tokenizer: Any) -> None:
-    """Add the new token's log-probabilities to the sequence."""
+    """Add the new tokens' log-probabilities to the sequence. row: of the first one in `found`."""
     request = news.sequence
-    before = request.output_token_ids[-MOST_PARTS:-1]
-    entry = read_logprobs(found, row, request.params.logprobs or 0, tokenizer, before)
-    news.logprobs = [entry]
+    news.logprobs = []
     request.logprobs = request.logprobs or []
-    request.logprobs.append(entry)
-    request.cumulative_logprob += entry[news.token_ids[0]].logprob
+    first = len(request.output_token_ids) - len(news.token_ids)
+    for i, token in enumerate(news.token_ids):
+        before = request.output_token_ids[max(first + i - MOST_PARTS + 1, 0) : first + i]
+        entry = read_logprobs(found, row + i, request.params.logprobs or 0, tokenizer, before)
+        news.logprobs.append(entry)
+        request.logprobs.append(entry)
+        request.cumulative_logprob += entry[token].logprob
 
 
 def _decoded(tokenizer: Any, token: int, before: Sequence[int]) -> str | None:

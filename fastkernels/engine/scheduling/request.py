@@ -17,7 +17,8 @@ from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from fastkernels.engine.scheduling.detokenizer import Detokenizer
-    from fastkernels.engine.structured.constraint import Constraint
+    from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.structured.constraint import Constraint
 
 
 class Status(Enum):
@@ -73,6 +74,7 @@ class Request:
     media                of its prompt, in order
     positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
     source               what its encoder reads; cross_blocks: the blocks of that
+    lookup               of drafts; drafts: of the step being scheduled
     num_released         media of which all tokens are computed; num_held: media that it holds, after those
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
@@ -111,6 +113,8 @@ class Request:
     snapshot: int = 0
     unnamed: list[tuple[int, int]] = field(default_factory=list)
     decode_snapshot: bytes | None = None
+    lookup: Lookup | None = None
+    drafts: list[int] = field(default_factory=list)
     num_released: int = 0
     num_held: int = 0
     num_sent_chars: int = 0

@@ -32,6 +32,7 @@ from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_bloc
 from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
+from fastkernels.engine.scheduling.ngrams import DraftCounts, Lookup, Speculation
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
@@ -55,6 +56,7 @@ class Batch:
     media    whether a request reads media, or has tokens before one
     encodes, dropped  media to encode, and digests of those that are not needed any more
     sources  (admitted request with a source, whether the step computes its blocks)
+    drafts   of each request, which follow its known tokens; empty if no request has any
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -69,6 +71,7 @@ class Batch:
     encodes: list[MediaItem] = field(default_factory=list)
     dropped: list[bytes] = field(default_factory=list)
     sources: list[tuple[Request, bool]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
 
     @property
     def masked(self) -> bool:
@@ -96,6 +99,7 @@ class Scheduler:
     states: the snapshots of layers that keep a state; None: there are none
     media: what the ranks keep of media; None: the model reads none
     cross: the blocks of sources; None: the model has no cross attention
+    speculation: of drafts, which need the tokens of the step before; None: there are none
 
     `blocks` is the first group, or without one the snapshots: what names a prefix.
     """
@@ -112,8 +116,11 @@ class Scheduler:
         states: Snapshots | None = None,
         media: MediaCache | None = None,
         cross: CrossBlocks | None = None,
+        speculation: Speculation | None = None,
     ):
         self.cross = cross
+        self.speculation, self.draft_counts = speculation, DraftCounts()
+        self._num_drafts = 0  # of the step being scheduled
         self.least_tokens = least_tokens
         self.groups, self.states, self.media = groups, states, media
         self._caches: list[PrefixCache] = [*groups]
@@ -202,11 +209,17 @@ class Scheduler:
                 self._free_unseen(request)
             if request.unnamed:
                 self._name_snapshots(request)
+        if self.speculation is not None:
+            self._num_drafts = 0
+            for request in self.running:
+                request.drafts = []
         budget = self._plan_running()
         admitted = [] if self._preempted else self._admit(budget)
         planned, self._planned = self._planned, {}
         if not planned:
             return None
+        if self._num_drafts and any(request.constraint is not None for request in planned):
+            self._drop_drafts(planned)
         ones = [r for r, count in planned.items() if count == 1]
         more = [r for r, count in planned.items() if count > 1]
         requests = ones + more
@@ -218,6 +231,8 @@ class Scheduler:
         )  # fmt: skip
         if self._readers:
             self._give_media(batch)
+        if self._num_drafts:
+            batch.drafts = [r.drafts for r in requests]
         if self._sources:
             batch.sources, self._sources = self._sources, []
         return batch
@@ -256,6 +271,7 @@ class Scheduler:
         """Plan one token for each decoding request, then chunks of the others. Returns the remaining budget."""
         block_size, planned, prefills = self.blocks.block_size, self._planned, list[Request]()
         media = self.media is not None
+        drafting = self.speculation is not None and self._drafts_now(self.speculation)
         for request in list(self.running):
             generated = len(request.output_token_ids) + request.num_inflight
             after = len(request.prompt_token_ids) + generated
@@ -268,7 +284,10 @@ class Scheduler:
             tables = request.block_tables
             if not tables or after <= len(tables[-1].blocks) * block_size or self._make_room(request, after):
                 planned[request] = 1
-        budget = self._budget(prefills) - len(planned)
+        if drafting:
+            for request in planned:
+                planned[request] += self._draft(request)
+        budget = self._budget(prefills) - len(planned) - self._num_drafts
         for request in prefills:
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             if count < 1 or request.status is not Status.RUNNING:
@@ -280,6 +299,47 @@ class Scheduler:
                 planned[request] = count
                 budget -= count
         return budget
+
+    def _drafts_now(self, settings: Speculation) -> bool:
+        """Whether sequences may have drafts in this step."""
+        most = settings.disable_by_batch_size
+        return most is None or len(self.running) <= most
+
+    def _drop_drafts(self, planned: dict[Request, int]) -> None:
+        """Take the drafts out of a step with a constrained sequence: its masks are for one token a row."""
+        for request in planned:
+            planned[request] -= len(request.drafts)
+            request.drafts = []
+        self._num_drafts = 0
+
+    def _draft(self, request: Request) -> int:
+        """Look up drafts of a decoding request, and hold blocks for them, as far as no other request needs these."""
+        settings = self.speculation
+        assert settings is not None
+        if request.params.needs_penalties:  # which depend on the tokens before
+            return 0
+        known = request.num_known_tokens
+        most = min(
+            settings.num_speculative_tokens, request.max_tokens - len(request.output_token_ids) - 1,
+            self.max_num_batched_tokens - len(self.running) - self._num_drafts,
+        )  # fmt: skip
+        if most < 1:
+            return 0
+        request.lookup = request.lookup or Lookup(settings)
+        drafts = request.lookup.propose(request.prompt_token_ids, request.output_token_ids, most)
+        end = known + len(drafts)
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            if group.blocks_for(end) - len(table.blocks) > max(group.num_free - len(self.running), 0):
+                return 0
+        self._grow(request, end)
+        request.drafts = drafts
+        self._num_drafts += len(drafts)
+        return len(drafts)
+
+    def accept(self, request: Request, drafts: int, accepted: int) -> None:
+        """Take back the tokens behind the accepted drafts of a step; the next one computes others in their place."""
+        request.num_computed_tokens -= drafts - accepted
+        self.draft_counts.add(drafts, accepted)
 
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""
@@ -334,6 +394,7 @@ class Scheduler:
         self._planned.pop(request, None)
         request.num_computed_tokens = request.num_named_blocks = request.snapshot = 0
         request.num_preemptions += 1
+        request.drafts = []
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)

@@ -26,7 +26,9 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         if row < batch.num_decodes:
             ids.append(_last_token(request))
         else:
-            ids += request.token_ids(batch.starts[row], batch.starts[row] + batch.counts[row])
+            drafts = batch.drafts[row] if batch.drafts else []
+            end = batch.starts[row] + batch.counts[row] - len(drafts)
+            ids += request.token_ids(batch.starts[row], end) + drafts
         for group, table in enumerate(request.block_tables):
             if len(table.blocks) > table.num_sent or table.num_freed > table.num_freed_sent:
                 _send(table, group * num_slots + request.slot, updates)
@@ -45,6 +47,7 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         state_loads=np.array(batch.state_loads, np.int32).reshape(-1, 2) if batch.state_loads else NO_COPIES,
         media=_media(batch) if batch.media else None,
         sources=_sources(batch) if batch.sources else None,
+        drafts=np.array([len(d) for d in batch.drafts], np.int32) if batch.drafts else None,
         state_saves=np.array(batch.state_saves, np.int32).reshape(-1, 2) if batch.state_saves else NO_COPIES,
     )
 

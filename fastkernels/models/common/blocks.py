@@ -265,7 +265,7 @@ def _needed(full: Structure) -> int:
 def _unsupported(structure: Structure, path: str) -> str | None:
     """Why a module is no task, or None."""
     module, cls = structure.model.get_submodule(path), structure.made[path].cls
-    if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode"):
+    if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode", "Unmask"):
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:
         return "it reads images or audio, which no step of tokens gives"

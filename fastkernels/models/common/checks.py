@@ -126,7 +126,7 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
     experts: groups of ranks with different experts
     """
     runner = registry.find(config.architectures[0]).arch.runner
-    if runner != "Generate":
+    if runner not in ("Generate", "Unmask"):
         if runner == "Denoise":
             raise Unsupported(f"{config.architectures[0]} makes images, on one rank only")
         if experts > 1:

@@ -11,6 +11,7 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
 from fastkernels.models.common import activation_modules, concurrent, description, state_layers, whole_layers
+from fastkernels.models.common.bidirectional import BidirectionalAttention
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.cross import CrossAttention
 from fastkernels.models.common.description import (
@@ -178,11 +179,15 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         if a.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
             self.sinks.weight_loader = self._load_sinks  # type: ignore[attr-defined]
-        self.attn = VllmAttention(
-            self.num_heads, a.head_size, a.head_size**-0.5 if a.scale is None else a.scale,
-            num_kv_heads=self.num_kv_heads, logits_soft_cap=a.softcap or None, per_layer_sliding_window=a.window,
-            prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None), alibi_slopes=self._own_slopes(a),
-        )  # fmt: skip
+        sizes = self.num_heads, a.head_size, a.head_size**-0.5 if a.scale is None else a.scale
+        if a.causal:
+            self.attn = VllmAttention(
+                *sizes, num_kv_heads=self.num_kv_heads, logits_soft_cap=a.softcap or None,
+                per_layer_sliding_window=a.window, prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None),
+                alibi_slopes=self._own_slopes(a),
+            )  # fmt: skip
+        else:
+            self.attn = BidirectionalAttention(*sizes, self.num_kv_heads)
         if a.by_head:
             self.queries = a.heads // a.kv_heads  # that share a key head
             for parameter in self.qkv_proj.parameters():

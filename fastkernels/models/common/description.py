@@ -78,6 +78,7 @@ class Attention:
     alibi         the largest exponent of ALiBi's slopes, 8 in the paper; None: no ALiBi
     gated         the output of each head is multiplied by the sigmoid of a gate, which the checkpoint's query
                   projection has after each head's query
+    causal        False: tokens see those behind them, too
     """
 
     heads: int
@@ -102,6 +103,7 @@ class Attention:
     shared: int | None = None
     alibi: float | None = None
     gated: bool = False
+    causal: bool = True
 
     @property
     def slopes(self) -> list[float] | None:

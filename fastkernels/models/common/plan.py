@@ -137,7 +137,10 @@ class Plan:
         own = tokens * sum(item.flops for item in self.items)
         first = context - tokens
         for a in self.attentions:
-            own += sum(a.flops(first + i + 1) for i in range(tokens))
+            if isinstance(a, Attention) and not a.causal:
+                own += tokens * a.flops(context)
+            else:
+                own += sum(a.flops(first + i + 1) for i in range(tokens))
         return own
 
     def ops(self) -> list[str]:
@@ -342,7 +345,8 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
         shapes, keys = {"sinks": (a.heads,)}, _keys(f"{path}.sinks", arch)
     else:
         shapes, keys = {}, ()
-    yield Item(f"{path}.attn", "attention", arguments, shapes, "heads", keys)
+    op = "attention" if a.causal else "attention_dense"
+    yield Item(f"{path}.attn", op, arguments, shapes, "heads", keys)
     if a.out_norm is not None:
         yield _norm(a.out_norm, f"{path}.{NAMES['out_norm']}", a.heads * a.head_size, arch, "heads")
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)

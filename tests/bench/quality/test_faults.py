@@ -10,6 +10,7 @@ import torch
 from fk_bench.quality import faults
 from fk_bench.quality.faults import CannotPlant, NoHeads
 from safetensors.torch import load_file, save_file
+from support.llada import Llada, make_tiny_llada
 from support.tiny import make_tiny
 
 
@@ -95,3 +96,12 @@ def test_model_without_mlps_loses_its_middle_mixer() -> None:
     changed = faults.planted("residual", names, lambda name: torch.ones(4, 4), 0)
     assert list(changed) == ["backbone.layers.1.mixer.out_proj.weight"]
     assert not changed["backbone.layers.1.mixer.out_proj.weight"].any()
+
+
+def test_faults_of_diffusion_models_are_planted(tmp_path: Path) -> None:
+    model, ids = make_tiny_llada(tmp_path / "llada"), list(range(5, 37))
+    reference = Llada(model).logits(ids)
+    for name in (faults.REORDER, *faults.FAULTS):
+        found = Llada(faults.faulty_checkpoint(model, name, tmp_path / name)).logits(ids)
+        gap = (found - reference).abs().max()
+        assert gap < 1e-6 if name == faults.REORDER else gap > 1e-3, name

@@ -15,6 +15,7 @@ from fk_bench.quality import families, faults, forced, structured, text
 from fk_bench.quality.calibration import correctness
 from fk_bench.quality.metrics.metric import metrics
 from fk_bench.quality.worker import Worker
+from support.llada import Llada, make_tiny_llada
 from support.tiny import make_tiny_llama
 
 EXTENT = text.Extent(sequences=5, batch=3, prompts=(5, 9), new=4)
@@ -108,6 +109,26 @@ def test_forced_decode_equals_one_forward(host: str, tmp_path: Path) -> None:
             for run in found:
                 torch.testing.assert_close(run.logits[s.at : s.at + 4], wanted, atol=1e-4, rtol=1e-4)
     assert found[0].targets.tolist() == [t for s in sequences for t in s.tokens]
+
+
+def test_forced_masks_equal_the_equations(tmp_path: Path) -> None:
+    """Logits at a mask, given the tokens before it and masks behind it; later steps read the block cache."""
+    model = make_tiny_llada(tmp_path / "llada")
+    oracle, mask = Llada(model), 500
+    sequences = random_text(tmp_path, mask)
+    assert families.family_of(str(model), "fastkernels") == "text"
+    worker = Worker(options(model, tmp_path, "fastkernels") | {"tokens": 256})
+    worker.answer({"run": "one", "batches": text.batches(5, 3)})
+    worker.answer({"run": "mixed", "batches": text.batches(5, 3), "staggered": True})
+    found = [families.outputs("text", str(model), EXTENT, tmp_path, run) for run in ("one", "mixed")]
+    worker.engine.close()
+    for s in sequences:
+        caches: list[list[torch.Tensor]] = []
+        for i in range(4):
+            ids, first = [*s.prompt, *s.tokens[:i], *[mask] * (4 - i)], len(s.prompt) if i else 0
+            wanted = oracle.logits(ids[first:], first, caches)[len(s.prompt) + i - first]
+            for run in found:
+                torch.testing.assert_close(run.logits[s.at + i].double(), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_random_weights_with_structure_show_every_fault(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def error(answer, status=400):
         ("n", {"n": 129}, ("128", "129")),
         ("temperature", {"temperature": 1e7}, ("1000000",)),
         ("best_of", {"best_of": 3, "n": 2}, ("2", "3")),
+        ("block_length", {"block_length": 8}, ("not supported", "null", "8")),
         ("max_tokens", {"max_tokens": "many"}, ('got "many"',)),
         ("max_tokens", {"max_tokens": 0}, ("at least 1",)),
         ("min_tokens", {"min_tokens": 9, "max_tokens": 3}, ("9", "3")),

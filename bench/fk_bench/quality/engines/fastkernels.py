@@ -1,4 +1,4 @@
-"""Our own engine: tokens are forced by its sampler; an embedder encodes."""
+"""Our own engine: tokens are forced by its sampler, or one mask after the other; an embedder encodes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from fastkernels import LLM, SamplingParams
+from fastkernels import LLM, SamplingParams, UnmaskParams
+from fastkernels.engine.execution.unmask import Unmask, UnmaskStep
+from fastkernels.engine.execution.unmask_step import UnmaskInput
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan
 from fastkernels.engine.sampling.token_masks import DeviceMasks
-from fk_bench.quality.forced import Progress, step
+from fk_bench.quality.forced import Progress, step, store
 
 _tasks: dict[int, dict[str, Any]] = {}  # by the request's seed
 
@@ -41,6 +44,34 @@ class Forced(Sampler):
         return changed.argmax(-1), None
 
 
+class ForcedUnmask(Unmask):
+    """An Unmask that fills in the task's tokens from left to right, for requests with a task."""
+
+    requests: dict[int, Progress]
+
+    def launch(self, step: UnmaskInput) -> UnmaskStep:
+        self.first = {
+            int(seed): int(row) for seed, row in zip(*np.unique(step.seeds, return_index=True), strict=True)
+        }
+        return super().launch(step)
+
+    def draw(self, logits: torch.Tensor, step: UnmaskInput, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = logits.clone()
+        tokens, logprobs = super().draw(logits, step, part)
+        for seed, row in self.first.items():
+            if seed not in _tasks:
+                continue
+            own = np.flatnonzero(step.seeds[part] == seed)
+            logprobs[torch.from_numpy(own)] = -torch.inf
+            if part.start <= row < part.start + len(kept):
+                at = row - part.start
+                progress = self.requests.setdefault(seed, Progress(_tasks[seed]))
+                store(kept[at][None], [progress.task], progress.done)
+                tokens[at], logprobs[at] = progress.task["tokens"][progress.done], 0.0
+                progress.done += 1
+        return tokens, logprobs
+
+
 class Engine:
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,9 +80,10 @@ class Engine:
             model, skip_tokenizer_init=True, device=device, dtype=options["dtype"], max_num_seqs=options["batch"],
             max_model_len=options["longest"], max_num_batched_tokens=options["tokens"], **options["engine_args"],
         )  # fmt: skip
+        engine = self.target.llm_engine
         if not self.encodes:
-            sampler: Any = self.target.llm_engine.runner.sampler
-            sampler.__class__, sampler.requests = Forced, {}
+            forced: Any = engine.runner if engine.kind == "Unmask" else engine.runner.sampler
+            forced.__class__, forced.requests = (ForcedUnmask if engine.kind == "Unmask" else Forced), {}
 
     def decode(
         self, prompts: list[list[int]], tasks: list[dict[str, Any]], staggered: bool = False
@@ -63,13 +95,7 @@ class Engine:
         self.target.llm_engine.reset_prefix_cache()  # no prefix cache: every run computes the prompts
         _tasks.clear()
         _tasks.update(enumerate(tasks))
-        params = [  # an empty bias keeps the token choice out of the graph
-            SamplingParams(
-                temperature=0, max_tokens=len(task["tokens"]), ignore_eos=True, detokenize=False, seed=i,
-                logit_bias={0: 0.0},
-            )
-            for i, task in enumerate(tasks)
-        ]  # fmt: skip
+        params = [self._params(i, len(task["tokens"])) for i, task in enumerate(tasks)]
         if staggered:
             found = self._staggered(prompts, params)
         else:
@@ -77,6 +103,15 @@ class Engine:
             found = [list(o.outputs[0].token_ids) for o in outputs]
         _tasks.clear()
         return found
+
+    def _params(self, seed: int, count: int) -> SamplingParams:
+        own: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "seed": seed, "max_tokens": count}
+        if self.target.llm_engine.kind == "Unmask":
+            self.target.llm_engine.runner.requests.clear()
+            return UnmaskParams(block_length=count, block_cache="dual", **own)
+        return SamplingParams(
+            temperature=0, logit_bias={0: 0.0}, **own
+        )  # a bias: tokens are chosen outside graphs
 
     def _staggered(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
         engine, done = self.target.llm_engine, dict[str, list[int]]()

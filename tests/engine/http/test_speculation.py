@@ -1,0 +1,42 @@
+"""A server with prompt lookup: streams of several tokens an event, usage, and the counters of drafts."""
+
+from __future__ import annotations
+
+import openai
+from fk_bench.serving.serve import EngineOptions, engine_fields
+from support.live import live_server, metric
+from support.tiny import make_scripted
+
+from fastkernels.engine.http.config import ServerConfig
+
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+
+
+def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
+    folder = make_scripted(tmp_path, "abcdefghijklm")
+    options = EngineOptions(speculative_config=SPECULATION)
+    settings = {"speculative_config": engine_fields("m", options)["speculative_config"]}
+    with (
+        live_server(folder, ServerConfig("tiny"), **settings) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        given = {
+            "model": "tiny",
+            "prompt": "abcdefghijklm a",
+            "max_tokens": 30,
+            "temperature": 0,
+            "logprobs": 1,
+        }
+        whole = client.completions.create(**given)
+        assert (whole.choices[0].text, whole.usage.completion_tokens) == ("bcdefghijklm", 13)
+        events = list(client.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+        texts = [event.choices[0].text for event in events if event.choices]
+        assert "".join(texts) == whole.choices[0].text and max(map(len, texts)) == 4
+        tokens = [t for event in events if event.choices for t in event.choices[0].logprobs.tokens]
+        assert tokens == whole.choices[0].logprobs.tokens and len(tokens) == 13
+        assert events[-1].usage.completion_tokens == 13
+        assert metric(url, "vllm:generation_tokens_total") == 26
+        assert metric(url, "vllm:spec_decode_num_drafts_total") == 6
+        for name in ("draft_tokens", "accepted_tokens"):
+            assert metric(url, f"vllm:spec_decode_num_{name}_total") == 18
+        assert metric(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="2") == 6

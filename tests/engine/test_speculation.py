@@ -1,0 +1,230 @@
+"""Prompt lookup: the tokens of steps with drafts are those of steps without, whatever the parameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.llada import make_tiny_llada
+from support.tiny import make_scripted, make_tiny, make_tiny_bert
+
+from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.generate import Generate
+from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.scheduling.ngrams import DraftCounts, Lookup, Speculation
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+SMALL: dict[str, Any] = {
+    "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,
+    "max_model_len": 96,
+}  # fmt: skip
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Of few different tokens, so that some occur twice."""
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 16) for _ in range(rng.randrange(3, 50))] for _ in range(count)]
+
+
+def params(i: int, **given: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.8 * (i % 2), "max_tokens": 24, "ignore_eos": True, "seed": i, **given}
+    )
+
+
+def both(folder: Path, **more: Any) -> tuple[LLM, LLM]:
+    """An engine without drafts and one with."""
+    settings = {**SMALL, **more}
+    return LLM(str(folder), **settings), LLM(str(folder), **settings, speculative_config=NGRAM)
+
+
+def results(llm: LLM, given: Any, each: Any) -> list[Any]:
+    outputs = llm.generate(given, each, use_tqdm=False)
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+
+def counts(llm: LLM) -> DraftCounts:
+    return llm.llm_engine.scheduler.draft_counts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("drafts") / "llama", "llama", "float32")
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> tuple[LLM, LLM]:
+    return both(folder)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepInput]]:
+    found: list[StepInput] = []
+    launch = Generate.launch
+
+    def noted(self: Generate, step: StepInput) -> Any:
+        found.append(step)
+        return launch(self, step)
+
+    monkeypatch.setattr(Generate, "launch", noted)
+    yield found
+
+
+def test_tokens_are_those_without_drafts(engines: tuple[LLM, LLM]) -> None:
+    """Greedy and drawn; the cache is too small for all, so that some are preempted; the second time, prefixes hit."""
+    plain, drafting = engines
+    given = prompts(10)
+    each = [params(i) for i in range(10)]
+    want = results(plain, given, each)
+    for _ in range(2):
+        assert results(drafting, given, each) == want
+    found = counts(drafting)
+    assert found.drafts > found.accepted > 5 and sum(found.by_place) == found.accepted
+    scheduler = drafting.llm_engine.scheduler
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0 and scheduler.cache_usage == 0
+
+
+def test_generated_blocks_hold_keys_of_accepted_tokens(folder: Path) -> None:
+    """Prompts that go on from answers find their blocks, of which some keys were written for rejected drafts."""
+    plain, drafting = both(folder, num_blocks=100)
+    given = prompts(4)
+    (tokens,) = zip(*[[c[0] for c in r] for r in results(drafting, given, params(0))], strict=True)
+    longer = [[*p, *t, 5] for p, t in zip(given, tokens, strict=True)]
+    before = drafting.llm_engine.scheduler.prefix_hits
+    assert results(drafting, longer, params(0, max_tokens=8)) == results(
+        plain, longer, params(0, max_tokens=8)
+    )
+    assert drafting.llm_engine.scheduler.prefix_hits > before + 80
+
+
+def test_other_parameters_change_nothing_either(engines: tuple[LLM, LLM]) -> None:
+    plain, drafting = engines
+    given = prompts(8, seed=1)
+    greedy = [c[0][0] for c in results(plain, given, params(0))]
+    each = [
+        params(0, stop_token_ids=[greedy[0][9]]), params(1, n=3), params(1, logit_bias={7: 4.0}),
+        params(0, repetition_penalty=1.3), params(1, top_p=0.8, top_k=20), params(0, max_tokens=1),
+        params(0, stop_token_ids=greedy[6][:3], min_tokens=9), params(1, allowed_token_ids=[5, 6, 7, 8]),
+    ]  # fmt: skip
+    assert results(drafting, given, each) == results(plain, given, each)
+    words = params(1, structured_outputs=StructuredOutputsParams(choice=["abcabcabc", "abcabd"]))
+    mixed = [params(0), words, params(1)]
+    assert results(drafting, given[:3], mixed) == results(plain, given[:3], mixed)
+
+
+def test_logprobs_are_those_without_drafts(engines: tuple[LLM, LLM]) -> None:
+    given, own = prompts(4, seed=2), params(1, logprobs=2, prompt_logprobs=1)
+    for a, b in zip(*(llm.generate(given, own, use_tqdm=False) for llm in engines), strict=True):
+        one, two = a.outputs[0], b.outputs[0]
+        assert one.token_ids == two.token_ids and one.cumulative_logprob == pytest.approx(
+            two.cumulative_logprob
+        )
+        for x, y in zip(one.logprobs, two.logprobs, strict=True):
+            assert {t: (v.rank, v.decoded_token) for t, v in x.items()} == {
+                t: (v.rank, v.decoded_token) for t, v in y.items()
+            }
+            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+
+
+def test_repeated_text_takes_fewer_steps(tmp_path: Path, steps: list[StepInput]) -> None:
+    """The model writes abcdefghijklm, which the prompt has: one token, then three times three drafts and one."""
+    folder, text = make_scripted(tmp_path, "abcdefghijklm"), "abcdefghijklm a"
+    plain, drafting = (LLM(str(folder), **SMALL, speculative_config=own) for own in (None, NGRAM))
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    want = results(plain, [text], greedy)
+    assert want[0][0][1:3] == ("bcdefghijklm", "stop") and len(steps) == 13
+    steps.clear()
+    assert results(drafting, [text], greedy) == want and len(steps) == 4
+    assert [int(step.drafts.max()) for step in steps if step.drafts is not None] == [3, 3, 3]
+
+
+def test_drafts_stop_where_too_many_sequences_run(folder: Path) -> None:
+    settings = {**NGRAM, "disable_by_batch_size": 2}
+    llm = LLM(str(folder), **SMALL, speculative_config=settings)
+    llm.generate(prompts(3), params(0, max_tokens=8), use_tqdm=False)
+    assert counts(llm).drafts == 0
+    llm.generate(prompts(2), params(0, max_tokens=8), use_tqdm=False)
+    assert counts(llm).drafts > 0
+
+
+OTHERS = ["gemma3_text", "qwen3", "deepseek_v3", "deepseek_v32", "gpt_oss", "gemma4_text", "mpt", "mixtral"]
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in OTHERS[:1] else pytest.param(k, marks=pytest.mark.slow) for k in OTHERS]
+)
+def test_other_kinds_of_attention_keep_tokens(kind: str, tmp_path: Path) -> None:
+    plain, drafting = both(make_tiny(tmp_path, kind, "float32"), num_blocks=100)
+    given = prompts(4, seed=3)
+    assert results(drafting, given, params(0)) == results(plain, given, params(0))
+    assert counts(drafting).accepted > 0
+
+
+@pytest.mark.slow
+def test_thousand_prompts_keep_tokens(folder: Path) -> None:
+    plain, drafting = both(folder, num_blocks=400, max_num_seqs=32, max_num_batched_tokens=512)
+    given = prompts(1000, seed=4)
+    each = [params(2 * i, max_tokens=16) for i in range(1000)]
+    assert results(drafting, given, each) == results(plain, given, each)
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_tokens(folder: Path, engines: tuple[LLM, LLM]) -> None:
+    given, each = prompts(6), [params(i) for i in range(6)]
+    with LLM(str(folder), **SMALL, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
+        assert results(llm, given, each) == results(engines[0], given, each)
+
+
+@pytest.mark.gpu
+def test_drafts_on_the_gpu_keep_greedy_tokens(folder: Path, engines: tuple[LLM, LLM]) -> None:
+    given, settings = prompts(6), {**SMALL, "device": "cuda", "dtype": "float32"}
+    llm = LLM(str(folder), **settings, speculative_config=NGRAM)
+    assert results(llm, given, params(0)) == results(engines[0], given, params(0))
+    assert counts(llm).accepted > 0
+
+
+def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
+    rng, settings = random.Random(0), Speculation(4, 3, 2)
+    for _ in range(50):
+        tokens, lookup = [rng.randrange(3) for _ in range(30)], Lookup(settings)
+        for end in range(12, 30, rng.randrange(1, 4)):
+            seen, want = tokens[:end], []
+            for n in (3, 2):
+                places = [i for i in range(n, end) if seen[i - n : i] == seen[-n:]]
+                if places and not want:
+                    want = seen[places[-1] : places[-1] + 4]
+            assert lookup.propose(seen[:10], seen[10:], 4) == want
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "method must be 'ngram', got None"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "method must be 'ngram', got 'eagle3'"),
+        ({"method": "ngram"}, "needs num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer in [1, 32], got 0"),
+        ({**NGRAM, "prompt_lookup_min": 9}, "prompt_lookup_min must be an integer in [1, 4], got 9"),
+        ({**NGRAM, "disable_by_batch_size": True}, "disable_by_batch_size must be an integer at least 1, got True"),
+        ({**NGRAM, "model": "a"}, "'model' is not supported, only disable_by_batch_size, method"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_with_their_value(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        EngineConfig("m", speculative_config=given)
+    assert said in str(caught.value)
+
+
+def test_engines_without_drafts_refuse_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="async_scheduling True is not possible with speculative_config"):
+        EngineConfig("m", speculative_config=NGRAM, async_scheduling=True)
+    own: dict[str, Any] = {"device": "cpu", "speculative_config": NGRAM}
+    with pytest.raises(ValueError, match="its layers keep a recurrent state"):
+        LLM(str(make_tiny(tmp_path / "mamba", "mamba", "float32")), **own)
+    with pytest.raises(ValueError, match="applies to models with causal attention"):
+        LLM(str(make_tiny_llada(tmp_path / "llada")), **own)
+    with pytest.raises(ValueError, match="speculative_config applies to models that generate"):
+        LLM(str(make_tiny_bert(tmp_path / "bert")), **own)
