@@ -48,7 +48,7 @@ def test_library_is_compiled_once(
         again = cpp.library(source)
         assert not isinstance(again, str) and again.answer() == 42
         assert len(caplog.records) == 2
-        cpp.load_kept()
+        assert cpp.load_kept() == [f.name for f in cache.iterdir()]
         shutil.rmtree(cache)  # as in a cage
         cpp.library.cache_clear()
         kept = cpp.library(source)

@@ -49,14 +49,15 @@ def compiler() -> str | None:
 _kept: dict[str, ctypes.CDLL] = {}  # by the file's name
 
 
-def load_kept() -> None:
-    """Load every library that the folder keeps.
+def load_kept() -> list[str]:
+    """Load every library that the folder keeps, and return the files' names.
 
     Forked processes that cannot read the folder then have them, too, instead of compiling their own.
     """
     for file in compile_cache.requested_folder("cpp").glob("*.so"):
         with suppress(OSError):
             _kept[file.name] = ctypes.CDLL(str(file))
+    return sorted(_kept)
 
 
 @cache

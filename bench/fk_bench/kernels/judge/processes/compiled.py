@@ -2,4 +2,4 @@
 
 from fastkernels.overrides.kit import cpp
 
-cpp.load_kept()
+LOADED = cpp.load_kept()
