@@ -338,19 +338,23 @@ class Communicator:
 class Symmetric:
     """Buffers of all ranks that each GPU can read and write.
 
-    A buffer has BLOCKS regions of two halves, then the flags. A kernel's program b uses region b alone, alternates its
-    halves by a counter on the GPU, and signals the programs b of its peers: see overrides/collective/exchange.py.
+    A buffer has BLOCKS regions of two halves, then the flags, then words for small messages. A kernel's program b uses
+    region b alone, alternates its halves by a counter on the GPU, and signals the programs b of its peers. A word of a
+    small message has the number of its call beside 32 bits of data, so that it needs no flag: see
+    overrides/collective/exchange.py.
 
-    pointers  addresses of the buffers of all ranks in this process, `bytes_for(room, size)` bytes each, flags zero
+    pointers  addresses of the buffers of all ranks in this process, `bytes_for(room, size)` bytes each, all zero
     room      bytes that a call can pass: a multiple of UNIT
     table     [size] int64: the addresses
     counters  [BLOCKS] int32, of this rank alone
+    calls     [2] int32: calls with small messages, and programs of the current one that have begun
     failed    [1] int32: 1 + the rank that did not come; 0 if all did
     kept      objects that own the memory
     """
 
     BLOCKS = 64
     UNIT = BLOCKS * 512
+    WORDS = 1 << 16  # of 32 bits in a small message
 
     def __init__(
         self,
@@ -365,12 +369,18 @@ class Symmetric:
         self.polls = max(1000, int(timeout * 1e6))  # of a flag, about a microsecond each
         self.table = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.counters = torch.zeros(self.BLOCKS, dtype=torch.int32, device=device)
+        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
 
     @classmethod
+    def words_at(cls, room: int, size: int) -> int:
+        """Where the words begin: behind two halves, and a flag for each block and peer."""
+        return -(-(2 * room + 4 * cls.BLOCKS * size) // 512) * 512
+
+    @classmethod
     def bytes_for(cls, room: int, size: int) -> int:
-        """Bytes of a rank's buffer: two halves, and a flag for each block and peer."""
-        return 2 * room + 4 * cls.BLOCKS * size
+        """Bytes of a rank's buffer. Words have two halves, with a part for each sender."""
+        return cls.words_at(room, size) + 2 * size * cls.WORDS * 8
 
     @classmethod
     def rendezvous(cls, communicator: Communicator, buffer_bytes: int) -> Symmetric:

@@ -10,7 +10,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 
-ONE_SHOT = 512 << 10  # bytes, up to which every rank reads all of every tensor; not measured yet
+SMALL = 128 << 10  # bytes, up to which words are sent with the number of their call; of two ranks
+ONE_SHOT = 8 << 20  # bytes, up to which every rank reads all of every tensor; of two ranks
 
 
 def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -32,17 +33,29 @@ def _process_group(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     return out
 
 
-def _triton(x: torch.Tensor, group: str = "tp", shots: int = 0) -> torch.Tensor:
+def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor:
     x = x.contiguous()
     symmetric = exchange.symmetric_of("all_reduce", x, group)
-    shots = shots or (1 if x.nbytes <= ONE_SHOT or x.numel() % symmetric.size else 2)
+    if shots < 0:
+        shots = _shots(x, symmetric.size)
+    if shots == 0:
+        return exchange.sum_words(x, symmetric).view(x.shape)
     if shots == 1:
         return exchange.launch(x, symmetric, 1, True).view(x.shape)
     part = exchange.launch(x, symmetric, symmetric.size, True)
     return exchange.launch(part, symmetric, 1, False).view(x.shape)
 
 
+def _shots(x: torch.Tensor, size: int) -> int:
+    """0: words with the number of their call; 1: every rank adds all of every tensor; 2: its part, then gathers."""
+    if exchange.is_small(x) and x.nbytes * (size - 1) <= SMALL:
+        return 0
+    return 1 if x.nbytes * (size - 1) <= ONE_SHOT or x.numel() % size else 2
+
+
 def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
+    if params["shots"] == 0:
+        return exchange.is_small(x)
     return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
 
 
@@ -55,7 +68,7 @@ all_reduce = define(
         *exchange.over_group(_process_group),
         Provider(
             "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),
-            params=({"shots": 1}, {"shots": 2}), fits=_fits,
+            params=({"shots": 0}, {"shots": 1}, {"shots": 2}), fits=_fits,
         ),
         Provider(
             "reference",

@@ -11,8 +11,8 @@ from fastkernels.core.communicator import Symmetric
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
-from fastkernels.overrides.collective.all_reduce import all_reduce
-from fastkernels.overrides.collective.exchange import meet
+from fastkernels.overrides.collective.all_reduce import SMALL, all_reduce
+from fastkernels.overrides.collective.exchange import buffer_of, meet, packed, summed_words, unpacked
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.norm import rms_norm as norms
 
@@ -56,7 +56,7 @@ def _all_reduce_rms_norm_kernel(
     count = tl.load(counter_ptr + b) + 1
     half = (2 * b + (count & 1)) * region
     cols = tl.arange(0, BLOCK)
-    own = tl.load(table_ptr + RANK).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+    own = buffer_of(table_ptr, RANK, x_ptr.dtype.element_ty) + half
     mine = tl.minimum(each, rows - b * each)
     for i in range(0, mine):
         value = tl.load(x_ptr + (b * each + i) * H + cols, mask=cols < H)
@@ -67,7 +67,7 @@ def _all_reduce_rms_norm_kernel(
         row = (b * each + i) * H + cols
         h = tl.zeros((BLOCK,), dtype=tl.float32)
         for p in tl.static_range(SIZE):
-            theirs = tl.load(table_ptr + p).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+            theirs = buffer_of(table_ptr, p, x_ptr.dtype.element_ty) + half
             h += tl.load(theirs + i * H + cols, mask=cols < H, other=0.0).to(tl.float32)
         if HAS_RES:
             h += tl.load(res_ptr + row, mask=cols < H, other=0.0).to(tl.float32)
@@ -77,14 +77,64 @@ def _all_reduce_rms_norm_kernel(
     tl.store(counter_ptr + b, count)
 
 
+@triton.jit(do_not_specialize=["polls"])
+def _words_rms_norm_kernel(
+    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, H, eps, words_at, polls,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, HAS_RES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A program has a row of H words, of one number (float32) or two.
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    at = row * H + cols
+    word = tl.load(x_ptr + at, mask=inside, other=0)
+    w_low, w_high = unpacked(tl.load(w_ptr + cols, mask=inside, other=0), KIND)
+    if HAS_RES:
+        r_low, r_high = unpacked(tl.load(res_ptr + at, mask=inside, other=0), KIND)
+    low, high = summed_words(
+        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls, RANK, SIZE, WORDS, KIND
+    )  # fmt: skip
+    if HAS_RES:
+        low += r_low
+        high += r_high
+        tl.store(res_ptr + at, packed(low, high, KIND), mask=inside)
+    if KIND == 0:
+        norm = tl.rsqrt(tl.sum(low * low, axis=0) / H + eps)
+    else:
+        norm = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * H) + eps)
+    tl.store(out_ptr + at, packed(low * norm * w_low, high * norm * w_high, KIND), mask=inside)
+
+
+def _small(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    return (
+        exchange.is_small(x)
+        and x.shape[-1] * x.element_size() % 4 == 0
+        and all(t is None or t.dtype == x.dtype for t in (weight, residual))
+    )
+
+
 def _triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp",
+    words: int = -1,
+) -> torch.Tensor:  # fmt: skip
     symmetric = exchange.symmetric_of("all_reduce_rms_norm", x, group)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = x.shape[-1]
     rows = x.numel() // max(hidden, 1)
     if rows == 0:
+        return out
+    if words < 0:
+        words = _small(x, weight, residual) and x.nbytes * (symmetric.size - 1) <= SMALL
+    if words:
+        of_row = hidden * x.element_size() // 4
+        block = next_power_of_2(of_row)
+        _words_rms_norm_kernel[(rows,)](
+            *(None if t is None else t.view(torch.int32) for t in (x.contiguous(), residual, weight, out)),
+            *exchange.words_of(symmetric), of_row, eps, *exchange.words_end(symmetric),
+            KIND=exchange.SUMS.index(x.dtype), HAS_RES=residual is not None, BLOCK=block,
+            num_warps=min(max(block // 256, 1), 8), **exchange.words_of_rank(symmetric),
+        )  # fmt: skip
         return out
     each = cdiv(rows, Symmetric.BLOCKS)
     _all_reduce_rms_norm_kernel[(cdiv(rows, each),)](
@@ -94,6 +144,13 @@ def _triton(
         num_warps=8,
     )  # fmt: skip
     return out
+
+
+def _fits(
+    params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
+    group: str = "tp",
+) -> bool:  # fmt: skip
+    return params["words"] == 0 or _small(x, weight, residual)
 
 
 def _unsupported(
@@ -128,7 +185,7 @@ all_reduce_rms_norm = define(
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
-        Provider("triton", _triton, supports=_unsupported),
+        Provider("triton", _triton, supports=_unsupported, params=({"words": 0}, {"words": 1}), fits=_fits),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )  # fmt: skip

@@ -1,7 +1,4 @@
-"""Baselines of this family: what the hosts run for each collective, over the judge's own groups.
-
-Those for GPUs have not run yet: the judge of collectives is for the CPU so far (docs/parallel.md).
-"""
+"""Baselines of this family: what the hosts run for each collective, over the judge's own groups."""
 
 from __future__ import annotations
 
@@ -90,6 +87,8 @@ def _custom(module: str) -> Any:
                 raise RuntimeError(f"{module} refuses {tuple(x.shape)} {x.dtype}")
             return found
 
+        # A host captures in this context, which lets its kernel read the captured tensors in place.
+        all_reduce.capturing = lambda group=parallel.TP: of(group).capture()  # type: ignore[attr-defined]
         return all_reduce
 
     return make

@@ -29,6 +29,7 @@ from fastkernels.overrides.recurrence.problem import unsupported
 
 T = torch.Tensor
 ACTIVATIONS = ("silu", "none")
+STEPS_UP_TO = 4  # tokens of a sequence, in the mean, that run token by token
 
 
 def _check(x: T, weight: T, bias: T | None, state: T, activation: str) -> None:
@@ -69,12 +70,61 @@ def reference(
     return (F.silu(out) if activation == "silu" else out).to(x.dtype), written(state, slots, last)
 
 
+@triton.jit
+def _steps_kernel(
+    x_ptr, w_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, C, x_t, w_c, s_s, s_c, s_w,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # A program has some channels of a sequence, token by token. Inputs move through its state, which is in caches.
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = cols < C
+    b = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        b += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    i = tl.program_id(0)
+    start = tl.load(cu_ptr + i).to(tl.int64)
+    end = tl.load(cu_ptr + i + 1).to(tl.int64)
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    state_at = state_ptr + slot * s_s + cols * s_c
+    for t in range(start, end):
+        y = b
+        for j in tl.static_range(W):
+            w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
+            at = t + (j - W + 1)
+            if j == W - 1:
+                x = tl.load(x_ptr + at * x_t + cols, mask=channel, other=0.0).to(tl.float32)
+            else:
+                x = tl.load(x_ptr + at * x_t + cols, mask=channel & (at >= start), other=0.0).to(tl.float32)
+                back = state_at + (at - start + (W - 1)) * s_w
+                x += tl.load(back, mask=channel & (at < start) & known, other=0.0).to(tl.float32)
+            y += x * w
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
+        tl.store(out_ptr + t * C + cols, y.to(out_ptr.dtype.element_ty), mask=channel)
+    _keep(x_ptr, state_at, x_t, s_w, cols, channel, start, end, slot, known, W)
+
+
+@triton.jit
+def _keep(x_ptr, state_at, x_t, s_w, cols, channel, start, end, slot, known, W: tl.constexpr):
+    # The last W - 1 inputs of a sequence become its state; all threads have read before any writes.
+    tl.debug_barrier()
+    for j in tl.static_range(W - 1):
+        past = end + (j - W + 1)
+        last = tl.load(x_ptr + past * x_t + cols, mask=channel & (past >= start), other=0.0).to(tl.float32)
+        shifted = state_at + (past - start + (W - 1)) * s_w
+        last += tl.load(shifted, mask=channel & (past < start) & known, other=0.0).to(tl.float32)
+        tl.store(state_at + j * s_w, last.to(state_at.dtype.element_ty), mask=channel & (slot > 0))
+
+
 @triton.jit(do_not_specialize=["B", "STEPS"])
-def _causal_conv1d_kernel(
+def _tiles_kernel(
     x_ptr, w_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, B, STEPS, C, x_t, w_c, s_s, s_c, s_w,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    # A program has SIZE tokens of a sequence, and some channels.
     follow(OVERLAP)
     chunk = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -93,31 +143,25 @@ def _causal_conv1d_kernel(
     y = tl.zeros([SIZE, BLOCK], tl.float32)
     if HAS_BIAS:
         y += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)[None, :]
+    if n == 0:  # its taps before the sequence; the order of the additions is the other kernel's
+        for j in tl.static_range(W - 1):
+            w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
+            at = row + (j - W + 1)
+            old = ((at < start) & (row < end) & known)[:, None] & channel[None, :]
+            back = (at - start + (W - 1))[:, None] * s_w
+            y += tl.load(state_at[None, :] + back, mask=old, other=0.0).to(tl.float32) * w[None, :]
     for j in tl.static_range(W):
         w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
         at = row + (j - W + 1)
         new = ((at >= start) & (row < end))[:, None] & channel[None, :]
         x = tl.load(x_ptr + at[:, None] * x_t + cols[None, :], mask=new, other=0.0).to(tl.float32)
-        if W > 1:
-            old = ((at < start) & (row < end) & known)[:, None] & channel[None, :]
-            back = (at - start + (W - 1))[:, None] * s_w
-            x += tl.load(state_at[None, :] + back, mask=old, other=0.0).to(tl.float32)
         y += x * w[None, :]
     if SILU:
         y = y / (1.0 + tl.exp(-y))
     tl.store(out_ptr + row[:, None] * C + cols[None, :], y.to(out_ptr.dtype.element_ty),
              mask=(row < end)[:, None] & channel[None, :])  # fmt: skip
-    if n == 0:
-        # One program of a sequence reads and writes its state; all its threads have read before any writes.
-        tl.debug_barrier()
-        for j in tl.static_range(W - 1):
-            past = end + (j - W + 1)
-            last = tl.load(x_ptr + past * x_t + cols, mask=channel & (past >= start), other=0.0).to(
-                tl.float32
-            )
-            shifted = state_at + (past - start + (W - 1)) * s_w
-            last += tl.load(shifted, mask=channel & (past < start) & known, other=0.0).to(tl.float32)
-            tl.store(state_at + j * s_w, last.to(state_ptr.dtype.element_ty), mask=channel & (slot > 0))
+    if n == 0:  # one program of a sequence has its state
+        _keep(x_ptr, state_at, x_t, s_w, cols, channel, start, end, slot, known, W)
 
 
 def _supports_triton(
@@ -137,13 +181,20 @@ def _triton(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if batch * channels == 0:
         return out
-    size = 4 if tokens <= 4 * batch else 16
+    shared = {"W": width, "HAS_BIAS": bias is not None, "SILU": activation == "silu"}
+    if tokens <= STEPS_UP_TO * batch:
+        block = min(512, next_power_of_2(channels))
+        launch_kernel(
+            _steps_kernel, (batch, cdiv(channels, block)), x, weight, bias, state, cu_seqlens, slots, fresh, out,
+            channels, x.stride(0), weight.stride(0), *state.stride(), BLOCK=block, num_warps=4, **shared,
+        )  # fmt: skip
+        return out
+    size = 64 if tokens >= 64 * batch else 16
     block = min(128, next_power_of_2(channels))
     launch_kernel(
-        _causal_conv1d_kernel, (tokens // size + batch, cdiv(channels, block)),
+        _tiles_kernel, (tokens // size + batch, cdiv(channels, block)),
         x, weight, bias, state, cu_seqlens, slots, fresh, out, batch, batch.bit_length(), channels,
-        x.stride(0), weight.stride(0), *state.stride(),
-        W=width, HAS_BIAS=bias is not None, SILU=activation == "silu", SIZE=size, BLOCK=block, num_warps=4,
+        x.stride(0), weight.stride(0), *state.stride(), SIZE=size, BLOCK=block, num_warps=4, **shared,
     )  # fmt: skip
     return out
 

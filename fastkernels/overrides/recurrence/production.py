@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -294,15 +295,24 @@ def _no_vllm_mamba(
 
 def _vllm_conv() -> Function:
     module = importlib.import_module(f"{_VLLM_MAMBA}.causal_conv1d")
+    metadata = importlib.import_module("vllm.v1.attention.backends.utils").compute_causal_conv1d_metadata
+    prepared: dict[tuple[Any, ...], Any] = {}
+
+    def of_step(cu_seqlens: T, tokens: int) -> Any:
+        """What vLLM prepares once a step for all layers."""
+        key = cu_seqlens.data_ptr(), len(cu_seqlens), tokens
+        if key not in prepared:
+            nums, batch, offsets = metadata(cu_seqlens.cpu(), device=cu_seqlens.device)
+            found = SimpleNamespace(nums_dict=nums, batch_ptr=batch, token_chunk_offset_ptr=offsets)
+            prepared[key] = cu_seqlens, found
+        return prepared[key][1]
 
     def run(
         x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
     ) -> T:
         act = activation if activation == "silu" else None
-        if _is_decode(x, slots):
-            out = empty_as(x)
-            module.causal_conv1d_update(x, state, weight, bias, act, conv_state_indices=slots, out=out)
-            return out
+        if _is_decode(x, slots):  # overwrites x
+            return module.causal_conv1d_update(x, state, weight, bias, act, conv_state_indices=slots)
         out = module.causal_conv1d_fn(
             x.t(),
             weight,
@@ -312,6 +322,7 @@ def _vllm_conv() -> Function:
             cache_indices=slots,
             has_initial_state=~fresh,
             activation=act,
+            metadata=of_step(cu_seqlens, x.shape[0]),
         )
         return out.t()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,9 @@ CORRECT = "d = x.shape[-1] // 2\n    return F.silu(x[..., :d]) * x[..., d:]"
 
 
 @pytest.fixture(scope="module")
-def launcher():
-    with Launcher({}, 3 << 30, threads=1) as made:
+def launcher(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("run") / "logs"
+    with Launcher({}, 3 << 30, threads=1, logs=logs) as made:
         yield made
 
 
@@ -60,11 +62,15 @@ def write(folder: Path, body: str, head: str = HEAD) -> dict[str, Path]:
     return {"silu_and_mul": folder / "silu_and_mul.py"}
 
 
-def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path):
+def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path, capsys):
     for op in STUBS:
         (tmp_path / f"{op}.py").write_text(source(op))
-    write(tmp_path, "raise ValueError('odd size')")
+    write(tmp_path, "print('in the silu of a set', file=sys.stderr)\n    raise ValueError('odd size')")
     found = measure(launcher, {op: tmp_path / f"{op}.py" for op in STUBS})
+    logs = sorted(launcher.logs.iterdir())
+    assert [log.name.partition("-")[2] for log in logs] == ["fastkernels.log"] * len(logs)
+    assert any("in the silu of a set" in log.read_text() for log in logs)
+    assert re.search(r"4 of 5 candidates kept \[\d+ s\]", capsys.readouterr().out)
     assert found.found.kept == tuple(op for op in STUBS if op != "silu_and_mul")
     (dropped,) = found.found.dropped
     assert (dropped.op, dropped.reason) == ("silu_and_mul", Reason.RUN_TIME)

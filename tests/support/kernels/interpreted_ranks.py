@@ -18,7 +18,7 @@ from fastkernels.core import parallel, registry
 from fastkernels.core.communicator import Communicator, Symmetric
 
 ROOM = Symmetric.UNIT * 32
-CASES = ("odd_1128", "odd_257")
+CASES = ("odd_1128", "odd_257", "odd_5", "smollm2")
 
 
 def join(fd: int, rank: int, size: int, timeout: float = 60.0) -> Communicator:

@@ -248,7 +248,12 @@ class Evaluation:
             self._apart(entries, cluster, gpus, suite, model)
         memory = int(self.suite.memory_gib * 2**30)
         with Launcher(
-            self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
+            self.pythons,
+            memory,
+            self.suite.threads,
+            self.caged,
+            bool(machine.machine().gpus),
+            self.folder / "logs",
         ) as launcher:
             for one in self.sets:
                 if self.kernels:

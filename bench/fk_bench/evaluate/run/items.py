@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -242,8 +243,12 @@ class ItemRun:
     def __init__(
         self, entry: Entry, suite: Suite, launcher: Launcher, dtype: str, seed: int, say: Callable[[str], None]
     ):  # fmt: skip
-        self.entry, self.suite, self.launcher, self.dtype, self.say = entry, suite, launcher, dtype, say
+        self.entry, self.suite, self.launcher, self.dtype = entry, suite, launcher, dtype
+        self._say, self._began = say, time.monotonic()
         self.work = Work(entry, seed, vocab_of(entry))
+
+    def say(self, text: str) -> None:
+        self._say(f"{self.entry.name}: {text} [{time.monotonic() - self._began:.0f} s]")
 
     def measure(self, files: Mapping[str, str], readable: Sequence[str], retry: bool = True) -> Measured:
         """The result for {op: file}. retry: whether culprits are dropped; without, the set runs whole or not at all."""
@@ -257,11 +262,12 @@ class ItemRun:
                 result.reason, result.text = _nothing_left(result.found)
                 return result
             kept = {op: files[op] for op in result.found.kept}
-            with (
-                self.open(self.entry.model, {}, ()) as base,
-                self.open(self.entry.model, kept, readable) as mine,
-            ):
-                self._rounds(result, base, mine)
+            self.say(f"{len(kept)} of {len(files)} candidates kept")
+            with self.open(self.entry.model, {}, ()) as base:
+                self.say("the host is ready")
+                with self.open(self.entry.model, kept, readable) as mine:
+                    self.say("the host with the set is ready")
+                    self._rounds(result, base, mine)
         except SideFailed as error:
             result.outcome, result.reason, result.text = None, error.reason, str(error)
         return result
@@ -283,7 +289,7 @@ class ItemRun:
             elif self.entry.workload.kind == "images":
                 side.call("patch", files={})  # compiles, if the item is compiled
         except BaseException:
-            side.child.close()
+            side.close()
             raise
         return side
 
@@ -305,10 +311,11 @@ class ItemRun:
                 result.rounds.append(Round(phase, r, seconds, done["set"].work))
                 other.append(statistics.fmean(self.work.discrepancy(done["set"], base)))
                 own.append(self._own(done["baseline"], base))
-            self.say(f"{self.entry.name}: {phase} measured")
+            self.say(f"{phase} measured")
         live = mine.call("live").get("live")
         result.live = {str(k): int(v) for k, v in live.items()} if isinstance(live, dict) else {}
         scale = result.calibration = calibrated(self.work, base)
+        self.say("correctness calibrated")
         if self.work.text:
             apart = self.work.logprobs(mine, base, "set")
             result.fidelity = worse(
@@ -374,6 +381,7 @@ class Prober:
 
     def _baseline(self) -> None:
         """The baseline's own discrepancy and compilations in the same probe."""
+        self.run.say("the host with the small model is ready")
         done = self._work(self.judge)
         self.compiled = self._served(self.judge)  # before it scores: the set's process does not
         self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge)) for d in done]
@@ -390,7 +398,7 @@ class Prober:
         return Found((), tuple(Dropped(op, *why) for op, why in lost.items()), (), 1)
 
     def probe(self, ops: tuple[str, ...]) -> Probe:
-        self.run.say(f"{self.run.entry.name}: probe of {', '.join(ops)}")
+        self.run.say(f"probe of {', '.join(ops)}")
         files = {op: self.files[op] for op in ops}
         run = self.run
         try:

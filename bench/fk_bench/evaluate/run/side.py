@@ -55,12 +55,14 @@ class Launcher:
     """Starts the processes of all items: one fork server for each host and interpreter.
 
     memory, threads  of one process tree: bytes above which it is killed, threads of torch's CPU operations
+    logs             a folder for the end of each process's output: 01-vllm.log, ...
     """
 
     def __init__(
-        self, pythons: dict[str, str], memory: int, threads: int = 0, caged: bool = True, gpu: bool = False
-    ):
-        self.pythons, self.memory, self.caged, self.gpu = pythons, memory, caged, gpu
+        self, pythons: dict[str, str], memory: int, threads: int = 0, caged: bool = True, gpu: bool = False,
+        logs: Path | None = None,
+    ):  # fmt: skip
+        self.pythons, self.memory, self.caged, self.gpu, self.logs = pythons, memory, caged, gpu, logs
         self.threads = threads or len(os.sched_getaffinity(0))
         self.cage: dict[str, str] = {}  # the report of the last process
         self._zygotes: dict[str, Zygote] = {}
@@ -98,26 +100,40 @@ class Launcher:
             tmp_bytes=8 << 30, loopback=True, calls=CALLS,
         )  # fmt: skip
         try:
-            side = Side(self._zygotes[host].spawn({"compiled": compiled}, cage), timeout)
+            side = Side(self._zygotes[host].spawn({"compiled": compiled}, cage), timeout, self._log(host))
         except ZygoteError as error:
             raise SideFailed(Reason.RUN_TIME, str(error)) from error
         report = side.receive()["cage"]
         self.cage = self.cage if trusted else report
         return side
 
+    def _log(self, host: str) -> Path | None:
+        if self.logs is None:
+            return None
+        self.logs.mkdir(parents=True, exist_ok=True)
+        return self.logs / f"{len(list(self.logs.iterdir())) + 1:02d}-{host}.log"
+
 
 class Side:
-    """One process. timeout: seconds for one message."""
+    """One process. timeout: seconds for one message; log: a file for the end of its output."""
 
-    def __init__(self, child: Any, timeout: float):
-        self.child, self.timeout = child, timeout
+    def __init__(self, child: Any, timeout: float, log: Path | None = None):
+        self.child, self.timeout, self.log = child, timeout, log
         child.channel.setblocking(False)
+        if log is not None:
+            log.touch()  # takes its number
 
     def __enter__(self) -> Side:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         self.child.close()
+        if self.log is not None:
+            self.log.write_text(self.child.output_tail(), encoding="utf-8")
 
     def call(self, do: str, **given: Any) -> dict[str, Any]:
         """The answer to one message. Raises SideFailed."""
