@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
-    from fastkernels.engine.scheduling.denoising import ImageParams
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
+    from fastkernels.engine.scheduling.denoising import ImageParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

@@ -620,10 +620,7 @@ def _side_effects(part: Part) -> list[Key]:
     for statement in part.source.statements:
         if statement.start in part.taken or _is_docstring(statement.node):
             continue
-        sets = {
-            name for node in ast.walk(statement.node) if isinstance(node, ast.Global) for name in node.names
-        }
-        if sets & taken:
+        if statement.assigned & taken:
             more += _take(part, statement)
         elif not statement.names:
             uses = _uses(part.source, statement.node)
@@ -741,7 +738,7 @@ def _copied(source: Source, statement: Statement, uses: Uses, names: dict[Key, s
 
 def _attributes(parts: dict[str, Part], replaced: list[Replaced]) -> set[str]:
     """Names that are accessed as attributes anywhere in the file, the plain modules' classes excluded."""
-    nodes = [s.node for name, p in parts.items() for s, _ in p.statements()
-             if name not in PLAIN or not isinstance(s.node, ast.ClassDef)]  # fmt: skip
-    nodes += [s.node for r in replaced for _, s, _ in r.methods]
-    return {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    statements = [s for name, p in parts.items() for s, _ in p.statements()
+                  if name not in PLAIN or not isinstance(s.node, ast.ClassDef)]  # fmt: skip
+    statements += [s for r in replaced for _, s, _ in r.methods]
+    return {name for statement in statements for name in statement.attributes}

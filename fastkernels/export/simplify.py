@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastkernels.core import registry, tuning
+from fastkernels.export.text import parsed, walk
 
 PACKAGE = __name__.partition(".")[0]
 METHODS = "into|faster|winner|requested"  # kept in an exported file, in addition to a call and `run`
@@ -31,6 +32,7 @@ CUDA_ONLY = ("supports_wgmma",)
 # Methods that count and log a call that plain PyTorch, or the host, then computes
 LOGGING = ("note", "leave")
 COUNTING = (*LOGGING, "count_call")
+LOGS = re.compile(rf"\.(?:{'|'.join(COUNTING)})\b")
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel where it supports the call, else plain PyTorch.\"\"\"
@@ -105,9 +107,10 @@ def _of_triton(match: re.Match[str]) -> str:
 
 def _without_logging(text: str) -> str:
     """Drop calls that only count or log."""
+    if not LOGS.search(text):
+        return text
     lines = text.split("\n")
-    blocks = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
-    for block in blocks:
+    for block in _bodies(text):
         for node in block:
             if _calls_method(node, COUNTING):
                 for i in range(node.lineno - 1, node.end_lineno or 0):
@@ -117,6 +120,10 @@ def _without_logging(text: str) -> str:
     return "\n".join(line for line in lines if line != DROPPED)
 
 
+def _bodies(text: str) -> list[list[ast.stmt]]:
+    return [body for n in walk(parsed(text)) if isinstance(body := getattr(n, "body", None), list)]
+
+
 def _calls_method(node: ast.stmt, names: Sequence[str]) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names
@@ -124,9 +131,10 @@ def _calls_method(node: ast.stmt, names: Sequence[str]) -> bool:
 
 def _without_fallbacks(text: str) -> str:
     """Leave to the host what follows a call that logs a fallback: in a fork, its code is the fallback."""
+    if not LOGS.search(text):
+        return text
     lines = text.split("\n")
-    found = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
-    for block in sorted(found, key=lambda b: -b[0].lineno):
+    for block in sorted(_bodies(text), key=lambda b: -b[0].lineno):
         logged = next((node for node in block[:-1] if _calls_method(node, LOGGING)), None)
         if logged is not None:
             lines[logged.lineno - 1 : block[-1].end_lineno] = [f"{' ' * logged.col_offset}raise Unsupported"]
@@ -164,7 +172,7 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
             supported = f"{supports}(*args)"
             made = _call("register", schema, f"_run_{name}", fake)
             return RAISING.format(name=name, made=made, kernel=kernel, supports=supported)
-    elif _uses_methods(name):
+    elif name in _with_methods():
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
     call = f"({supports})" if supports and not supports.isidentifier() else supports
@@ -283,7 +291,7 @@ def _with_winners(module: str, text: str) -> str:
 
 
 @cache
-def _uses_methods(name: str) -> bool:
-    """Whether some family uses methods of the Op object, other than a call and `run`."""
-    called = re.compile(rf"\b{name}\.({METHODS})\b")
-    return any(called.search(file.read_text()) for file in registry.OPS_ROOT.glob("*/*.py"))
+def _with_methods() -> set[str]:
+    """Names of which some family uses methods of the Op object, other than a call and `run`."""
+    called = re.compile(rf"\b(\w+)\.(?:{METHODS})\b")
+    return {name for file in registry.OPS_ROOT.glob("*/*.py") for name in called.findall(file.read_text())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from fastkernels.core import registry
@@ -58,6 +58,15 @@ class Statement:
     names: tuple[str, ...]
     start: int
     end: int
+
+    @cached_property
+    def assigned(self) -> set[str]:
+        """Global names that functions in it assign."""
+        return {name for node in ast.walk(self.node) if isinstance(node, ast.Global) for name in node.names}
+
+    @cached_property
+    def attributes(self) -> set[str]:
+        return {node.attr for node in ast.walk(self.node) if isinstance(node, ast.Attribute)}
 
 
 @dataclass

@@ -23,21 +23,30 @@ def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def walk(node: ast.AST) -> list[ast.AST]:
-    """The node and all nodes in it, in the order of the text; the list of a statement is kept."""
+    """The node of a parsed file and all nodes in it, in the order of the text."""
     kept: list[ast.AST] | None = getattr(node, KEPT_NODES, None)
-    if kept is not None:
-        return kept
-    found = [node]
+    return _visited(node, []) if kept is None else kept
+
+
+def _visited(node: ast.AST, found: list[ast.AST]) -> list[ast.AST]:
+    """`found` with the node and all nodes in it, each with its parent as `above`; a statement keeps its own."""
+    first = len(found)
+    found.append(node)
     for name in node._fields:
         value = getattr(node, name, None)
-        if isinstance(value, list):
+        if isinstance(value, ast.AST):
+            value.above = node  # type: ignore[attr-defined]
+            if value._fields:
+                _visited(value, found)
+            else:
+                found.append(value)
+        elif isinstance(value, list):
             for child in value:
                 if isinstance(child, ast.AST):
-                    found += walk(child)
-        elif isinstance(value, ast.AST):
-            found += walk(value)
+                    child.above = node  # type: ignore[attr-defined]
+                    _visited(child, found)
     if isinstance(node, (ast.stmt, ast.Module)):
-        setattr(node, KEPT_NODES, found)
+        setattr(node, KEPT_NODES, found[first:])
     return found
 
 
@@ -45,12 +54,7 @@ def walk(node: ast.AST) -> list[ast.AST]:
 def parsed(text: str) -> ast.Module:
     """The tree of a file, in which each node has its parent as `above`."""
     tree = ast.parse(text)
-    for node in walk(tree):
-        for name in node._fields:
-            value = getattr(node, name, None)
-            for child in value if isinstance(value, list) else (value,):
-                if isinstance(child, ast.AST):
-                    child.above = node  # type: ignore[attr-defined]
+    _visited(tree, [])
     return tree
 
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Set
 
 from fastkernels.export.layout import elements
+from fastkernels.export.text import parsed, walk
 
 INVALID = ("ValueError(", "TypeError(")
 DROPPED = "# dropped"
@@ -18,7 +19,7 @@ UNSUPPORTED = 'return "unsupported"'
 def errors_of_the_host(text: str) -> str:
     """The file with Unsupported for each invalid argument: the host's code raises its own errors."""
     lines = text.split("\n")
-    raised = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Raise) and n.exc is not None]
+    raised = [n for n in walk(parsed(text)) if isinstance(n, ast.Raise) and n.exc is not None]
     for node in sorted(raised, key=lambda n: -n.lineno):
         if ast.unparse(node.exc).startswith(INVALID):  # type: ignore[arg-type]
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + "raise Unsupported"]
@@ -28,7 +29,7 @@ def errors_of_the_host(text: str) -> str:
 def without_reasons(text: str) -> str:
     """The file with the same reason for all unsupported calls, which nothing shows: tests of one kind are joined."""
     lines = text.split("\n")
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.returns]
+    functions = [n for n in walk(parsed(text)) if isinstance(n, ast.FunctionDef) and n.returns]
     returns = {
         node
         for function in functions
@@ -83,7 +84,7 @@ def _operand(test: str) -> str:
 def without_assertions(text: str) -> str:
     """The file without assertions that values are not None, which are for type checkers."""
     lines = text.split("\n")
-    for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Assert)):
+    for node in (n for n in walk(parsed(text)) if isinstance(n, ast.Assert)):
         tests = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
         if node.lineno == node.end_lineno and all(ast.unparse(t).endswith(" is not None") for t in tests):
             lines[node.lineno - 1] = DROPPED
@@ -130,7 +131,7 @@ def compact(text: str) -> str:
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     lines = text.split("\n")
     for node in sorted(
-        (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))),
+        (n for n in walk(parsed(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))),
         key=lambda n: -n.lineno,
     ):
         first = node.body[0]
@@ -140,7 +141,7 @@ def compact(text: str) -> str:
             lines[first.lineno - 1 : first.end_lineno] = [_docstring(summary, " " * first.col_offset)]
     text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
     lines = text.split("\n")
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in walk(parsed(text)) if isinstance(n, ast.FunctionDef)]
     for function in sorted(functions, key=lambda n: -n.lineno):
         start, stop = function.lineno - 1, function.body[0].lineno - 1
         head = lines[start:stop]

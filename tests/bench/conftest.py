@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 STUB_SERVER = Path(__file__).with_name("stub_server.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_fork_servers() -> Iterator[None]:
+    from support.kernels import fork_servers
+
+    with fork_servers.shared():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ STEM = [(i * 37) % 500 for i in range(44)]
 KINDS = ("llama", "gemma3_text", "mistral", "deepseek_v2", "mixtral")  # all, some or no layers with a window
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("changed") / request.param, request.param, "float32")
 
@@ -99,8 +100,20 @@ def finish(llm: LLM) -> dict[str, list[int]]:
     return ended
 
 
-@pytest.mark.parametrize("state", [running, in_prompt, waiting, preempted])
-@pytest.mark.parametrize("overlap", [False, True], ids=["one step", "two steps"])
+STATES = (running, in_prompt, waiting, preempted)
+# Llama and Gemma 3 in every state; the other caches in a state and a mode of their own
+FAST = {("mistral", running, True), ("deepseek_v2", waiting, False), ("mixtral", preempted, True)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "state", "overlap"),
+    [
+        pytest.param(kind, state, overlap, marks=[] if fast else [pytest.mark.slow])
+        for kind, state, overlap in itertools.product(KINDS, STATES, (False, True))
+        for fast in (kind in KINDS[:2] or (kind, state, overlap) in FAST,)
+    ],
+    indirect=["folder"],
+)
 def test_reset_leaves_no_older_keys(folder: Path, state: Callable[[LLM], None], overlap: bool) -> None:
     llm = engine(folder, async_scheduling=overlap)
     state(llm)

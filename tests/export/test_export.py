@@ -607,7 +607,7 @@ def test_fork_file_replaces_methods_of_the_host_class(tmp_path: Path) -> None:
     """In real transformers, without this package: the class is the host's with our forward."""
     (tmp_path / "pasted.py").write_text(exported("rms_norm", "transformers", "5.24.0"))
     code = """
-import sys, torch
+import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 sys.modules.update(dict.fromkeys(["fastkernels", "fk_integrations", "fk_bench"]))  # importing them fails
 import pasted
@@ -620,8 +620,9 @@ for shape, dtype in (((5, 63), torch.float32), ((2, 3, 1000), torch.bfloat16)):
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(shape, dtype=dtype)
     torch.testing.assert_close(ours(x), theirs(x))
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), theirs(x))
+    if os.environ["TRITON_INTERPRET"] == "1":  # else the host's code runs
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), theirs(x))
 print("same")
 """
     for interpreted in ("0", "1"):

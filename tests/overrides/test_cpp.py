@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "cache" / "cpp"
     compile_cache.folder.cache_clear()
     cpp.library.cache_clear()
+    cpp._kept.clear()
 
 
 def test_library_is_compiled_once(
@@ -46,6 +48,11 @@ def test_library_is_compiled_once(
         again = cpp.library(source)
         assert not isinstance(again, str) and again.answer() == 42
         assert len(caplog.records) == 2
+        assert cpp.load_kept() == [f.name for f in cache.iterdir()]
+        shutil.rmtree(cache)  # as in a cage
+        cpp.library.cache_clear()
+        kept = cpp.library(source)
+        assert not isinstance(kept, str) and kept.answer() == 42
         source.write_text(SOURCE.replace("41", "42"))
         cpp.library.cache_clear()
         assert isinstance(cpp.library(source), str)

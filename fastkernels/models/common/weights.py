@@ -107,7 +107,10 @@ def fill(
     if arch.experts:
         packed.update(expert_parts(registry.load(arch.experts)(config)))
     tied = set(arch.tied) if getattr(config, "tie_word_embeddings", False) else set()
-    todo = {name: _parts_of(name, packed) for name in parameters}
+    shards: dict[str, set[Shard]] = {}
+    for ours, part in packed.values():
+        shards.setdefault(ours, set()).add(part)
+    todo = {name: _parts_of(name, shards) for name in parameters}
     if arch.absent:
         _leave_out(parameters, todo, packed, registry.load(arch.absent)(config))
     unused = (*arch.unused, *_prediction_layers(config))
@@ -192,8 +195,8 @@ def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Sha
     return key, None
 
 
-def _parts_of(name: str, packed: Mapping[str, tuple[str, Shard]]) -> set[Shard]:
-    return {shard for ours, shard in packed.values() if _has(name, ours)} or {None}
+def _parts_of(name: str, shards: Mapping[str, set[Shard]]) -> set[Shard]:
+    return {shard for ours, found in shards.items() if _has(name, ours) for shard in found} or {None}
 
 
 def _leave_out(

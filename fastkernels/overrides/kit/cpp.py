@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def compiler() -> str | None:
     wanted = os.environ.get("CXX")
     names = (wanted,) if wanted else ("c++", "g++", "clang++")
     return next((found for name in names if (found := shutil.which(name)) is not None), None)
+
+
+_kept: dict[str, ctypes.CDLL] = {}  # by the file's name
+
+
+def load_kept() -> list[str]:
+    """Load every library that the folder keeps, and return the files' names.
+
+    Forked processes that cannot read the folder then have them, too, instead of compiling their own.
+    """
+    for file in compile_cache.requested_folder("cpp").glob("*.so"):
+        with suppress(OSError):
+            _kept[file.name] = ctypes.CDLL(str(file))
+    return sorted(_kept)
 
 
 @cache
@@ -84,6 +99,8 @@ def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         platform.machine(), cpu.model(), *sorted(cpu.flags()),
     )  # fmt: skip
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
+    if name in _kept:
+        return _kept[name]
     kept = compile_cache.requested_folder("cpp") / name
     if kept.is_file():
         return ctypes.CDLL(str(kept))

@@ -64,9 +64,12 @@ def shared_table(spans: Sequence[Span], dtype: torch.dtype, device: torch.device
     parts = tuple((tuple(span.inv_freq.tolist()), *span[1:]) for span in spans)
     key = (parts, dtype, device, torch.is_inference_mode_enabled())
     table = _TABLES.get(key)
-    if table is None:
-        rows = torch.cat([cos_sin_table(*span) for span in spans])
-        table = _TABLES[key] = rows.to(device, dtype)
+    if table is None and device.type == "meta":
+        rows, width = sum(span.rows for span in spans), 2 * len(spans[0].inv_freq)
+        table = _TABLES[key] = torch.empty(rows, width, dtype=dtype, device=device)
+    elif table is None:
+        every = torch.cat([cos_sin_table(*span) for span in spans])
+        table = _TABLES[key] = every.to(device, dtype)
     return table
 
 

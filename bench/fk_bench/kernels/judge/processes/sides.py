@@ -30,8 +30,13 @@ PRELOAD = (
     "torch._functorch.aot_autograd",
     "fk_bench.kernels.judge.processes.runner",
 )
-# Modules that a first compiled call imports; on a GPU only there, because an import that opens the device is an error
-CPU_PRELOAD = ("torch._inductor.scheduler", "torch.distributed.tensor.experimental")
+# Modules that a first compiled call imports, on a GPU only there, because an import that opens the device is an error;
+# and our C++ kernels
+CPU_PRELOAD = (
+    "torch._inductor.scheduler",
+    "torch.distributed.tensor.experimental",
+    "fk_bench.kernels.judge.processes.compiled",
+)
 CPU_MEMORY = 6 << 30  # bytes of a candidate's processes
 CPU_ADDRESS_SPACE = 32 << 30  # of one of them: an allocation of more fails at once
 GPU_MEMORY = 32 << 30  # of the host, or half of it if that is more: pinned memory and copies of weights
@@ -103,7 +108,8 @@ class Sides:
         python = self.python.get(who, sys.executable)
         if python not in self._zygotes:
             more = CPU_PRELOAD if self.device == "cpu" else ()
-            self._zygotes[python] = Zygote(python, preload=(*PRELOAD, *more))
+            env = {"FASTKERNELS_CACHE": Environment.read().cache}  # its home is "/"
+            self._zygotes[python] = Zygote(python, preload=(*PRELOAD, *more), env=env)
             if begin:
                 self._zygotes[python].begin()
         return self._zygotes[python]
