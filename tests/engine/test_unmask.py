@@ -267,6 +267,12 @@ def test_bad_parameter_is_refused_with_its_value(llm: LLM, given: dict[str, Any]
     assert said in str(caught.value)
 
 
+def test_plan_has_no_more_steps_than_tokens() -> None:
+    """A request with 2^60 steps must not take the memory of a list of these."""
+    assert UnmaskParams(steps=2**60, block_length=8).plan(16).counts == (1,) * 8
+    assert UnmaskParams(steps=6, block_length=8).plan(16).counts == (3, 3, 2)
+
+
 def test_every_parameter_of_tokens_in_order_is_refused() -> None:
     values = {
         "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1, "top_p": 0.5, "top_k": 4,

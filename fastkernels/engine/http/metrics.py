@@ -143,7 +143,7 @@ class Metrics:
             startup.add_metric([*self._labels.values(), phase], seconds)
         yield startup
         counters: list[tuple[str, str, float]] = []
-        if self.engine.kind != "Encode":
+        if self.engine.kind not in ("Encode", "Score"):
             cache = {
                 "block_size": self.engine.config.block_size,
                 "num_gpu_blocks": 0 if blocks is None else blocks.num_blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 
+import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic_core import to_json
@@ -45,6 +46,11 @@ class Recommendation:
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)
+        for i, output in enumerate(found):
+            if np.isnan(output.outputs.data).any():
+                raise ApiError(
+                    400, f"the score of input {i} is NaN: its numbers are too large for the model", "inputs"
+                )
         data = [
             {"index": i, "object": "scores", "scores": o.outputs.scores, "items": o.outputs.item_ids}
             for i, o in enumerate(found)

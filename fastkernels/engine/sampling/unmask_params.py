@@ -97,8 +97,8 @@ class UnmaskParams(SamplingParams):
         if self.threshold is not None:
             return Plan(length, ())
         each, rest = divmod(length, steps // blocks)
-        counts = [each + (i < rest) for i in range(steps // blocks)]
-        return Plan(length, tuple(n for n in counts if n))  # a step without a token changes nothing
+        useful = min(steps // blocks, length)  # a step without a token changes nothing
+        return Plan(length, tuple(each + (i < rest) for i in range(useful)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ table's feature_names, whose default is its name.
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]]"
 NUMBERS = ("dense_in_features", "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
 SIZES = ("dense_arch_layer_sizes", "over_arch_layer_sizes")
 POOLING = ("sum", "mean")
+LARGEST = float(np.finfo(np.float32).max)
 DEFAULTS: dict[str, Any] = {  # MLPerf's model for Criteo's data
     "dense_in_features": 13, "embedding_dim": 128, "pooling": "sum", "dense_arch_layer_sizes": [512, 256, 128],
     "over_arch_layer_sizes": [1024, 1024, 512, 256, 1], "dcn_num_layers": 3, "dcn_low_rank_dim": 512,
@@ -264,9 +264,11 @@ class DLRM_DCN(nn.Module):
             raise ValueError(
                 f"the input needs `dense`, a list of {self.dense_size} numbers, got {reprlib.repr(dense)}"
             )
-        wrong = next((v for v in dense if not is_number(v) or not math.isfinite(v)), None)
+        wrong = next((v for v in dense if not is_number(v) or not abs(v) <= LARGEST), None)
         if wrong is not None:
-            raise ValueError(f"the input has {wrong!r} in `dense`, which is no finite number")
+            raise ValueError(
+                f"the input has {reprlib.repr(wrong)} in `dense`, which is no finite number in float32"
+            )
         if not isinstance(sparse, Mapping):
             raise ValueError(f"the input needs `sparse`, ids by feature, got {reprlib.repr(sparse)}")
         names = [name for name, _, _ in self.features]

@@ -14,6 +14,7 @@ graph is random, too: `num_edges`, by default 16 for each node.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +116,8 @@ class LightGCN(nn.Module):
             return Sample(int(user[0]), items, 0, False)
         most = min(MOST, self.num_items)
         k, exclude = given.get("k", min(20, most)), given.get("exclude_seen", True)
-        if not is_number(k) or int(k) != k or not 1 <= k <= most:
-            raise ValueError(f"the input has k {k!r}: it must be an integer from 1 to {most}")
+        if not is_number(k) or not 1 <= k <= most or int(k) != k:
+            raise ValueError(f"the input has k {reprlib.repr(k)}: it must be an integer from 1 to {most}")
         if not isinstance(exclude, bool):
             raise ValueError(f"the input has exclude_seen {exclude!r}: it must be true or false")
         return Sample(int(user[0]), None, int(k), exclude)

@@ -122,6 +122,39 @@ def test_ids_beyond_a_table_are_named(served):
     assert "input 0 has 101 ids, and a request may have 100" in post(url, inputs=large).text
 
 
+NUMBERS = {
+    "dlrm": [
+        ('{"dense": [1e999, 0, 0, 0, 0]}', "input 0 has inf in `dense`"),
+        ('{"dense": [1e300, 0, 0, 0, 0]}', "input 0 has 1e+300 in `dense`"),
+        ('{"dense": [1%s, 0, 0, 0, 0]}' % ("0" * 400), "in `dense`, which is no finite number in float32"),
+        ('{"dense": [1e38, 1e38, 1e38, 1e38, 1e38]}', "the score of input 0 is NaN"),
+    ],
+    "lightgcn": [
+        ('{"user": 1, "k": 1e999}', "input 0 has k inf: it must be an integer from 1 to 40"),
+        ('{"user": 1, "k": -1e999}', "input 0 has k -inf"),
+        ('{"user": 1, "k": 1%s}' % ("0" * 400), "it must be an integer from 1 to 40"),
+        ('{"user": 1, "k": 2.5}', "input 0 has k 2.5"),
+    ],
+}  # fmt: skip
+
+
+def test_numbers_without_a_score_are_refused(served):
+    """The answer is 400, and JSON: it has no NaN."""
+    name, url, _, _ = served
+    for sample, words in NUMBERS[name]:
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(
+            url + "/v1/scores", content='{"inputs": %s}' % sample, headers=headers, timeout=60
+        )
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], sample
+
+
+def test_metrics_have_no_cache(served):
+    answer = httpx.get(served[1] + "/metrics", timeout=60)
+    assert answer.status_code == 200 and "vllm:num_requests_running" in answer.text
+    assert "kv_cache_usage" not in answer.text
+
+
 def test_other_routes_name_this_one(served):
     url = served[1]
     answer = httpx.post(url + "/v1/embeddings", json={"input": "a"}, timeout=60)
