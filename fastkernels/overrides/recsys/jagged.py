@@ -67,6 +67,8 @@ class Jagged:
         whole = None
         if not features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
             keys = features.keys()
+            if missing := [name for name in names if name not in keys]:
+                raise KeyError(missing[0])
             whole = features if keys == names else features.permute([keys.index(name) for name in names])
         return Jagged(module, whole, features, tables, names)
 

@@ -55,6 +55,7 @@ class TorchGeometricLGConv(nn.Module):
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> torch.Tensor:
         graph = graph_for(edge_index, edge_weight, x.shape[-2], self.normalize, x.dtype)
+        x = x.to(torch.promote_types(x.dtype, graph.values.dtype))  # of messages times weights
         if x.dim() == 2:
             return graph_propagate(x, *graph)
         rows = x.movedim(-2, 0)

@@ -33,7 +33,7 @@ class TorchrecLowRankCrossNet(nn.Module):
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(in_features)) for _ in range(num_layers))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = first = input.flatten(0, -2)
+        x = first = input.reshape(-1, input.shape[-1])
         for i in range(self._num_layers):
             x = cross_low_rank(first, x, self.V_kernels[i], self.W_kernels[i], self.bias[i])
         return x.view(input.shape)

@@ -144,7 +144,7 @@ def test_numbers_without_a_score_are_refused(served):
     for sample, words in NUMBERS[name]:
         headers = {"Content-Type": "application/json"}
         answer = httpx.post(
-            url + "/v1/scores", content='{"inputs": %s}' % sample, headers=headers, timeout=60
+            url + "/v1/scores", content=f'{{"inputs": {sample}}}', headers=headers, timeout=60
         )
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], sample
 

@@ -133,6 +133,18 @@ def test_dlrm_v2_inputs_of_all_kinds():
 
 
 @torch.no_grad()
+def test_dlrm_v2_one_vector_and_missing_features():
+    net, x = LowRankCrossNet(12, 2, 3), torch.randn(12)
+    torch.testing.assert_close(patched(net, "cross_low_rank", x), net(x), atol=2e-6, rtol=2e-6)
+    module = EmbeddingBagCollection(configs())
+    part = KeyedJaggedTensor(["f0", "f1"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(KeyError, match="f3"):
+        module(part)
+    with fastkernels.patch(module, ops="embedding_bag"), pytest.raises(KeyError, match="f3"):
+        module(part)
+
+
+@torch.no_grad()
 def test_dlrm_v2_training_runs_torchrec():
     """Training runs torchrec's code."""
     net = LowRankCrossNet(12, 2, 3).train()
@@ -231,6 +243,36 @@ def test_lightgcn_layers_that_stay_the_hosts(tmp_path):
     with fastkernels.patch(layer := LGConv(), ops="graph_propagate"):
         found = layer(wide, edges)
     torch.testing.assert_close(found, LGConv()(wide, edges), atol=2e-6, rtol=2e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normalize", [True, False])
+def test_lightgcn_results_have_the_hosts_dtype(tmp_path, normalize):
+    """Messages of float16 with weights of float32 are float32."""
+    edges, layer = recommenders.lightgcn(tmp_path)["edge_index"], LGConv(normalize)
+    weight = torch.rand(edges.shape[1])
+    for kind, other in ((torch.float16, torch.float32), (torch.float32, torch.float64)):
+        x = torch.randn(52, 8).to(kind)
+        want = layer(x, edges, weight.to(other))
+        found = patched(layer, "graph_propagate", x, edges, weight.to(other))
+        assert found.dtype == want.dtype == other
+        torch.testing.assert_close(found, want, atol=2e-3, rtol=2e-3)
+
+
+@torch.no_grad()
+def test_lightgcn_edges_with_other_data_or_of_no_node(tmp_path):
+    edges, layer, x = recommenders.lightgcn(tmp_path)["edge_index"].clone(), LGConv(False), torch.randn(52, 8)
+    with fastkernels.patch(layer, ops="graph_propagate"):
+        layer(x, edges)
+        edges.data = edges.flip(0)
+        found = layer(x, edges)
+        for wrong in (52, -1):
+            edges[0, 5] = wrong
+            with pytest.raises(IndexError, match=f"edge_index has the node {wrong}, and there are 52"):
+                layer(x, edges)
+        edges[0, 5] = 0
+    edges.copy_(recommenders.lightgcn(tmp_path)["edge_index"].flip(0))
+    torch.testing.assert_close(found, layer(x, edges), atol=2e-6, rtol=2e-6)
 
 
 @torch.no_grad()
