@@ -235,6 +235,11 @@ def changed(folder: Path, part: str, **fields: Any) -> None:
         ("transformer", {"axes_dims_rope": [4, 4, 4]}, "does not sum to attention_head_dim=16"),
         ("scheduler", {"use_karras_sigmas": True}, "use_karras_sigmas=True is not supported, only False"),
         ("vae", {"act_fn": "relu"}, "vae: act_fn='relu' is not supported, only 'silu'"),
+        (
+            "vae",
+            {"up_block_types": ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]},
+            "only UpDecoderBlock2D for each",
+        ),
         ("vae", {"latent_channels": 8}, "in_channels=16 is not four times latent_channels=8"),
     ],
 )
@@ -303,6 +308,7 @@ def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6, front=None
 """
 
 
+@pytest.mark.slow
 def test_candidate_runs_in_a_pipeline_until_undo(folders: dict[str, Path], tmp_path: Path) -> None:
     small = ImageParams(height=16, width=16, num_inference_steps=2, seed=0)
     with LLM(str(folders["flux"]), device="cpu") as llm:
