@@ -12,7 +12,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 from fastkernels.overrides.collective.all_reduce import SMALL, all_reduce
-from fastkernels.overrides.collective.exchange import meet, packed, summed_words, unpacked
+from fastkernels.overrides.collective.exchange import buffer_of, meet, packed, summed_words, unpacked
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.norm import rms_norm as norms
 
@@ -56,7 +56,7 @@ def _all_reduce_rms_norm_kernel(
     count = tl.load(counter_ptr + b) + 1
     half = (2 * b + (count & 1)) * region
     cols = tl.arange(0, BLOCK)
-    own = tl.load(table_ptr + RANK).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+    own = buffer_of(table_ptr, RANK, x_ptr.dtype.element_ty) + half
     mine = tl.minimum(each, rows - b * each)
     for i in range(0, mine):
         value = tl.load(x_ptr + (b * each + i) * H + cols, mask=cols < H)
@@ -67,7 +67,7 @@ def _all_reduce_rms_norm_kernel(
         row = (b * each + i) * H + cols
         h = tl.zeros((BLOCK,), dtype=tl.float32)
         for p in tl.static_range(SIZE):
-            theirs = tl.load(table_ptr + p).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
+            theirs = buffer_of(table_ptr, p, x_ptr.dtype.element_ty) + half
             h += tl.load(theirs + i * H + cols, mask=cols < H, other=0.0).to(tl.float32)
         if HAS_RES:
             h += tl.load(res_ptr + row, mask=cols < H, other=0.0).to(tl.float32)

@@ -133,41 +133,58 @@ def meet(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["n", "each", "polls"])
+@triton.jit
+def buffer_of(table_ptr, rank: tl.constexpr, like):
+    """The buffer of a rank as a pointer, which the compiler knows to be aligned: so its accesses are wide."""
+    return tl.multiple_of(tl.load(table_ptr + rank).to(tl.pointer_type(like)), [16])
+
+
+@triton.jit(do_not_specialize=["units", "each", "polls"])
 def _exchange_kernel(
-    x_ptr, out_ptr, table_ptr, counter_ptr, failed_ptr, n, each, region, flags_at, polls,
+    x_ptr, out_ptr, table_ptr, counter_ptr, failed_ptr, units, each, region, flags_at, polls,
     RANK: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
-    # x has CHUNKS chunks of n elements. Program b passes `each` elements of every chunk through its own region, which
-    # no other program uses. It writes the halves of its region in turn, so none is written while a peer still reads it:
-    # a half is used again two calls later, and all peers have arrived at the call between.
+    # x has CHUNKS chunks of `units` units of UNIT elements. Program b passes `each` units of every chunk through its
+    # own region, which no other program uses. It writes the halves of its region in turn, so none is written while a
+    # peer still reads it: a half is used again two calls later, and all peers have arrived at the call between.
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(counter_ptr + b) + 1
     half = (2 * b + (count & 1)) * region
     cols = tl.arange(0, BLOCK)
-    own = tl.load(table_ptr + RANK).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
-    end = tl.minimum(each, n - b * each)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    own = buffer_of(table_ptr, RANK, dtype) + half
+    n = units.to(tl.int64) * UNIT
+    first = b * each * UNIT
+    room = each.to(tl.int64) * UNIT
+    end = tl.minimum(each, units - b * each)  # in units, so that a mask is the same for all elements of one
     for c in tl.static_range(CHUNKS):
-        for start in range(0, end, BLOCK):
+        for start in range(0, end * UNIT, BLOCK):
             at = start + cols
-            value = tl.load(x_ptr + c * n + b * each + at, mask=at < end)
-            tl.store(own + c * each + at, value, mask=at < end)
+            value = tl.load(x_ptr + c * n + first + at, mask=at // UNIT < end)
+            tl.store(own + c * room + at, value, mask=at // UNIT < end)
     meet(table_ptr, failed_ptr, count, flags_at, polls, RANK, SIZE)
     chunk: tl.constexpr = RANK if CHUNKS > 1 else 0
-    for start in range(0, end, BLOCK):
+    for start in range(0, end * UNIT, BLOCK):
         at = start + cols
+        inside = at // UNIT < end
         if SUM:
             acc = tl.zeros((BLOCK,), dtype=tl.float32)
             for p in tl.static_range(SIZE):  # in order of rank, so that all ranks get the same bits
-                theirs = tl.load(table_ptr + p).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
-                acc += tl.load(theirs + chunk * each + at, mask=at < end, other=0.0).to(tl.float32)
-            tl.store(out_ptr + b * each + at, acc.to(out_ptr.dtype.element_ty), mask=at < end)
+                theirs = buffer_of(table_ptr, p, dtype) + half
+                acc += tl.load(theirs + chunk * room + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out_ptr + first + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
         else:
             for p in tl.static_range(SIZE):
-                theirs = tl.load(table_ptr + p).to(tl.pointer_type(x_ptr.dtype.element_ty)) + half
-                value = tl.load(theirs + chunk * each + at, mask=at < end)
-                tl.store(out_ptr + p * n + b * each + at, value, mask=at < end)
+                theirs = buffer_of(table_ptr, p, dtype) + half
+                value = tl.load(theirs + chunk * room + at, mask=inside)
+                tl.store(out_ptr + p * n + first + at, value, mask=inside)
     tl.store(counter_ptr + b, count)
+
+
+def unit_of(n: int, itemsize: int) -> int:
+    """Elements of one access: 16 bytes if they divide n elements, else one."""
+    return 16 // itemsize if n * itemsize % 16 == 0 else 1
 
 
 # -- small messages: each word carries the number of its call, so that data need no flag and no fence
@@ -218,7 +235,7 @@ def summed_words(
     sent = mark | (word.to(tl.int64) & 0xFFFFFFFF)
     for p in tl.static_range(SIZE):
         if p != RANK:
-            theirs = tl.load(table_ptr + p).to(tl.pointer_type(tl.int64)) + half + RANK * WORDS
+            theirs = buffer_of(table_ptr, p, tl.int64) + half + RANK * WORDS
             tl.store(theirs + at, sent, mask=inside, cache_modifier=".wt")
     # All programs have read the count when the last one begins the next call.
     programs = tl.num_programs(0)
@@ -231,7 +248,7 @@ def summed_words(
         if p == RANK:
             a, b = unpacked(word, KIND)
         else:
-            mine = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int64)) + half + p * WORDS
+            mine = buffer_of(table_ptr, RANK, tl.int64) + half + p * WORDS
             got = tl.load(mine + at, mask=inside, other=mark, volatile=True)
             missing = tl.sum(((got >> 32) != count).to(tl.int32))
             left = polls
@@ -247,13 +264,14 @@ def summed_words(
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "polls"])
+@triton.jit(do_not_specialize=["units", "polls"])
 def _words_kernel(
-    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, n, words_at, polls,
+    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, units, words_at, polls,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    inside = at // UNIT < units
     word = tl.load(x_ptr + at, mask=inside, other=0)
     low, high = summed_words(
         word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls, RANK, SIZE, WORDS, KIND
@@ -266,11 +284,11 @@ def sum_words(x: torch.Tensor, symmetric: Symmetric) -> torch.Tensor:
     out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     source, into = x.view(-1).view(torch.int32), out.view(torch.int32)
     n = source.numel()
-    block = 128 if n > 8192 else 64
+    unit, block = unit_of(n, 4), 128
     if n:
         _words_kernel[(cdiv(n, block),)](
-            source, into, *words_of(symmetric), n, *words_end(symmetric), KIND=SUMS.index(x.dtype), BLOCK=block,
-            num_warps=1, **words_of_rank(symmetric),
+            source, into, *words_of(symmetric), n // unit, *words_end(symmetric), KIND=SUMS.index(x.dtype), BLOCK=block,
+            UNIT=unit, num_warps=1, **words_of_rank(symmetric),
         )  # fmt: skip
     return out
 
@@ -312,11 +330,13 @@ def launch(x: torch.Tensor, symmetric: Symmetric, chunks: int, add: bool) -> tor
         source, into = source.view(torch.uint8).view(WORDS[width]), out.view(torch.uint8).view(WORDS[width])
     n, itemsize = source.numel() // chunks, source.element_size()
     programs, each = plan(n, chunks, itemsize)
+    unit = unit_of(n, itemsize)
     if programs:
         _exchange_kernel[(programs,)](
-            source, into, symmetric.table, symmetric.counters, symmetric.failed, n, each,
+            source, into, symmetric.table, symmetric.counters, symmetric.failed, n // unit, each // unit,
             symmetric.room // Symmetric.BLOCKS // itemsize, 2 * symmetric.room // 4, symmetric.polls,
-            RANK=symmetric.rank, SIZE=symmetric.size, CHUNKS=chunks, SUM=add, BLOCK=TILE // itemsize, num_warps=8,
+            RANK=symmetric.rank, SIZE=symmetric.size, CHUNKS=chunks, SUM=add, BLOCK=TILE // itemsize, UNIT=unit,
+            num_warps=8,
         )  # fmt: skip
     return out
 

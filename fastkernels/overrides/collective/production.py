@@ -96,6 +96,7 @@ def _custom(module: str) -> Any:
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "all_gather": _group("all_gather"),
+    "all_gather_linear": _composed("all_gather_linear"),
     "all_reduce": (
         *_group("all_reduce"),
         Baseline(
@@ -114,5 +115,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "ep_combine": _composed("ep_combine"),
     "ep_dispatch": _composed("ep_dispatch"),
     "linear_all_reduce": _composed("linear_all_reduce"),
+    "linear_reduce_scatter": _composed("linear_reduce_scatter"),
     "reduce_scatter": _group("reduce_scatter"),
+    "reduce_scatter_rms_norm": _composed("reduce_scatter_rms_norm"),
 }  # fmt: skip

@@ -61,8 +61,8 @@ def launched(call: Callable[[], Any]) -> list[Launch]:
     return list({launch[0].fn.__name__: launch for launch in reversed(found)}.values())
 
 
-def compile_for(launch: Launch, capability: int) -> None:
-    """Compile a launch's kernel to machine code. Raises triton's errors."""
+def compile_for(launch: Launch, capability: int) -> Any:
+    """A launch's kernel, compiled to machine code. Raises triton's errors."""
     kernel, args, kwargs = launch
     names = [p.name for p in kernel.params]
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
@@ -78,8 +78,10 @@ def compile_for(launch: Launch, capability: int) -> None:
             signature[p.name] = "i1"
         elif isinstance(value, int):
             signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
+            if not p.do_not_specialize and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[p.name] = "fp32"
     options = {k: v for k, v in kwargs.items() if k in OPTIONS}
     source = ASTSource(kernel, signature, constants, attributes)
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
