@@ -12,8 +12,8 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import Checkpoint, Engine
 from fastkernels.engine.execution.score import ScoreInput
 from fastkernels.engine.scheduling.encoding import (
+    BudgetScheduler,
     EncodeRequest,
-    EncodeScheduler,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
@@ -53,7 +53,7 @@ class ScoreEngine(Engine):
     """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
 
     kind = "Score"
-    scheduler: EncodeScheduler
+    scheduler: BudgetScheduler[ScoreRequest]
     requests: dict[str, ScoreRequest]
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None):
@@ -65,7 +65,7 @@ class ScoreEngine(Engine):
 
     def _start(self) -> None:
         config = self.config
-        self.scheduler = EncodeScheduler(
+        self.scheduler = BudgetScheduler(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
         )
 
