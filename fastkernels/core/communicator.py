@@ -340,7 +340,7 @@ class Symmetric:
 
     A buffer has BLOCKS regions of two halves, then the flags, then words for small messages. A kernel's program b uses
     region b alone, alternates its halves by a counter on the GPU, and signals the programs b of its peers. A word of a
-    small message has the number of its call beside 32 bits of data, so that it needs no flag: see
+    small message has 32 bits of data and the number of its call, so that it needs no flag: see
     overrides/collective/exchange.py.
 
     pointers  addresses of the buffers of all ranks in this process, `bytes_for(room, size)` bytes each, all zero

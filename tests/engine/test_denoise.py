@@ -107,37 +107,38 @@ def test_schnell_and_no_guidance_equal_diffusers(folders: dict[str, Path], tmp_p
         engine.make_request("a", "a", ImageParams(guidance_scale=3.5))
 
 
-def test_images_join_and_leave_a_batch(engines: dict[str, DenoiseEngine]) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("flux", marks=pytest.mark.slow), "sdxl"])
+def test_images_join_and_leave_a_batch(kind: str, engines: dict[str, DenoiseEngine]) -> None:
     """Requests of other sizes, steps and guidance join between steps; each image is that of the request alone."""
-    for kind, engine in engines.items():
-        asked: dict[str, dict[str, Any]] = {
-            "a": {"height": 16, "width": 16, "num_inference_steps": 5, "seed": 1},
-            "b": {"height": 8, "width": 16, "num_inference_steps": 2, "seed": 2, "guidance_scale": 1.5},
-            "c": {"height": 16, "width": 16, "num_inference_steps": 3, "seed": 3, "prompt": "a blue dog"},
-            "d": {"height": 16, "width": 16, "num_inference_steps": 3, "seed": 4, "guidance_scale": 1.0},
-        }
-        alone = {i: run(engine, **params)[1].arrays[0] for i, params in asked.items()}
-        batches, found = [], {}
-        forward = engine.model.forward
+    engine = engines[kind]
+    asked: dict[str, dict[str, Any]] = {
+        "a": {"height": 16, "width": 16, "num_inference_steps": 5, "seed": 1},
+        "b": {"height": 8, "width": 16, "num_inference_steps": 2, "seed": 2, "guidance_scale": 1.5},
+        "c": {"height": 16, "width": 16, "num_inference_steps": 3, "seed": 3, "prompt": "a blue dog"},
+        "d": {"height": 16, "width": 16, "num_inference_steps": 3, "seed": 4, "guidance_scale": 1.0},
+    }
+    alone = {i: run(engine, **params)[1].arrays[0] for i, params in asked.items()}
+    batches, found = [], {}
+    forward = engine.model.forward
 
-        def counted(latents: Any, *args: Any, forward: Any = forward, batches: list[int] = batches) -> Any:
-            batches.append(len(latents))
-            return forward(latents, *args)
+    def counted(latents: Any, *args: Any, forward: Any = forward, batches: list[int] = batches) -> Any:
+        batches.append(len(latents))
+        return forward(latents, *args)
 
-        engine.model.forward = counted  # type: ignore[method-assign]
-        try:
-            for names in ("a", "bc", "d", "", "", "", "", ""):
-                for name in names:
-                    params = dict(asked[name])
-                    engine.add_request(name, params.pop("prompt", PROMPT), ImageParams(**params))
-                found |= {o.request_id: (len(batches), o) for o in engine.step()}
-        finally:
-            del engine.model.forward  # type: ignore[method-assign]
-        # b ends with step 3, c with 4, a and d with 5; d joins a and c but is not guided in SDXL.
-        assert batches == {"flux": [1, 2, 1, 3, 1, 3, 2], "sdxl": [2, 4, 2, 4, 2, 1, 4, 1, 2, 1]}[kind]
-        assert [i for i, _ in sorted(found.items(), key=lambda pair: pair[1][0])] == ["b", "c", "a", "d"]
-        for name, (_, output) in found.items():
-            assert np.abs(output.arrays[0].astype(int) - alone[name]).max() <= 1, (kind, name)
+    engine.model.forward = counted  # type: ignore[method-assign]
+    try:
+        for names in ("a", "bc", "d", "", "", "", "", ""):
+            for name in names:
+                params = dict(asked[name])
+                engine.add_request(name, params.pop("prompt", PROMPT), ImageParams(**params))
+            found |= {o.request_id: (len(batches), o) for o in engine.step()}
+    finally:
+        del engine.model.forward  # type: ignore[method-assign]
+    # b ends with step 3, c with 4, a and d with 5; d joins a and c but is not guided in SDXL.
+    assert batches == {"flux": [1, 2, 1, 3, 1, 3, 2], "sdxl": [2, 4, 2, 4, 2, 1, 4, 1, 2, 1]}[kind]
+    assert [i for i, _ in sorted(found.items(), key=lambda pair: pair[1][0])] == ["b", "c", "a", "d"]
+    for name, (_, output) in found.items():
+        assert np.abs(output.arrays[0].astype(int) - alone[name]).max() <= 1, (kind, name)
 
 
 def test_images_of_one_prompt_have_seeds_in_a_row(folders: dict[str, Path]) -> None:
@@ -235,6 +236,11 @@ def changed(folder: Path, part: str, **fields: Any) -> None:
         ("transformer", {"axes_dims_rope": [4, 4, 4]}, "does not sum to attention_head_dim=16"),
         ("scheduler", {"use_karras_sigmas": True}, "use_karras_sigmas=True is not supported, only False"),
         ("vae", {"act_fn": "relu"}, "vae: act_fn='relu' is not supported, only 'silu'"),
+        (
+            "vae",
+            {"up_block_types": ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]},
+            "only UpDecoderBlock2D for each",
+        ),
         ("vae", {"latent_channels": 8}, "in_channels=16 is not four times latent_channels=8"),
     ],
 )
@@ -303,6 +309,7 @@ def ada_layer_norm(x, scale, shift, weight=None, bias=None, eps=1e-6, front=None
 """
 
 
+@pytest.mark.slow
 def test_candidate_runs_in_a_pipeline_until_undo(folders: dict[str, Path], tmp_path: Path) -> None:
     small = ImageParams(height=16, width=16, num_inference_steps=2, seed=0)
     with LLM(str(folders["flux"]), device="cpu") as llm:

@@ -35,7 +35,7 @@ FIELDS = {
 }  # fmt: skip
 FIXED: dict[str, tuple[Any, ...]] = {
     "addition_embed_type": ("text_time",), "use_linear_projection": (True,), "act_fn": ("silu",),
-    "mid_block_type": ("UNetMidBlock2DCrossAttn", None), "center_input_sample": (False,), "dropout": (0.0, 0),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn",), "center_input_sample": (False,), "dropout": (0.0, 0),
     "only_cross_attention": (False,), "downsample_padding": (1,), "mid_block_scale_factor": (1, 1.0),
     "dual_cross_attention": (False,), "upcast_attention": (False, None), "resnet_time_scale_shift": ("default",),
     "resnet_skip_time_act": (False,), "resnet_out_scale_factor": (1.0, 1), "time_embedding_type": ("positional",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +290,10 @@ def _odd(
     )
 
 
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    raise ValueError(f"{cls.__name__} needs tables as configs of its host")
+
+
 def _beyond(args: list[Any]) -> None:
     """Every third id is beyond its table: behind the last row, or negative."""
     args[0][::3] = int(args[4].max())
@@ -357,6 +361,7 @@ SPEC = OpSpec(
         _odd("odd_bf16", [12, 7, 3, 30], 6, 61, 48, "bfloat16", mean=True),
         _odd("no_ids", [4, 6], 3, 0, 8),
     ),
+    build=_build,
     activations=("weight",),
     extremes={"beyond": _beyond, "one_bag": _one_bag, "repeated": _repeated},
     baseline="torch",

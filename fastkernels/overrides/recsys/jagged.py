@@ -126,10 +126,17 @@ def pooled_at_once(op: Any, jagged: Jagged) -> torch.Tensor | None:
     return _separate(*given[:2], tables, *given[3:])
 
 
+def _launched(
+    indices: torch.Tensor, offsets: torch.Tensor, weights: list[torch.Tensor], places: torch.Tensor,
+    rows: torch.Tensor, per_sample_weights: torch.Tensor | None, mean: bool,
+) -> torch.Tensor:  # fmt: skip
+    return launch(indices, offsets, weights[0], places, rows, per_sample_weights, mean, addresses=True)
+
+
 _separate = functional(
     "embedding_bags(Tensor indices, Tensor offsets, Tensor[] weights, Tensor places, Tensor rows,"
     " Tensor? per_sample_weights, bool mean) -> Tensor",
-    lambda indices, offsets, weights, *rest: launch(indices, offsets, weights[0], *rest, True),
+    _launched,
     lambda indices, offsets, weights, *_: weights[0].new_empty(
         (offsets.shape[0] - 1) // len(weights), sum(w.shape[1] for w in weights)
     ),

@@ -299,7 +299,7 @@ def _vllm_conv() -> Function:
     prepared: dict[tuple[Any, ...], Any] = {}
 
     def of_step(cu_seqlens: T, tokens: int) -> Any:
-        """What vLLM prepares once a step for all layers."""
+        """The lengths that vLLM prepares once a step for all layers."""
         key = cu_seqlens.data_ptr(), len(cu_seqlens), tokens
         if key not in prepared:
             nums, batch, offsets = metadata(cu_seqlens.cpu(), device=cu_seqlens.device)

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import pipeline_folder
+from fastkernels.models.common.description import Unsupported
 from fastkernels.overrides.conv.diffusers import DiffusersUpsample2D
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.diffusion.diffusers import DiffusersResnetBlock2D
 from fastkernels.overrides.diffusion.group_norm import group_norm
 from fastkernels.overrides.kit.modules import products
 
-EPS = 1e-6
+EPS, UP = 1e-6, "UpDecoderBlock2D"
 FIELDS = {
     "in_channels": 3, "out_channels": 3, "block_out_channels": (64,), "layers_per_block": 1, "latent_channels": 4,
     "norm_num_groups": 32, "sample_size": 32, "scaling_factor": 0.18215, "shift_factor": None, "force_upcast": True,
     "use_quant_conv": True, "use_post_quant_conv": True, "mid_block_add_attention": True, "down_block_types": (),
-    "up_block_types": ("UpDecoderBlock2D",),
+    "up_block_types": (UP,),
 }  # fmt: skip
 FIXED: dict[str, tuple[Any, ...]] = {"act_fn": ("silu",), "latents_mean": (None,), "latents_std": (None,)}
 
@@ -115,6 +116,10 @@ class Autoencoder(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         c = pipeline_folder.fields(config, "vae", ("AutoencoderKL",), FIELDS, FIXED)
+        if c.up_block_types != (UP,) * len(c.block_out_channels):
+            raise Unsupported(
+                f"vae: up_block_types={c.up_block_types!r} is not supported, only {UP} for each level"
+            )
         self.scale = 2 ** (len(c.block_out_channels) - 1)
         self.channels: int = c.latent_channels
         self.factor, self.shift = c.scaling_factor, c.shift_factor or 0.0
