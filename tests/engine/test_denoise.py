@@ -298,7 +298,7 @@ def test_damaged_pipelines_are_diagnosed(folders: dict[str, Path], tmp_path: Pat
         engine_of(folder)
     (folder / "vae" / WEIGHTS).rename(folder / "vae" / "diffusion_pytorch_model.bin")
     with pytest.raises(
-        CheckpointError, match="vae has weights in PyTorch's format only, .*: use safetensors"
+        CheckpointError, match=r"vae has weights in PyTorch's format only, .*: use safetensors"
     ):
         engine_of(folder)
     for part in ("vae", "scheduler"):
