@@ -76,12 +76,12 @@ def _steps_kernel(
     W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A program has some channels of a sequence, token by token. Inputs move through its state, which is in caches.
+    follow(OVERLAP)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = cols < C
     b = tl.zeros([BLOCK], tl.float32)
     if HAS_BIAS:
         b += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)
-    follow(OVERLAP)
     i = tl.program_id(0)
     start = tl.load(cu_ptr + i).to(tl.int64)
     end = tl.load(cu_ptr + i + 1).to(tl.int64)

@@ -69,7 +69,8 @@ def compile_for(launch: Launch, capability: int) -> Any:
     signature, constants, attributes = {}, {}, {}
     for i, p in enumerate(kernel.params):
         value = given.get(p.name, p.default if p.has_default else None)
-        if p.is_constexpr or value is None or isinstance(value, torch.dtype):
+        one = type(value) is int and value == 1 and not p.do_not_specialize  # as Triton specializes it
+        if p.is_constexpr or value is None or isinstance(value, torch.dtype) or one:
             signature[p.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[p.name] = f"*{TYPES[str(value.dtype).removeprefix('torch.')]}"
