@@ -147,7 +147,8 @@ def _decoded(av: Any, container: Any, stream: Any, rate: int) -> Iterator[np.nda
 
     The rate and the channels may change between frames, as in joined MP3 files.
     """
-    resampler, form = None, None
+    resampler: Any = None
+    form: tuple[Any, ...] | None = None
     good = damaged = 0
     with container:
         packets = container.demux(stream)
