@@ -75,5 +75,10 @@ class AudioReader:
                 f"the feature extractor makes {list(found.shape)}, and the model reads {list(self._shape)}: the"
                 " checkpoint's preprocessor_config.json belongs to another model"
             )
+        if not torch.isfinite(found).all():
+            raise ValueError(
+                f"the audio is too loud for the feature extractor: its samples reach {np.abs(made).max():g}, and 1 is"
+                " full scale"
+            )
         digest = hashlib.blake2b(made.tobytes(), digest_size=16).digest()
         return Source(digest, found.to(self._dtype))

@@ -70,9 +70,9 @@ class DenoiseEngine(Engine):
         if steps > config.max_steps:
             raise ValueError(f"num_inference_steps must be at most {config.max_steps}, got {steps}")
         scale = self._scale(params)
-        for text in (prompt, params.negative_prompt or ""):
-            _check_unicode(text)
-            model.check_prompt(text)
+        for name, text in (("the prompt", prompt), ("negative_prompt", params.negative_prompt or "")):
+            _check_unicode(name, text)
+            model.check_prompt(text, name)
         tokens = model.tokens(size) * (2 if model.guidance is Guidance.DOUBLED and scale > 1 else 1)
         first = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
@@ -126,6 +126,9 @@ class DenoiseEngine(Engine):
         gone = [self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests]
         self.scheduler.remove(gone)
         self._drops += [r.request_id for r in gone]
+        if not self.requests:  # no step would tell the runner
+            drops, self._drops = self._drops, []
+            self.executor.launch(DenoiseInput((), (), drops))
         return []
 
     def abort_all(self) -> None:
@@ -171,8 +174,8 @@ class DenoiseEngine(Engine):
         return sum(r.steps - r.step for r in list(self.requests.values()))
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+        raise ValueError(f"{name} is not valid Unicode text: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fk_bench.info.verified import LATENTS
+from safetensors.torch import load_file, save_file
 from support.tiny_pipelines import make_tiny_flux, make_tiny_sdxl
 
 import fastkernels
@@ -23,6 +25,7 @@ from fastkernels.models.common.description import Unsupported
 
 MAKE = {"flux": make_tiny_flux, "sdxl": make_tiny_sdxl}
 PROMPT = "A red cat, 3 m high"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,10 @@ def test_aborted_images_leave_the_pool(flux: DenoiseEngine, monkeypatch: pytest.
     assert not flux.has_unfinished_requests() and flux.requests == {}
     _, output = run(flux, height=16, width=16, num_inference_steps=2, seed=0)  # the pool is empty again
     assert output.arrays[0].std() > 0
+    flux.add_request("a", PROMPT, params)
+    flux.step()
+    flux.abort_request("a")
+    assert not flux.has_unfinished_requests() and len(flux.runner.pool) == 0  # at once, if no step follows
     flux.take_stats()
 
 
@@ -235,6 +242,12 @@ def changed(folder: Path, part: str, **fields: Any) -> None:
         ("transformer", {"new_field": 3}, "transformer: new_field=3 is not supported"),
         ("transformer", {"axes_dims_rope": [4, 4, 4]}, "does not sum to attention_head_dim=16"),
         ("scheduler", {"use_karras_sigmas": True}, "use_karras_sigmas=True is not supported, only False"),
+        ("transformer", {"axes_dims_rope": [3, 5, 8]}, "is not supported, only three even numbers"),
+        ("transformer", {"num_layers": "2"}, "num_layers='2' is not supported, only values such as"),
+        ("transformer", {"guidance_embeds": None}, "guidance_embeds=None is not supported"),
+        ("vae", {"block_out_channels": []}, r"block_out_channels=\(\) is not supported"),
+        ("vae", {"scaling_factor": 0}, "scaling_factor=0 is not supported, only values such as 0.18215"),
+        ("scheduler", {"num_train_timesteps": 0}, "num_train_timesteps=0 is not supported"),
         ("vae", {"act_fn": "relu"}, "vae: act_fn='relu' is not supported, only 'silu'"),
         (
             "vae",
@@ -279,9 +292,55 @@ def test_damaged_pipelines_are_diagnosed(folders: dict[str, Path], tmp_path: Pat
     changed(folder, "transformer", num_layers=3)
     with pytest.raises(CheckpointError, match=r"missing from it: transformer\.transformer_blocks\.2\."):
         engine_of(folder)
-    (folder / "vae" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="lacks the config of vae, which FluxPipeline needs"):
+    changed(folder, "transformer", num_layers=2)
+    shutil.move(folder / "tokenizer_2", tmp_path)
+    with pytest.raises(CheckpointError, match="lacks the folder tokenizer_2"):
         engine_of(folder)
+    (folder / "vae" / WEIGHTS).rename(folder / "vae" / "diffusion_pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"vae has weights in PyTorch's format only, .*: use safetensors"
+    ):
+        engine_of(folder)
+    for part in ("vae", "scheduler"):
+        shutil.rmtree(folder / part)
+        with pytest.raises(CheckpointError, match=f"lacks the config of .*{part}, which FluxPipeline needs"):
+            engine_of(folder)
+
+
+def test_damaged_text_encoders_are_diagnosed(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers gives random values to weights that are missing."""
+    folder = linked(folders["flux"], tmp_path)
+    file = folder / "text_encoder_2" / "model.safetensors"
+    weights = load_file(file)
+    file.unlink()
+    missing = "encoder.block.1.layer.0.SelfAttention.q.weight"
+    save_file({k: v for k, v in weights.items() if k != missing}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"keys missing from it: {missing}"):
+        engine_of(folder)
+    weights[missing][3, 5] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"text_encoder_2 is damaged: NaN or infinity in {missing}"):
+        engine_of(folder)
+    file.write_bytes(file.read_bytes()[:20000])
+    with pytest.raises(CheckpointError, match="text_encoder_2 or its tokenizer cannot be used"):
+        engine_of(folder)
+
+
+def test_length_of_a_tokenizer_is_limited_by_its_encoder(
+    folders: dict[str, Path], engines: dict[str, DenoiseEngine], tmp_path: Path
+) -> None:
+    folder = linked(folders["sdxl"], tmp_path)
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        file = folder / tokenizer / "tokenizer_config.json"
+        fields = json.loads(file.read_text())
+        del fields["model_max_length"]
+        file.write_text(json.dumps(fields))
+    params = {"height": 8, "width": 8, "num_inference_steps": 1, "seed": 0}
+    engine = engine_of(folder)
+    with pytest.raises(ValueError, match="negative_prompt has 30 tokens, and the text encoder takes 20"):
+        engine.make_request("a", "a", ImageParams(negative_prompt="b" * 30))
+    wanted = run(engines["sdxl"], **params)[1].arrays[0]
+    np.testing.assert_array_equal(run(engine, **params)[1].arrays[0], wanted)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def check_name(model: str) -> None:
     if public_name(model) is not None or path.is_file() or (model in models() and not path.exists()):
         return
     if path.is_dir():
+        if (path / "model_index.json").is_file() and not (path / "config.json").is_file():
+            raise ModelError(
+                f"{path} is a pipeline of diffusers: only steps of models that generate are modelled"
+            )
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"{path} has no config.json: give the folder of a checkpoint, or of a config alone"

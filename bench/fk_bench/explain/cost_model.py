@@ -22,6 +22,7 @@ from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.core.spec import Case
 from fastkernels.models.common import build
+from fastkernels.models.common.cross import CrossAttention
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.sampling.sampling import sampling
 from fk_bench.kernels.judge.clock import roofline
@@ -119,7 +120,8 @@ def step(
 
     decode: the last token of each is computed, the others are cached; prefill: all of them are computed. Sampling is
     greedy. Experts are drawn at random with equal probability.
-    Raises ValueError for a phase, batch, context or number of ranks that the model does not support.
+    Raises ValueError for a phase, batch, context or number of ranks that the model does not support, and for a model
+    that attends to an encoder.
     """
     if phase not in PHASES:
         raise ValueError(f"phase {phase!r} is not {' or '.join(PHASES)}")
@@ -131,6 +133,10 @@ def step(
     trace = _Trace()
     with torch.no_grad(), trace.collectives(tensor_parallel):
         skeleton: Any = build.skeleton(Path(model), config, dtype).eval().requires_grad_(False)
+        if any(isinstance(layer, CrossAttention) for layer in skeleton.modules()):
+            raise ValueError(
+                f"{model} attends to an encoder's states: only steps of decoders alone are modelled"
+            )
         tokens = trace.run(skeleton, config.vocab_size, phase, batch, context, dtype)
     return Step(
         model, build.architecture_of(config, Path(model)), phase, batch, context, tensor_parallel,

@@ -13,7 +13,7 @@ from fastkernels.core import dispatch
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.http.histogram import Histogram, one_two_five
 from fastkernels.engine.scheduling.denoising import ImageRequest
-from fastkernels.engine.scheduling.encoding import EncodeRequest
+from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.speech.vocabulary import TASKS
 
@@ -143,7 +143,7 @@ class Metrics:
             startup.add_metric([*self._labels.values(), phase], seconds)
         yield startup
         counters: list[tuple[str, str, float]] = []
-        if self.engine.kind not in ("Encode", "Score"):
+        if not isinstance(scheduler, BudgetScheduler):  # whose requests have no cache
             cache = {
                 "block_size": self.engine.config.block_size,
                 "num_gpu_blocks": 0 if blocks is None else blocks.num_blocks,

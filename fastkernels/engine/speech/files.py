@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,13 @@ def recording(given: Any, rate: int) -> Recording:
     if hasattr(given, "read"):
         return _of_file(given, rate)
     samples, own = given if isinstance(given, tuple) and len(given) == 2 else (given, rate)
-    made = np.asarray(samples, np.float32)
+    try:
+        made, own = np.asarray(samples, np.float32), operator.index(own)
+    except (TypeError, ValueError) as error:
+        raise AudioError(
+            "the audio must be a path, the bytes of a file, samples, or (samples, their rate in Hz, an integer):"
+            f" {error}"
+        ) from error
     if made.ndim != 1:
         raise AudioError(f"the audio must be samples of one channel [n], got shape {list(made.shape)}")
     _check(own, 1, len(made) / own if own else None)
@@ -136,8 +143,12 @@ def _of_file(file: Any, rate: int) -> Recording:
 
 
 def _decoded(av: Any, container: Any, stream: Any, rate: int) -> Iterator[np.ndarray]:
-    """The samples of a stream. A packet that cannot be decoded is left out, as players do."""
-    resampler = av.AudioResampler("flt", "mono", rate)
+    """The samples of a stream. A packet that cannot be decoded is left out, as players do.
+
+    The rate and the channels may change between frames, as in joined MP3 files.
+    """
+    resampler: Any = None
+    form: tuple[Any, ...] | None = None
     good = damaged = 0
     with container:
         packets = container.demux(stream)
@@ -156,10 +167,19 @@ def _decoded(av: Any, container: Any, stream: Any, rate: int) -> Iterator[np.nda
                     ) from error
                 continue
             for frame in frames:
+                if (found := (frame.sample_rate, frame.layout.name, frame.format.name)) != form:
+                    _check(frame.sample_rate, len(frame.layout.channels), None)
+                    yield from _rest(resampler)
+                    resampler, form = av.AudioResampler("flt", "mono", rate), found
                 frame.pts = None  # gaps are no silence
                 yield from (made.to_ndarray()[0] for made in resampler.resample(frame))
-        if good > 1:
-            yield from (made.to_ndarray()[0] for made in resampler.resample(None))
+        yield from _rest(resampler)
+
+
+def _rest(resampler: Any) -> Iterator[np.ndarray]:
+    """The last samples of a resampler; None has none."""
+    if resampler is not None:
+        yield from (made.to_ndarray()[0] for made in resampler.resample(None))
 
 
 def _resampled(samples: np.ndarray, own: int, rate: int) -> Iterator[np.ndarray]:
@@ -170,4 +190,4 @@ def _resampled(samples: np.ndarray, own: int, rate: int) -> Iterator[np.ndarray]
         frame.sample_rate, frame.pts = own, None
         yield from (made.to_ndarray()[0] for made in resampler.resample(frame))
     if len(samples):
-        yield from (made.to_ndarray()[0] for made in resampler.resample(None))
+        yield from _rest(resampler)

@@ -175,7 +175,10 @@ class Recognition:
                         f"the audio has {len(samples) / of.rate:g} s, and {SHORTEST:g} s are needed"
                     )
                 return
-            source = of.reader.source(samples)
+            try:
+                source = of.reader.source(samples)
+            except ValueError as error:
+                raise AudioError(str(error)) from error
             no_speech = yield from self._probe(source)
             output, temperature = yield from self._decode(source, no_speech)
             tokens, logprob, ratio = self._measures(output)

@@ -104,6 +104,10 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise CheckpointError(f"{_index(folder)} names files that are not in {folder}: {', '.join(missing)}")
+    if not files and (others := sorted(f.name for f in folder.glob("diffusion_pytorch_model*.bin"))):
+        raise CheckpointError(
+            f"{folder} has weights in PyTorch's format only, {some(others)}: use safetensors"
+        )
     if not files:
         raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER}")
     return files

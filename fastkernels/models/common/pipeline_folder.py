@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def read(folder: Path) -> PlainConfig | None:
     }
     files = {part: [folder / part / config for config in CONFIGS] for part in classes}
     parts = {part: _table(found) for part, each in files.items() for found in each if found.is_file()}
-    if missing := [part for part in arch.folders if part not in parts]:
+    if missing := [part for part in (*arch.folders, "scheduler") if part not in parts]:
         raise CheckpointError(f"{folder} lacks the config of {', '.join(missing)}, which {name} needs")
     return PlainConfig(
         architectures=[name], model_type=arch.model_type, classes=classes, parts=parts,
@@ -93,8 +94,27 @@ def fields(
             raise Unsupported(f"{part}: {name}={value!r} is not supported, only {allowed}")
         if name not in fixed and name not in defaults and value is not None:
             raise Unsupported(f"{part}: {name}={value!r} is not supported: {cls} here has no such field")
+    for name, value in given.items():
+        if name in defaults and not _suits(value, defaults[name]):
+            raise Unsupported(
+                f"{part}: {name}={value!r} is not supported, only values such as {defaults[name]!r}"
+            )
     known = {name: given[name] for name in given if name in defaults or name in fixed}
     return SimpleNamespace(**{**{n: values[0] for n, values in fixed.items()}, **defaults, **known})
+
+
+def _suits(value: Any, default: Any) -> bool:
+    """Whether a field may have this value: one of the default's kind, and positive if the default is.
+
+    A number may be one for each level. Any value suits the default None.
+    """
+    if default is None:
+        return True
+    if isinstance(value, tuple):
+        return type(default) is not bool and (bool(value) or default == ()) and not isinstance(default, str)
+    if type(default) in (int, float):
+        return type(value) in (int, float) and math.isfinite(value) and (value > 0 or default <= 0)
+    return type(value) is type(default)
 
 
 def _plain(value: Any) -> Any:

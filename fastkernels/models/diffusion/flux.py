@@ -95,9 +95,14 @@ class FluxTransformer(nn.Module):
         super().__init__()
         heads, head = c.num_attention_heads, c.attention_head_dim
         size = heads * head
-        if sum(c.axes_dims_rope) != head:
+        axes = c.axes_dims_rope
+        if sum(axes) != head:
             raise Unsupported(
-                f"transformer: axes_dims_rope={c.axes_dims_rope!r} does not sum to attention_head_dim={head}"
+                f"transformer: axes_dims_rope={axes!r} does not sum to attention_head_dim={head}"
+            )
+        if len(axes) != 3 or any(n % 2 for n in axes):
+            raise Unsupported(
+                f"transformer: axes_dims_rope={axes!r} is not supported, only three even numbers"
             )
         self.axes = list(c.axes_dims_rope)
         self.time_text_embed = TimeTextEmbedding(size, c.pooled_projection_dim, c.guidance_embeds)

@@ -259,7 +259,12 @@ def _fields(config: Any) -> Any:
         found = getattr(c, name)
         if len(found) != n or not set(found) <= set(known):
             raise Unsupported(f"unet: {name}={found!r} is not supported, only {n} of {', '.join(known)}")
-    for name in ("layers_per_block", "cross_attention_dim", "projection_class_embeddings_input_dim"):
+    for name in (
+        "sample_size",
+        "layers_per_block",
+        "cross_attention_dim",
+        "projection_class_embeddings_input_dim",
+    ):
         if type(getattr(c, name)) is not int:
             raise Unsupported(f"unet: {name}={getattr(c, name)!r} is not supported, only an integer")
     return c

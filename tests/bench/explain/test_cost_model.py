@@ -245,3 +245,13 @@ def test_sparse_attention_begins_behind_its_number_of_keys() -> None:
     sparse = next(c for c in long if c.op == "mla_sparse")
     assert sparse.flops == 2 * 2048 * 128 * (2 * 512 + 64)
     assert next(c for c in long if c.op == "paged_mqa_logits").flops == 4096 * 64 * (2 * 128 + 2)
+
+
+def test_models_without_modelled_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="whisper attends to an encoder's states: only steps of decoders alone"
+    ):
+        step(*load_config("whisper"), context=64)
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a pipeline of diffusers: only steps of models that generate"):
+        load_config(str(tmp_path))

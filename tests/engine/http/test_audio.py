@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import sys
 import wave
 from collections.abc import Iterator
@@ -35,6 +36,14 @@ def wav(samples: np.ndarray, rate: int = RATE) -> bytes:
         file.setframerate(rate)
         file.writeframes((samples * 32767).astype("<i2").tobytes())
     return made.getvalue()
+
+
+def loud(seconds: float) -> bytes:
+    """A file of float32 samples, whose power overflows."""
+    made = bytearray(wav(np.zeros(2 * round(seconds * RATE))))
+    made[20:36] = struct.pack("<HHIIHH", 3, 1, RATE, 4 * RATE, 4, 32)
+    made[44:] = np.full(round(seconds * RATE), 1e30, np.float32).tobytes()
+    return bytes(made)
 
 
 FILE = wav(recording(7, SECONDS))
@@ -205,12 +214,29 @@ def test_bad_fields_are_refused(url: str, fields: dict[str, Any], param: str, me
         (wav(recording(0, 0.5), 1), "a sampling rate of 1 Hz, and 4000 to 384000 are possible"),
         (wav(recording(0, 0)), "the audio has 0 s, and 0.1 s are needed"),
         (wav(recording(0, 0.05)), "the audio has 0.05 s, and 0.1 s are needed"),
+        (
+            loud(0.5),
+            "the audio is too loud for the feature extractor: its samples reach 1e+30, and 1 is full scale",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", ["true", "false"])
 def test_bad_files_are_refused(url: str, file: bytes, message: str, stream: str) -> None:
     answer = httpx.post(url + PATH, files={"file": ("a.wav", file)}, data={"stream": stream})
-    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and message in error["message"] and error["param"] == "file"
+
+
+def test_later_window_is_refused(url: str) -> None:
+    file = io.BytesIO(loud(3.0))
+    file.seek(44)
+    file.write(recording(3, 1.5).tobytes())
+    answer = httpx.post(url + PATH, files={"file": ("a.wav", file.getvalue())}, timeout=60)
+    assert answer.status_code == 400 and "too loud" in answer.json()["error"]["message"]
+    with httpx.stream(
+        "POST", url + PATH, files={"file": file.getvalue()}, data={"stream": "true"}
+    ) as streamed:
+        assert "too loud" in streamed.read().decode()
 
 
 def test_forms_without_a_file_are_refused(url: str) -> None:

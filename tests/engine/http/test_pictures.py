@@ -102,7 +102,7 @@ def test_formats_and_defaults(url):
             "output_compression",
             "needs output_format 'jpeg' or 'webp'",
         ),
-        ({"prompt": "a", "steps": 3}, "steps", 'unknown field "steps"'),
+        ({"prompt": "a", "step": 3}, "step", 'unknown field "step"'),
         ({"prompt": "a", "model": "other"}, "model", "does not exist"),
     ],
 )
@@ -136,6 +136,7 @@ def test_progress_and_disconnect(served):
                 gate.release()
         assert first.result().status_code == 200
     assert metric(url, "fastkernels:denoise_steps_left") == 0
+    assert "kv_cache" not in httpx.get(f"{url}/metrics", timeout=60).text  # there is none
     assert metric(url, "fastkernels:images_total") == before + 3
     assert len(server.llm.engine.runner.pool) == 0 and server.llm.engine.requests == {}
 

@@ -120,6 +120,8 @@ PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile:///etc/hostname\
         (wav(tone(0.2, 8000), 1), "a sampling rate of 1 Hz, and 4000 to 384000 are possible"),
         ((tone(0.2, 8000), 1), "a sampling rate of 1 Hz"),
         ((tone(0.2, 8000), 0), "a sampling rate of 0 Hz"),
+        ((tone(0.2, 8000), "8000"), "their rate in Hz, an integer.: 'str' object"),
+        (("a.wav", "b.wav"), "the audio must be a path, the bytes of a file"),
         (np.zeros((2, 30)), r"samples of one channel \[n\], got shape \[2, 30\]"),
         (np.broadcast_to(np.float32(0), 5 * 3600 * RATE), "the audio has 5 h 00 min, and at most 4 h 00 min"),
     ],
@@ -158,6 +160,16 @@ def test_damaged_packets_are_left_out() -> None:
     flac[len(flac) // 4 :] = np.random.default_rng(0).bytes(len(flac) - len(flac) // 4)
     kept = recording(bytes(flac), RATE).window(0, 5 * RATE)
     assert len(kept) < 2 * RATE
+
+
+def test_rate_and_channels_may_change() -> None:
+    """As in MP3 files that were joined."""
+    parts = [encoded("mp3", "mp3", tone(1.0, rate), rate) for rate in (RATE, 44100)]
+    found = recording(b"".join(parts), RATE).window(0, 5 * RATE)
+    assert len(found) == pytest.approx(2 * RATE, abs=0.2 * RATE)
+    second = found[round(1.3 * RATE) : round(1.7 * RATE)]
+    alone = recording(parts[1], RATE).window(0, 2 * RATE)[round(0.3 * RATE) : round(0.7 * RATE)]
+    assert second.std() == pytest.approx(alone.std(), rel=0.05)
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

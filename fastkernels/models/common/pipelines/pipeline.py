@@ -93,8 +93,8 @@ class Pipeline(nn.Module):
         shape = (1, self.vae.channels, height, width)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
-    def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError for a prompt that the text encoder would cut."""
+    def check_prompt(self, prompt: str, name: str = "the prompt") -> None:
+        """Raise ValueError, which calls it `name`, for a prompt that the text encoder would cut."""
         found = self.texts[-1].token_count(prompt)
         if found > self.longest:
-            raise ValueError(f"the prompt has {found} tokens, and the text encoder takes {self.longest}")
+            raise ValueError(f"{name} has {found} tokens, and the text encoder takes {self.longest}")

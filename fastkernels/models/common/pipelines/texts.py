@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoint import CheckpointError, some
 from fastkernels.models.common.description import Unsupported
 
 CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
+UNLIMITED = 1 << 31  # transformers gives a tokenizer without a length 10^30
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ def load(
     part = f"text_encoder{suffix}"
     if (name := config.classes.get(part)) not in CLASSES:
         raise Unsupported(f"{part}: the class {name!r} is not supported, only {', '.join(CLASSES)}")
+    for needed in (part, f"tokenizer{suffix}"):
+        if not (folder / needed).is_dir():
+            raise CheckpointError(f"{folder} lacks the folder {needed}")
     import transformers
+    from safetensors import SafetensorError
 
     cls = getattr(transformers, str(name))
     try:
@@ -65,14 +70,32 @@ def load(
             folder / f"tokenizer{suffix}", local_files_only=True, trust_remote_code=False
         )
         if random_seed is None:
-            model = cls.from_pretrained(folder / part, dtype=dtype, local_files_only=True)
+            model, found = cls.from_pretrained(
+                folder / part, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+            if missing := sorted(found["missing_keys"]):  # which would be random
+                raise CheckpointError(
+                    f"{folder / part} does not fit {name}: keys missing from it: {some(missing)}"
+                )
         else:
             model = _random(cls, folder / part, dtype, device, random_seed)
-    except (OSError, ValueError, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{folder / part} or its tokenizer cannot be used: {why}") from error
-    longest = max_length or tokenizer.model_max_length
-    return Encoder(model.to(device).eval().requires_grad_(False), tokenizer, longest, deepcopy(tokenizer))
+    if tokenizer.pad_token_id is None:
+        raise CheckpointError(f"{folder / f'tokenizer{suffix}'} has no pad_token, and texts are padded")
+    positions = getattr(model.config, "max_position_embeddings", None) or UNLIMITED
+    longest = min(max_length or tokenizer.model_max_length, positions)
+    if longest >= UNLIMITED:
+        raise CheckpointError(
+            f"{folder / f'tokenizer{suffix}'} has no model_max_length, and texts are padded to it"
+        )
+    model = model.to(device).eval().requires_grad_(False)
+    if wrong := [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise CheckpointError(f"{folder / part} is damaged: NaN or infinity in {some(wrong)}")
+    return Encoder(model, tokenizer, longest, deepcopy(tokenizer))
 
 
 def _random(cls: Any, folder: Path, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
