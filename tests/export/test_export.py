@@ -518,8 +518,11 @@ MOST, OP, CLASS, LAUNCH = 163, 50, 13, 21
 CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 170}
 # more for batches as packed sequences, and for calls of kernels by chunks or token by token
 _RULES = ("ssd", "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7")
-JAGGED = {"embedding_bag": 80}  # torchrec's inputs and results, and tables that are tensors of their own
-RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 140)}
+JAGGED = {
+    "embedding_bag": 80,
+    "graph_propagate": 10,
+}  # inputs of torchrec and torch_geometric, and separate tables
+RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 145)}
 
 
 def _check_lines(name: str, text: str) -> None:

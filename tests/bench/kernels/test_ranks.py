@@ -93,7 +93,7 @@ def test_family_over_ranks(judge: Judge, name: str) -> None:
         (["all_reduce", "--device", "cpu"], "fk-bench kernels all_reduce --ranks 2 --device cpu"),
         (["--family", "collective"], "fk-bench kernels --family collective --ranks 2 --device cpu"),
         (["--family", "colective"], "Did you mean 'collective'?"),
-        (["rms_norm", "--ranks", "2"], "--ranks is for collectives: all_gather, all_reduce"),
+        (["rms_norm", "--ranks", "2"], "--ranks is for collectives: all_gather, all_gather_linear"),
         (["rms_norm", "all_reduce", "--ranks", "2", "--device", "cpu"], "rms_norm is none"),
         (["all_reduce", "--ranks", "1"], "--ranks 2"),
     ],

@@ -27,6 +27,7 @@ OWN = {
     "kit/hopper.py": {"files"},
     # C++, compiled by the user's compiler
     "kit/cpp.py": {"clock", "files", "native-library", "process", "value-cache"},
+    "recsys/jagged.py": {"inspection"},  # makes results of the class that torchrec's inputs belong with
     "kit/cpu.py": {"files"},  # Linux's list of the CPU's instructions
     "attention/attention_decode_cpp.py": {"native-library", "pointer-cache"},  # addresses are in a structure
     "activation/silu_and_mul_cpp.py": {"native-library"},
