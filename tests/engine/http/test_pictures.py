@@ -146,7 +146,9 @@ def test_full_queue_is_429(served):
     gate = threading.Semaphore(0)
     with before_steps(server, gate.acquire), ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(post, url, prompt="a", n=3, **SMALL) for _ in range(8)]
-        wait_for(lambda: server.llm._inbox.qsize() + len(server.llm._streams) >= 8)
+        wait_for(
+            lambda: server.llm._inbox.qsize() + len(server.llm._streams) + sum(f.done() for f in asked) >= 8
+        )
         for _ in range(120):  # the first step has one request or more; two fill the queue behind it
             gate.release()
         codes = sorted(f.result().status_code for f in asked)
