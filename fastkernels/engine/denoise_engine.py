@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from fastkernels.engine.engine import Engine
+from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.execution.denoise import DenoiseInput, Start
 from fastkernels.engine.scheduling.denoising import SEEDS, ImageParams, ImageRequest, ImageRequestOutput
 from fastkernels.engine.scheduling.encoding import BudgetScheduler
 from fastkernels.models.common.pipelines.pipeline import Guidance, Pipeline, Size
 
 
-class DenoiseEngine(Engine):
+class DenoiseEngine(BudgetEngine):
     """See Engine. Each step advances every running image by one step of its own schedule.
 
     Images run while their tokens fit into max_num_batched_tokens; one that is larger runs alone. When one ends, a
@@ -23,18 +23,16 @@ class DenoiseEngine(Engine):
     """
 
     kind = "Denoise"
+    request_class = ImageRequest
     scheduler: BudgetScheduler[ImageRequest]
     requests: dict[str, ImageRequest]
 
     def _start(self) -> None:
-        config = self.config
-        self.scheduler = BudgetScheduler(
-            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
-        )
-        self._seeds = random.Random(config.seed)
+        super()._start()
+        self._seeds = random.Random(self.config.seed)
         self._drops: list[str] = []
         height, width = self.model.size
-        self.max_pixels: int = config.max_pixels or 4 * height * width
+        self.max_pixels: int = self.config.max_pixels or 4 * height * width
 
     @property
     def model(self) -> Pipeline:
@@ -107,25 +105,10 @@ class DenoiseEngine(Engine):
             )
         return float(model.scale if params.guidance_scale is None else params.guidance_scale)
 
-    def check_room(self, requests: Sequence[ImageRequest]) -> None:
-        self.scheduler.check_room(len(requests))
-
-    def has_room(self, request: ImageRequest) -> bool:
-        return self.scheduler.num_waiting < self.config.max_waiting
-
-    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
-        if request_id in self.requests:
-            raise ValueError(f"there is already a request {request_id!r}")
-        if not isinstance(prompt, ImageRequest):
-            prompt = self.make_request(request_id, prompt, params, priority)
-        self.scheduler.add(prompt)
-        self.requests[request_id] = prompt
-
     def abort_request(self, request_ids: str | Iterable[str]) -> list[ImageRequestOutput]:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        gone = [self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests]
-        self.scheduler.remove(gone)
-        self._drops += [r.request_id for r in gone]
+        self._drops += [i for i in dict.fromkeys(ids) if i in self.requests]
+        super().abort_request(ids)
         if not self.requests:  # no step would tell the runner
             drops, self._drops = self._drops, []
             self.executor.launch(DenoiseInput((), (), drops))
@@ -133,11 +116,7 @@ class DenoiseEngine(Engine):
 
     def abort_all(self) -> None:
         self._drops += self.requests
-        self.scheduler.remove_all()
-        self.requests.clear()
-
-    def has_unfinished_requests(self) -> bool:
-        return len(self.scheduler) > 0
+        super().abort_all()
 
     def step(self) -> list[ImageRequestOutput]:
         batch = list(self.scheduler.schedule())
@@ -150,17 +129,11 @@ class DenoiseEngine(Engine):
             if r.step == 0
         ]
         rows = [(r.request_id, r.step) for r in batch]
-        try:
-            found = self.executor.launch(DenoiseInput(starts, rows, drops)).result()
-        except BaseException:
-            self.abort_all()
-            raise
+        found = self._launch(DenoiseInput(starts, rows, drops))
         for request in batch:
             request.step += 1
         ended = [r for r in batch if r.request_id in found]
-        self.scheduler.remove(ended)
-        for request in ended:
-            del self.requests[request.request_id]
+        self._remove(ended)
         self.stats.denoise_steps += len(batch)
         self.stats.images += ended
         return [

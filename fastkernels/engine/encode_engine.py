@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.engine import Engine
+from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.execution.encode import EncodeInput
 from fastkernels.engine.images import READERS, ImageReader, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
@@ -23,21 +23,19 @@ from fastkernels.engine.tokenizer import encode_pair
 from fastkernels.models.common.retrieval import Form
 
 
-class EncodeEngine(Engine):
+class EncodeEngine(BudgetEngine):
     """See Engine. Each step encodes as many waiting sequences as max_num_seqs and max_num_batched_tokens allow."""
 
     kind = "Encode"
+    request_class = EncodeRequest
     scheduler: BudgetScheduler[EncodeRequest]
     requests: dict[str, EncodeRequest]
 
     def _start(self) -> None:
-        config = self.config
+        super()._start()
         self.images: ImageReader | None = None
         if self.inputs in READERS:
             self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)
-        self.scheduler = BudgetScheduler(
-            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
-        )
 
     def make_request(
         self,
@@ -177,32 +175,6 @@ class EncodeEngine(Engine):
             return data
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
-    def check_room(self, requests: Sequence[EncodeRequest]) -> None:
-        self.scheduler.check_room(len(requests))
-
-    def has_room(self, request: EncodeRequest) -> bool:
-        return self.scheduler.num_waiting < self.config.max_waiting
-
-    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
-        if request_id in self.requests:
-            raise ValueError(f"there is already a request {request_id!r}")
-        if not isinstance(prompt, EncodeRequest):
-            prompt = self.make_request(request_id, prompt, params, priority)
-        self.scheduler.add(prompt)
-        self.requests[request_id] = prompt
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[PoolingRequestOutput]:
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.scheduler.remove([self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests])
-        return []
-
-    def abort_all(self) -> None:
-        self.scheduler.remove_all()
-        self.requests.clear()
-
-    def has_unfinished_requests(self) -> bool:
-        return len(self.scheduler) > 0
-
     def step(self) -> list[PoolingRequestOutput]:
         batch = list(self.scheduler.schedule())
         if not batch:
@@ -216,14 +188,8 @@ class EncodeEngine(Engine):
             [image.grid for image in images],
             **_more(batch),
         )
-        try:
-            found = self.executor.launch(step).result()
-        except BaseException:
-            self.abort_all()
-            raise
-        self.scheduler.remove(batch)
-        for request in batch:
-            del self.requests[request.request_id]
+        found = self._launch(step)
+        self._remove(batch)
         self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
         self.stats.encoded += batch
         return [

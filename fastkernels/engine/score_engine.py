@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.engine import Checkpoint, Engine
+from fastkernels.engine.engine import Checkpoint
 from fastkernels.engine.execution.score import ScoreInput
 from fastkernels.engine.scheduling.encoding import (
     BudgetScheduler,
@@ -49,10 +49,11 @@ class ScoreOutput(PoolingOutput):
         return None if self.items is None else self.items.tolist()
 
 
-class ScoreEngine(Engine):
+class ScoreEngine(BudgetEngine):
     """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
 
     kind = "Score"
+    request_class = ScoreRequest
     scheduler: BudgetScheduler[ScoreRequest]
     requests: dict[str, ScoreRequest]
 
@@ -62,12 +63,6 @@ class ScoreEngine(Engine):
                 f"tensor_parallel_size {config.tensor_parallel_size} is not supported for recommenders, only 1"
             )
         super().__init__(config, checkpoint)
-
-    def _start(self) -> None:
-        config = self.config
-        self.scheduler = BudgetScheduler(
-            config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
-        )
 
     def make_request(
         self, request_id: str, prompt: Any, params: PoolingParams | None = None, priority: int = 0
@@ -84,45 +79,13 @@ class ScoreEngine(Engine):
             )
         return request
 
-    def check_room(self, requests: Sequence[ScoreRequest]) -> None:
-        self.scheduler.check_room(len(requests))
-
-    def has_room(self, request: ScoreRequest) -> bool:
-        return self.scheduler.num_waiting < self.config.max_waiting
-
-    def add_request(self, request_id: str, prompt: Any, params: Any = None, priority: int = 0) -> None:
-        if request_id in self.requests:
-            raise ValueError(f"there is already a request {request_id!r}")
-        if not isinstance(prompt, ScoreRequest):
-            prompt = self.make_request(request_id, prompt, params, priority)
-        self.scheduler.add(prompt)
-        self.requests[request_id] = prompt
-
-    def abort_request(self, request_ids: str | Iterable[str]) -> list[PoolingRequestOutput]:
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.scheduler.remove([self.requests.pop(i) for i in dict.fromkeys(ids) if i in self.requests])
-        return []
-
-    def abort_all(self) -> None:
-        self.scheduler.remove_all()
-        self.requests.clear()
-
-    def has_unfinished_requests(self) -> bool:
-        return len(self.scheduler) > 0
-
     def step(self) -> list[PoolingRequestOutput]:
         batch: list[Any] = list(self.scheduler.schedule())
         if not batch:
             return []
         activated = [r.params.use_activation is not False for r in batch]
-        try:
-            found = self.executor.launch(ScoreInput([r.sample for r in batch], activated)).result()
-        except BaseException:
-            self.abort_all()
-            raise
-        self.scheduler.remove(batch)
-        for request in batch:
-            del self.requests[request.request_id]
+        found = self._launch(ScoreInput([r.sample for r in batch], activated))
+        self._remove(batch)
         self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
         self.stats.encoded += batch
         return [

@@ -8,24 +8,12 @@ from pydantic import BaseModel
 
 from fastkernels.engine.http.audio_api.protocol import LISTS, TranscriptionRequest, TranslationRequest
 from fastkernels.engine.http.schema import answers
+from fastkernels.engine.speech.recognition import Segment
 
 
 class Duration(BaseModel):
     type: Literal["duration"]
     seconds: int
-
-
-class Segment(BaseModel):
-    id: int
-    seek: int
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
 
 
 class Text(BaseModel):
