@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,26 @@ def test_unknown_environment_names_the_known(arguments: list[str]) -> None:
     command = [sys.executable, environments.__file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "known: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_checkouts_fill_the_cache_in_turn(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filling, twice, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def fill(name: str, folder: Path) -> None:
+        (twice if filling.is_set() else filling).set()
+        folder.mkdir()
+        go_on.wait(20)
+
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(project / "cache"))
+    monkeypatch.setattr(environments, "fill", fill)
+    monkeypatch.setattr(environments, "link", lambda cached, folder: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(environments, "install_ours", lambda name, folder: None)
+    checkouts = [threading.Thread(target=environments.make, args=("own",)) for _ in range(2)]
+    checkouts[0].start()
+    assert filling.wait(20)
+    checkouts[1].start()
+    second = twice.wait(0.5)
+    go_on.set()
+    for checkout in checkouts:
+        checkout.join()
+    assert not second and not twice.is_set()
