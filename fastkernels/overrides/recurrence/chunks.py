@@ -7,9 +7,10 @@ Within a chunk that begins with the state S, and with decays d_ij from token j t
         (I + L) x = beta (v - d_i0 k^T S), L_ij = beta_i d_ij (k_i . k_j) for j < i      gated delta rule
     S' = d_C0 S + sum_j d_Cj k_j x_j^T
 
-With a decay for each channel, exp(G_i - G_j) must not be split into exp(G_i) exp(-G_j), which overflows. The pairs
-i > j of a chunk are halved six times: tokens of the upper and the lower half of a block meet at the border of the
-halves, so that both factors are at most 1, and each halving is one product of matrices.
+With a decay for each channel, exp(G_i - G_j) is split at a token m: exp(G_i - G_m) exp(G_m - G_j), and the pairs of a
+block are one product of matrices. That overflows if the decays of the block are strong. Its pairs are then halved:
+tokens of the upper and the lower half meet at the border of the halves, so that both factors are at most 1, and each
+half is a block of its own. A chunk is halved until its blocks decay by less than exp(-SPREAD), at most six times.
 
 Chunk n of sequence i has the number cu_seqlens[i] // 64 + i + n, which needs no count of the chunks before it. Numbers
 without a chunk are skipped: the grid follows from shapes alone.
@@ -96,6 +97,16 @@ def _sums_kernel(
         tl.store(sums_ptr + (row[:, None] * H + h) * K + cols[None, :], G, mask=inside)
 
 
+@triton.jit
+def _spread(sums_ptr, G, real, cols, first, depth, H, h, K):
+    # The strongest decay, as a logarithm, between two tokens of a block of 64 / 2^depth.
+    r = tl.arange(0, 64)
+    top = first.to(tl.int64) + ((r >> (6 - depth)) << (6 - depth))
+    inside = real[:, None] & (cols < K)[None, :]
+    begin = tl.load(sums_ptr + (top[:, None] * H + h) * K + cols[None, :], mask=inside, other=0.0)
+    return tl.max(tl.where(inside, begin - G, 0.0))
+
+
 @triton.jit(do_not_specialize=["B", "STEPS"])
 def _within_kernel(
     v_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, rate_ptr, bias_ptr, cu_ptr, sums_ptr,
@@ -103,7 +114,7 @@ def _within_kernel(
     B, STEPS, H, GROUP, K, V, scale, low, high,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, a_t, a_h, b_t, b_h,
     RULE: tl.constexpr, GATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SPREAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     dtype = v_ptr.dtype.element_ty
@@ -176,7 +187,12 @@ def _within_kernel(
                     tl.load(g_ptr + row[:, None] * g_t + h * g_h + cols[None, :], mask=inside, other=0.0)
                 )
                 pairs += tl.where(diagonal, tl.sum(q * b, axis=1)[:, None], 0.0)
-            for level in range(6):  # not unrolled: that takes ptxas a minute
+            depth = first.to(tl.int32) * 0
+            spread = _spread(sums_ptr, G, real, cols, first, depth, H, h, K)
+            while (spread > SPREAD) & (depth < 6):
+                depth += 1
+                spread = _spread(sums_ptr, G, real, cols, first, depth, H, h, K)
+            for level in range(depth):  # not unrolled: that takes ptxas a minute
                 block = r >> (6 - level)
                 border = first.to(tl.int64) + (block << (6 - level)) + (32 >> level) - 1
                 met = tl.load(
@@ -198,6 +214,26 @@ def _within_kernel(
                     pairs += tl.where(together, tl.dot(q_up, b_low, input_precision=PRECISION), 0.0)
                     seen += tl.where(together, tl.dot(a_up, k_low, input_precision=PRECISION), 0.0)
                     system += tl.where(together, tl.dot(a_up, b_low, input_precision=PRECISION), 0.0)
+            block = r >> (6 - depth)
+            middle = tl.maximum((block << (6 - depth)) + (32 >> depth) - 1, 0)
+            met = tl.load(
+                sums_ptr + (tl.minimum(first.to(tl.int64) + middle, final)[:, None] * H + h) * K + cols[None, :],
+                mask=(cols < K)[None, :], other=0.0,
+            )  # fmt: skip
+            together = (block[:, None] == block[None, :]) & strict
+            e = tl.where(real[:, None], G - met, 0.0)
+            q_here = (q * tl.exp(e)).to(dtype)
+            k_there = tl.trans((k * tl.exp(-e)).to(dtype))
+            scores += tl.where(together, tl.dot(q_here, k_there, input_precision=PRECISION), 0.0)
+            if RULE == 1:
+                k_here = (k * tl.exp(e)).to(dtype)
+                system += tl.where(together, tl.dot(k_here, k_there, input_precision=PRECISION), 0.0)
+            if RULE == 2:
+                a_here = (a * tl.exp(e - g)).to(dtype)
+                b_there = tl.trans((b * tl.exp(-e)).to(dtype))
+                pairs += tl.where(together, tl.dot(q_here, b_there, input_precision=PRECISION), 0.0)
+                seen += tl.where(together, tl.dot(a_here, k_there, input_precision=PRECISION), 0.0)
+                system += tl.where(together, tl.dot(a_here, b_there, input_precision=PRECISION), 0.0)
             # With the decay from the chunk's beginning and to its end
             G_end = tl.load(sums_ptr + (final * H + h) * K + cols, mask=cols < K, other=0.0)
             tl.store(last_ptr + (chunk.to(tl.int64) * H + h) * K + cols, tl.exp(G_end), mask=cols < K)
@@ -389,8 +425,9 @@ def run(p: Problem, out: torch.Tensor) -> None:
         batch, steps, heads, group, keys, values, p.scale, p.low, p.high,
         *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),
         *strides(p.b, 2),
-        NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k,
-        BLOCK_V=block_v, num_stages=1, num_warps=8 if many else 4, **shared,
+        NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
+        BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
+        num_warps=8 if many else 4, **shared,
     )  # fmt: skip
     if q is None or k is None:
         q, k = p.q, p.k

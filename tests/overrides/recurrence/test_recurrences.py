@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import warm
 from support.kernels.op_cases import make_args
-from support.kernels.recurrence_runs import OPS, named
+from support.kernels.recurrence_runs import OPS, STRENGTHS, named
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
@@ -222,3 +222,11 @@ def test_chunks_agree_at_extreme_decays(name: str, in_chunks: dict[str, str | No
 @pytest.mark.parametrize("name", OPS)
 def test_chunks_continue_token_by_token(name: str, in_chunks: dict[str, str | None]) -> None:
     assert in_chunks[f"{name}-split"] is None
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("name", OPS)
+def test_chunks_agree_at_strengths_of_decay(
+    name: str, strength: float, in_chunks: dict[str, str | None]
+) -> None:
+    assert in_chunks[f"{name}-decays x {strength}"] is None

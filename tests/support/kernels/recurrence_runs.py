@@ -18,6 +18,7 @@ CASES = {
     "chunks": {"seq_lens": (65, 33), "new": 1, "padding": 0},
     "split": {"seq_lens": (141,), "new": 0, "padding": 0},
 }
+STRENGTHS = 0.03, 4.0
 PARTS = 70, 1, 70  # in chunks, token by token, in chunks
 
 
@@ -56,6 +57,12 @@ def problems(name: str) -> Iterator[tuple[str, str | None]]:
             spec, tolerance={"float32": dataclasses.replace(spec.tolerance["float32"], atol=3e-5)}
         )
         yield kind, mismatch(loose, case, call(spec.op, fn, args), want)
+    for strength in STRENGTHS:
+        args = args_of(spec, "chunks")
+        given = named(spec, args)
+        given[next(n for n in ("g", "w", "dt") if n in given)].mul_(strength)  # a chunk is one block, or many
+        want = oracle(spec, args)
+        yield f"decays x {strength}", mismatch(spec, case, call(spec.op, fn, args), want)
     args = args_of(spec, "split")
     want = oracle(spec, args)
     yield "split", mismatch(spec, case, parts(spec, fn, args, PARTS), want)
