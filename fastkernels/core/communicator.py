@@ -338,23 +338,24 @@ class Communicator:
 class Symmetric:
     """Buffers of all ranks that each GPU can read and write.
 
-    A buffer has BLOCKS regions of two halves, then the flags, then words for small messages. A kernel's program b uses
-    region b alone, alternates its halves by a counter on the GPU, and signals the programs b of its peers. A word of a
-    small message has 32 bits of data and the number of its call, so that it needs no flag: see
+    A buffer has BLOCKS regions of two halves, then the flags, then three parts of words for small messages. A kernel's
+    program b uses region b alone, alternates its halves by a counter on the GPU, and signals the programs b of its
+    peers. A word of a small message needs no flag, because empty words have a value that is never sent: see
     overrides/collective/exchange.py.
 
-    pointers  addresses of the buffers of all ranks in this process, `bytes_for(room, size)` bytes each, all zero
+    pointers  addresses of the buffers of all ranks in this process, `bytes_for(room, size)` bytes each, after `clear`
     room      bytes that a call can pass: a multiple of UNIT
     table     [size] int64: the addresses
     counters  [BLOCKS] int32, of this rank alone
-    calls     [2] int32: calls with small messages, and programs of the current one that have begun
+    calls     [3] int32: the part that the last small message used, its words, and programs of the current one that
+              have begun
     failed    [1] int32: 1 + the rank that did not come; 0 if all did
     kept      objects that own the memory
     """
 
-    BLOCKS = 64
+    BLOCKS = 128
     UNIT = BLOCKS * 512
-    WORDS = 1 << 16  # of 32 bits in a small message
+    WORDS = 1 << 20  # of 32 bits in a part
 
     def __init__(
         self,
@@ -369,7 +370,7 @@ class Symmetric:
         self.polls = max(1000, int(timeout * 1e6))  # of a flag, about a microsecond each
         self.table = torch.tensor(pointers, dtype=torch.int64, device=device)
         self.counters = torch.zeros(self.BLOCKS, dtype=torch.int32, device=device)
-        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
+        self.calls = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
 
     @classmethod
@@ -379,8 +380,18 @@ class Symmetric:
 
     @classmethod
     def bytes_for(cls, room: int, size: int) -> int:
-        """Bytes of a rank's buffer. Words have two halves, with a part for each sender."""
-        return cls.words_at(room, size) + 2 * size * cls.WORDS * 8
+        """Bytes of a rank's buffer."""
+        return cls.words_at(room, size) + 3 * size * cls.words(size) * 4
+
+    @classmethod
+    def words(cls, size: int) -> int:
+        """The words of a small message: a part has room for one of each rank."""
+        return cls.WORDS // size // 128 * 128
+
+    @classmethod
+    def clear(cls, buffer: torch.Tensor, room: int, size: int) -> None:
+        """Make the flags of a buffer [bytes] zero, and its words empty."""
+        buffer.zero_()[cls.words_at(room, size) :] = 255
 
     @classmethod
     def rendezvous(cls, communicator: Communicator, buffer_bytes: int) -> Symmetric:
@@ -392,12 +403,13 @@ class Symmetric:
         rank, size, device = communicator.rank, communicator.size, communicator.device
         room = buffer_bytes // 2 // cls.UNIT * cls.UNIT
         group: Any = communicator.process_group or dist.group.WORLD
-        buffer = symm_mem.empty(cls.bytes_for(room, size), dtype=torch.uint8, device=device).zero_()
+        buffer = symm_mem.empty(cls.bytes_for(room, size), dtype=torch.uint8, device=device)
+        cls.clear(buffer, room, size)
         torch.cuda.synchronize(device)
         handle: Any = symm_mem.rendezvous(buffer, group.group_name)
         pointers = [handle.get_buffer(r, (1,), torch.uint8, 0).data_ptr() for r in range(size)]
         made = cls(pointers, rank, room, device, communicator.timeout, (buffer, handle))
-        handle.barrier()  # the flags of all ranks are zero
+        handle.barrier()  # the buffers of all ranks are cleared
         torch.cuda.synchronize(device)
         return made
 

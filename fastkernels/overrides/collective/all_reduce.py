@@ -10,7 +10,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 
-SMALL = 128 << 10  # bytes, up to which words are sent with the number of their call; not timed yet
+SMALL = 2 << 20  # bytes, up to which words are sent without flags
 ONE_SHOT = 8 << 20  # bytes, up to which every rank reads all of every tensor; of two ranks
 
 
@@ -37,7 +37,7 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
     x = x.contiguous()
     symmetric = exchange.symmetric_of("all_reduce", x, group)
     if shots < 0:
-        shots = _shots(x, symmetric.size)
+        shots = _shots(x, group, symmetric.size)
     if shots == 0:
         return exchange.sum_words(x, symmetric).view(x.shape)
     if shots == 1:
@@ -46,16 +46,16 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
     return exchange.launch(part, symmetric, 1, False).view(x.shape)
 
 
-def _shots(x: torch.Tensor, size: int) -> int:
-    """0: words with the number of their call; 1: every rank adds all of every tensor; 2: its part, then gathers."""
-    if exchange.is_small(x) and x.nbytes * (size - 1) <= SMALL:
+def _shots(x: torch.Tensor, group: str, size: int) -> int:
+    """0: words without flags; 1: every rank adds all of every tensor; 2: its part, then gathers."""
+    if exchange.is_small(x, group) and x.nbytes * (size - 1) <= SMALL:
         return 0
     return 1 if x.nbytes * (size - 1) <= ONE_SHOT or x.numel() % size else 2
 
 
 def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
     if params["shots"] == 0:
-        return exchange.is_small(x)
+        return exchange.is_small(x, group)
     return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
 
 

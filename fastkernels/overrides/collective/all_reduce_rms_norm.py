@@ -79,7 +79,7 @@ def _all_reduce_rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["polls"])
 def _words_rms_norm_kernel(
-    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, H, eps, words_at, polls,
+    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, H, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, HAS_RES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,8 @@ def _words_rms_norm_kernel(
     if HAS_RES:
         r_low, r_high = unpacked(tl.load(res_ptr + at, mask=inside, other=0), KIND)
     low, high = summed_words(
-        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls, RANK, SIZE, WORDS, KIND
+        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, tl.num_programs(0) * H, polls, RANK, SIZE, WORDS,
+        KIND,
     )  # fmt: skip
     if HAS_RES:
         low += r_low
@@ -106,9 +107,9 @@ def _words_rms_norm_kernel(
     tl.store(out_ptr + at, packed(low * norm * w_low, high * norm * w_high, KIND), mask=inside)
 
 
-def _small(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
+def _small(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, group: str) -> bool:
     return (
-        exchange.is_small(x)
+        exchange.is_small(x, group)
         and x.shape[-1] * x.element_size() % 4 == 0
         and all(t is None or t.dtype == x.dtype for t in (weight, residual))
     )
@@ -125,15 +126,15 @@ def _triton(
     if rows == 0:
         return out
     if words < 0:
-        words = _small(x, weight, residual) and x.nbytes * (symmetric.size - 1) <= SMALL
+        words = _small(x, weight, residual, group) and x.nbytes * (symmetric.size - 1) <= SMALL
     if words:
         of_row = hidden * x.element_size() // 4
         block = next_power_of_2(of_row)
         _words_rms_norm_kernel[(rows,)](
             *(None if t is None else t.view(torch.int32) for t in (x.contiguous(), residual, weight, out)),
-            *exchange.words_of(symmetric), of_row, eps, *exchange.words_end(symmetric),
+            *exchange.state_of(symmetric), of_row, eps,
             KIND=exchange.SUMS.index(x.dtype), HAS_RES=residual is not None, BLOCK=block,
-            num_warps=min(max(block // 256, 1), 8), **exchange.words_of_rank(symmetric),
+            num_warps=min(max(block // 256, 1), 8), **exchange.words_of(symmetric),
         )  # fmt: skip
         return out
     each = cdiv(rows, Symmetric.BLOCKS)
@@ -150,7 +151,7 @@ def _fits(
     params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
     group: str = "tp",
 ) -> bool:  # fmt: skip
-    return params["words"] == 0 or _small(x, weight, residual)
+    return params["words"] == 0 or _small(x, weight, residual, group)
 
 
 def _unsupported(

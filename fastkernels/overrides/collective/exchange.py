@@ -187,7 +187,10 @@ def unit_of(n: int, itemsize: int) -> int:
     return 16 // itemsize if n * itemsize % 16 == 0 else 1
 
 
-# -- small messages: each word carries the number of its call, so that data need no flag and no fence
+# -- small messages: a word that has not come yet is empty, so that data need no flag and no fence
+
+EMPTY = tl.constexpr(-1)  # two NaNs, or one
+INSTEAD = tl.constexpr(0x7FFF7FFF)  # other NaNs, which are sent for them
 
 
 @triton.jit
@@ -221,44 +224,53 @@ def packed(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def summed_words(
-    word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls,
+    word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, total, polls,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' words in order of rank, as `unpacked` has them. at: the place of a word in the message.
 
-    Every program of the call must come here once. A half is written again two calls later: then all ranks have ended
-    the call between, for which they needed this rank's words, so that this rank had ended the call before it.
+    Every program of the call must come here once; `total` is the words of the message. Calls use the three parts of the
+    buffer in turn, and each empties the part of the call before it. A peer writes to that part two calls later: it has
+    then ended the call between, for which it needed words that this rank sent after it had emptied the part.
     """
-    count = tl.load(calls_ptr) + 1
-    half = words_at + (count & 1) * SIZE * WORDS
-    mark = count.to(tl.int64) << 32
-    sent = mark | (word.to(tl.int64) & 0xFFFFFFFF)
+    BLOCK: tl.constexpr = word.shape[0]
+    last = tl.load(calls_ptr)
+    used = tl.load(calls_ptr + 1)
+    part = tl.where(last == 2, 0, last + 1)
+    sent = tl.where(word == EMPTY, INSTEAD, word)
     for p in tl.static_range(SIZE):
         if p != RANK:
-            theirs = buffer_of(table_ptr, p, tl.int64) + half + RANK * WORDS
+            theirs = buffer_of(table_ptr, p, tl.int32) + words_at + (part * SIZE + RANK) * WORDS
             tl.store(theirs + at, sent, mask=inside, cache_modifier=".wt")
-    # All programs have read the count when the last one begins the next call.
     programs = tl.num_programs(0)
-    if tl.atomic_add(calls_ptr + 1, 1, sem="acq_rel") == programs - 1:
-        tl.store(calls_ptr + 1, 0)
-        tl.store(calls_ptr, count)
-    low = tl.zeros(word.shape, tl.float32)
-    high = tl.zeros(word.shape, tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, used, programs * BLOCK):
+        old = start + tl.arange(0, BLOCK)
+        for p in tl.static_range(SIZE):
+            if p != RANK:
+                mine = buffer_of(table_ptr, RANK, tl.int32) + words_at + (last * SIZE + p) * WORDS
+                tl.store(mine + old, tl.full((BLOCK,), EMPTY, tl.int32), mask=old // 4 < (used + 3) // 4)
+    # All programs have read the state when the last one changes it.
+    if tl.atomic_add(calls_ptr + 2, 1, sem="acq_rel") == programs - 1:
+        tl.store(calls_ptr, part)
+        tl.store(calls_ptr + 1, total)
+        tl.store(calls_ptr + 2, 0)
+    low = tl.zeros((BLOCK,), tl.float32)
+    high = tl.zeros((BLOCK,), tl.float32)
     for p in tl.static_range(SIZE):
         if p == RANK:
-            a, b = unpacked(word, KIND)
+            a, b = unpacked(sent, KIND)
         else:
-            mine = buffer_of(table_ptr, RANK, tl.int64) + half + p * WORDS
-            got = tl.load(mine + at, mask=inside, other=mark, volatile=True)
-            missing = tl.sum(((got >> 32) != count).to(tl.int32))
+            mine = buffer_of(table_ptr, RANK, tl.int32) + words_at + (part * SIZE + p) * WORDS
+            got = tl.load(mine + at, mask=inside, other=0, volatile=True)
+            missing = tl.sum((got == EMPTY).to(tl.int32))
             left = polls
             while (missing > 0) & (left > 0):
                 left -= 1
-                got = tl.load(mine + at, mask=inside, other=mark, volatile=True)
-                missing = tl.sum(((got >> 32) != count).to(tl.int32))
+                got = tl.load(mine + at, mask=inside, other=0, volatile=True)
+                missing = tl.sum((got == EMPTY).to(tl.int32))
             if missing > 0:
                 tl.store(failed_ptr, p + 1)
-            a, b = unpacked(got.to(tl.int32), KIND)
+            a, b = unpacked(got, KIND)
         low += a
         high += b
     return low, high
@@ -266,7 +278,7 @@ def summed_words(
 
 @triton.jit(do_not_specialize=["units", "polls"])
 def _words_kernel(
-    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, units, words_at, polls,
+    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, units,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +286,7 @@ def _words_kernel(
     inside = at // UNIT < units
     word = tl.load(x_ptr + at, mask=inside, other=0)
     low, high = summed_words(
-        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, polls, RANK, SIZE, WORDS, KIND
+        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, units * UNIT, polls, RANK, SIZE, WORDS, KIND
     )  # fmt: skip
     tl.store(out_ptr + at, packed(low, high, KIND), mask=inside)
 
@@ -284,30 +296,28 @@ def sum_words(x: torch.Tensor, symmetric: Symmetric) -> torch.Tensor:
     out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     source, into = x.view(-1).view(torch.int32), out.view(torch.int32)
     n = source.numel()
-    unit, block = unit_of(n, 4), 128
+    unit, block = unit_of(n, 4), 128 if n <= 1 << 15 else 512
     if n:
         _words_kernel[(cdiv(n, block),)](
-            source, into, *words_of(symmetric), n // unit, *words_end(symmetric), KIND=SUMS.index(x.dtype), BLOCK=block,
-            UNIT=unit, num_warps=1, **words_of_rank(symmetric),
+            source, into, *state_of(symmetric), n // unit, KIND=SUMS.index(x.dtype), BLOCK=block, UNIT=unit,
+            num_warps=block // 128, **words_of(symmetric),
         )  # fmt: skip
     return out
 
 
-def words_of(symmetric: Symmetric) -> tuple[torch.Tensor, ...]:
-    return symmetric.table, symmetric.calls, symmetric.failed
+def state_of(symmetric: Symmetric) -> tuple[Any, ...]:
+    """The arguments of a kernel with words that are no constants."""
+    at = symmetric.words_at(symmetric.room, symmetric.size) // 4
+    return symmetric.table, symmetric.calls, symmetric.failed, at, symmetric.polls
 
 
-def words_end(symmetric: Symmetric) -> tuple[int, int]:
-    return symmetric.words_at(symmetric.room, symmetric.size) // 8, symmetric.polls
+def words_of(symmetric: Symmetric) -> dict[str, int]:
+    return {"RANK": symmetric.rank, "SIZE": symmetric.size, "WORDS": symmetric.words(symmetric.size)}
 
 
-def words_of_rank(symmetric: Symmetric) -> dict[str, int]:
-    return {"RANK": symmetric.rank, "SIZE": symmetric.size, "WORDS": symmetric.WORDS}
-
-
-def is_small(x: torch.Tensor) -> bool:
+def is_small(x: torch.Tensor, group: str) -> bool:
     """Whether x can be a small message."""
-    return x.nbytes % 4 == 0 and x.nbytes <= 4 * Symmetric.WORDS
+    return x.nbytes % 4 == 0 and x.nbytes <= 4 * Symmetric.words(parallel.communicator(group).size)
 
 
 def plan(n: int, chunks: int, itemsize: int) -> tuple[int, int]:

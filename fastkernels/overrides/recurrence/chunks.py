@@ -323,11 +323,12 @@ def _between_kernel(
 ):  # fmt: skip
     follow(OVERLAP)
     dtype = v_ptr.dtype.element_ty
-    i = tl.program_id(0) // H
-    h = tl.program_id(0) % H
+    parts = tl.cdiv(V, BLOCK_V)
+    i = tl.program_id(0) // (parts * H)
+    h = tl.program_id(0) // parts % H
     r = tl.arange(0, 64)
     keys = tl.arange(0, BLOCK_K)
-    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = keys < K, cols < V
     start = tl.load(cu_ptr + i).to(tl.int64)
     end = tl.load(cu_ptr + i + 1).to(tl.int64)
@@ -412,7 +413,6 @@ def run(p: Problem, out: torch.Tensor) -> None:
     block_k, block_v = (min(64, max(least, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
     shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "ieee" if exact else "tf32"}
-    many = by_channel and corrects  # tiles of a program: more warps, or their registers spill
     if sums is not None:
         launch_kernel(
             _sums_kernel, (chunks, heads), p.g, sums, p.cu_seqlens, batch, steps, heads, keys, *strides(p.g, 2),
@@ -427,22 +427,38 @@ def run(p: Problem, out: torch.Tensor) -> None:
         *strides(p.b, 2),
         NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
         BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
-        num_warps=8 if many else 4, **shared,
+        num_warps=8 if p.rule == PAIR else 4, **shared,
     )  # fmt: skip
     if q is None or k is None:
         q, k = p.q, p.k
     else:
         group = 1
-    block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
-    block_v = min(block_v, 64 if batch * heads * cdiv(values, 64) >= multiprocessors(device) else 32)
+    block_k = max(16, next_power_of_2(keys))
+    block_v, stages, warps = _tile_between(p)
     launch_kernel(
-        _between_kernel, (batch * heads, cdiv(values, block_v)),
+        _between_kernel, (batch * heads * cdiv(values, block_v),),
         p.v, q, k, b, p.skip, scores, pairs, w, u, q_factor, k_factor, last,
         p.state, p.cu_seqlens, p.slots, p.fresh, out, heads, group, keys, values,
         *strides(q, 2), *strides(k, 2), *strides(p.v, 2), *p.state.stride(),
-        HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, num_stages=2,
-        num_warps=8 if block_k * block_v >= 8192 else 4, **shared,
+        HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, num_stages=stages,
+        num_warps=warps, **shared,
     )  # fmt: skip
+
+
+def _tile_between(p: Problem) -> tuple[int, int, int]:
+    """(channels of the values, stages, warps) of a program of `_between_kernel`, from sweeps on an H200.
+
+    A stage has tiles of queries, keys and the chunk's solutions: with wide ones only two fit.
+    """
+    batch, heads, _, keys, values = p.sizes
+    programs, sms = batch * heads * cdiv(values, 64), multiprocessors(p.v.device)
+    most = max(16, next_power_of_2(values))
+    if p.v.itemsize == 4 or keys > 128:
+        narrow = 32 if p.v.itemsize == 4 else 16
+        return (min(64, most), 2, 8) if programs >= sms else (min(narrow, most), 2, 4)
+    wide = 4 * programs >= 3 * sms
+    deep = p.rule == DELTA or (p.rule != PAIR and programs <= sms)
+    return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 
 def solve(p: Problem) -> torch.Tensor:

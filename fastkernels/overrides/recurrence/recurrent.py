@@ -25,10 +25,11 @@ def _recurrent_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
-    i = tl.program_id(0) // H
-    h = tl.program_id(0) % H
+    parts = tl.cdiv(V, BLOCK_V)  # of a state, by programs that follow each other: their rows are read at once
+    i = tl.program_id(0) // (parts * H)
+    h = tl.program_id(0) // parts % H
     rows = tl.arange(0, BLOCK_K)
-    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = rows < K, cols < V
     inside = key[:, None] & value[None, :]
     start = tl.load(cu_ptr + i).to(tl.int64)
@@ -128,7 +129,7 @@ def run(p: Problem, out: torch.Tensor) -> None:
     batch, heads, group, keys, values = p.sizes
     block, warps = tile_of(p)
     launch_kernel(
-        _recurrent_kernel, (batch * heads, cdiv(values, block)),
+        _recurrent_kernel, (batch * heads * cdiv(values, block),),
         p.v, p.q, p.k, p.g, p.beta, p.a, p.b, p.rate, p.bias, p.skip, p.state, p.cu_seqlens, p.slots, p.fresh, out,
         heads, group, keys, values, p.scale, p.low, p.high,
         *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),

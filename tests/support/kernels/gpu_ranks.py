@@ -21,9 +21,11 @@ class Ranks:
     def __init__(self, size: int):
         device = torch.device("cuda", torch.cuda.current_device())
         buffers = [
-            torch.zeros(Symmetric.bytes_for(ROOM, size), dtype=torch.uint8, device=device)
+            torch.empty(Symmetric.bytes_for(ROOM, size), dtype=torch.uint8, device=device)
             for _ in range(size)
         ]
+        for buffer in buffers:
+            Symmetric.clear(buffer, ROOM, size)
         self.made, self.streams = [], [torch.cuda.Stream() for _ in range(size)]
         for rank in range(size):
             made = Communicator(f"triton{rank}")
@@ -43,13 +45,10 @@ class Ranks:
         torch.cuda.synchronize()
         for made, polls in zip(self.made, waits, strict=True):
             made.symmetric.polls = polls
-            for state in (
-                made.symmetric.counters,
-                made.symmetric.calls,
-                made.symmetric.failed,
-                *made.symmetric.kept,
-            ):
+            for state in (made.symmetric.counters, made.symmetric.calls, made.symmetric.failed):
                 state.zero_()
+            for buffer in made.symmetric.kept:
+                Symmetric.clear(buffer, ROOM, len(self.made))
         torch.cuda.synchronize()
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:

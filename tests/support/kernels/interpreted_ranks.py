@@ -21,9 +21,14 @@ ROOM = Symmetric.UNIT * 32
 CASES = ("odd_1128", "odd_257", "odd_5", "smollm2")
 
 
+def bytes_of(size: int) -> int:
+    """Bytes of a rank's part of the shared file."""
+    return -(-Symmetric.bytes_for(ROOM, size) // 4096) * 4096
+
+
 def join(fd: int, rank: int, size: int, timeout: float = 60.0) -> Communicator:
     """A communicator with symmetric memory, and nothing else."""
-    each = -(-Symmetric.bytes_for(ROOM, size) // 4096) * 4096
+    each = bytes_of(size)
     shared = torch.frombuffer(mmap.mmap(fd, size * each), dtype=torch.uint8)
     made = Communicator("triton")
     made.rank, made.size = rank, size
@@ -104,7 +109,9 @@ def main() -> None:
     for name in registry.collective_names():
         registry.get(name)
     fd = os.memfd_create("ranks")
-    os.ftruncate(fd, size * (-(-Symmetric.bytes_for(ROOM, size) // 4096) * 4096))
+    os.ftruncate(fd, size * bytes_of(size))
+    for buffer in torch.frombuffer(mmap.mmap(fd, size * bytes_of(size)), dtype=torch.uint8).chunk(size):
+        Symmetric.clear(buffer, ROOM, size)
     pids = []
     for rank in range(size):
         pid = os.fork()
