@@ -29,13 +29,24 @@ class StateSpec:
 
     tensors: {name: (shape, dtype)}; dtype None: the model's. The engine sets the layer's `states` to {name: tensor
     [slots, *shape]}. A step's AttentionMetadata has the slot of each sequence; slot 0 is for padding.
+    swapped: names of states [..., keys, values] whose keys are contiguous, which is faster and as vLLM stores them.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+    swapped: frozenset[str] = frozenset()
 
     def new(self, slots: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor]:
         """Return zeros for `states` of a model in this dtype."""
         return {
-            name: torch.zeros(slots, *shape, dtype=own or dtype, device=device)
+            name: zero_states((slots, *shape), own or dtype, device, name in self.swapped)
             for name, (shape, own) in self.tensors.items()
         }
+
+
+def zero_states(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, swapped: bool
+) -> torch.Tensor:
+    """Return zeros of this shape; swapped: the last dimension but one is contiguous."""
+    if not swapped:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device=device).transpose(-1, -2)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.core.layer_state import StateSpec
+from fastkernels.core.layer_state import StateSpec, zero_states
 from fastkernels.engine.cache.kv_cache import GIB
 from fastkernels.engine.config import EngineConfig
 
@@ -61,14 +61,15 @@ class StateCache:
 
     def __init__(self, layers: Sequence[Any], slots: int, dtype: torch.dtype, device: torch.device):
         self.slots = slots
-        places: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Any, str]]] = {}
+        places: dict[tuple[tuple[int, ...], torch.dtype, bool], list[tuple[Any, str]]] = {}
         for layer in layers:
             layer.states = {}
             for name, (shape, own) in layer.keeps.tensors.items():
-                places.setdefault((tuple(shape), own or dtype), []).append((layer, name))
+                key = tuple(shape), own or dtype, name in layer.keeps.swapped
+                places.setdefault(key, []).append((layer, name))
         self._tensors = []
-        for (shape, kind), users in places.items():
-            whole = torch.zeros(len(users), slots, *shape, dtype=kind, device=device)
+        for (shape, kind, swapped), users in places.items():
+            whole = zero_states((len(users), slots, *shape), kind, device, swapped)
             self._tensors.append(whole)
             for (layer, name), part in zip(users, whole, strict=True):
                 layer.states[name] = part

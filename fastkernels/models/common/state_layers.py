@@ -117,9 +117,10 @@ class StateLayer(Stateful):
 
     ops: tuple[str, ...] = ()
 
-    def _keep(self, channels: int, kernel: int, state: tuple[int, ...]) -> None:
+    def _keep(self, channels: int, kernel: int, state: tuple[int, ...], swapped: bool = False) -> None:
         self.keeps = StateSpec(
-            {"conv": ((channels, kernel - 1), None), "recurrent": (state, torch.float32)}
+            {"conv": ((channels, kernel - 1), None), "recurrent": (state, torch.float32)},
+            frozenset({"recurrent"} if swapped else ()),
         )  # fmt: skip
 
     def _bound(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -279,7 +280,7 @@ class GatedDeltaLayer(StateLayer):
         self.out_proj = VllmRowParallelLinear(value, hidden, bias=False, prefix=f"{prefix}.out_proj")
         self.conv_sizes = [keys.own, keys.own, values.own]
         self.sizes = [sum(self.conv_sizes), values.own, heads.own, heads.own]
-        self._keep(self.sizes[0], a.kernel, (heads.own, a.key_size, a.value_size))
+        self._keep(self.sizes[0], a.kernel, (heads.own, a.key_size, a.value_size), swapped=True)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         a = self.described
@@ -339,7 +340,7 @@ class KimiDeltaLayer(StateLayer):
         self.o_norm = GatedNorm(a.norm, Part(a.head_size, copies=True), a.head_size, False, "sigmoid")
         self.o_proj = VllmRowParallelLinear(wide, hidden, bias=False, prefix=f"{prefix}.o_proj")
         self.conv_sizes = [channels.own] * 3
-        self._keep(3 * channels.own, a.kernel, (heads.own, a.head_size, a.head_size))
+        self._keep(3 * channels.own, a.kernel, (heads.own, a.head_size, a.head_size), swapped=True)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         by_head = (-1, self.described.head_size)
@@ -378,9 +379,9 @@ class LinearAttentionLayer(StateLayer):
             what = f"{a.heads} and {a.kv_heads} heads of {a.key_size}, and {a.kv_heads} of {a.value_size}"
             self.conv1d = Conv(parts, a.kernel, False, what)
             self.ops += ("causal_conv1d",)
-            self._keep(sum(self.sizes), a.kernel, state)
+            self._keep(sum(self.sizes), a.kernel, state, swapped=True)
         else:
-            self.keeps = StateSpec({"recurrent": (state, torch.float32)})
+            self.keeps = StateSpec({"recurrent": (state, torch.float32)}, frozenset({"recurrent"}))
         if a.rank is None:
             first = heads * parallel.get_tp_rank()
             own = torch.arange(first, first + heads, dtype=torch.float32)
@@ -520,7 +521,8 @@ class Rwkv7Layer(Stateful):
         self.r_k = vector([heads], a.head_size, what=what, dtype=None)
         self.g_norm = HeadNorm(a.norm, a.heads, a.head_size)
         self.o_proj = VllmRowParallelLinear(hidden, hidden, bias=False, prefix=f"{prefix}.o_proj")
-        self.keeps = StateSpec({"recurrent": ((heads.own, a.head_size, a.head_size), torch.float32)})
+        state = (heads.own, a.head_size, a.head_size)
+        self.keeps = StateSpec({"recurrent": (state, torch.float32)}, frozenset({"recurrent"}))
         self.first = FirstValues() if before is None else before.first
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,15 @@ TAIL = (
 )
 
 
-def state(axes: str, of: str) -> Tensor:
+def keys_inside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """States [..., K, V] whose keys are contiguous, as our engine and vLLM store them."""
+    return call.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+
+
+def state(axes: str, of: str, **more: Any) -> Tensor:
     """The state of the declaration: one row a slot, of which `of` numbers are read (unless new) and written."""
     return Tensor(
-        "state", axes, "state_dtype", mutated=True,
+        "state", axes, "state_dtype", mutated=True, **more,
         bytes=f"max(2 * (sequences - padding) - new, 0) * {of} * itemsize(state_dtype)",
     )  # fmt: skip
 

@@ -456,8 +456,8 @@ def _tile_between(p: Problem) -> tuple[int, int, int]:
     if p.v.itemsize == 4 or keys > 128:
         narrow = 32 if p.v.itemsize == 4 else 16
         return (min(64, most), 2, 8) if programs >= sms else (min(narrow, most), 2, 4)
-    wide = 4 * programs >= 3 * sms
-    deep = p.rule == DELTA or (p.rule != PAIR and programs <= sms)
+    wide = 5 * programs >= 3 * sms
+    deep = p.rule == DELTA or (p.rule != PAIR and wide and programs <= sms)
     return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 

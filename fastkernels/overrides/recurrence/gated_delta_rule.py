@@ -132,7 +132,7 @@ ARGUMENTS = {
     "k": Tensor("k", "tokens key_heads dk", values=cases.of_length_one),
     "v": Tensor("v", "tokens heads dv"),
     "beta": Tensor("beta", "tokens heads", values=cases.steps),
-    "state": cases.state("rows heads dk dv", "heads * dk * dv"),
+    "state": cases.state("rows heads dk dv", "heads * dk * dv", values=cases.keys_inside),
 }
 SCALARS = (Scalar("scale", default=1.0), Scalar("normalize", default=False))
 AXES = {

@@ -133,7 +133,7 @@ SPEC = OpSpec(
             "float32",
             values=cases.log_decay,
         ),
-        cases.state("rows heads dk dv", "heads * dk * dv"),
+        cases.state("rows heads dk dv", "heads * dk * dv", values=cases.keys_inside),
         *cases.TAIL,
         Scalar("scale", default=1.0),
     ),

@@ -19,7 +19,6 @@ from fastkernels.overrides.kit.libraries import T, empty_as
 
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
 _VLLM_MAMBA = "vllm.model_executor.layers.mamba.ops"
-VALUES_FIRST = "its states are [V, K]: the numbers of the same memory are others"
 _lengths: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
@@ -131,7 +130,7 @@ def _rwkv7(
 
 
 def _vllm_delta(module: str, name: str) -> Any:
-    """vLLM's token-by-token kernel, on its pool of states by slot."""
+    """vLLM's token-by-token kernel, on its pool of states [V, K] by slot."""
 
     def make() -> Function:
         recurrent = getattr(importlib.import_module(module), name)
@@ -142,7 +141,7 @@ def _vllm_delta(module: str, name: str) -> Any:
         ) -> T:  # fmt: skip
             rows = {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
             out, _ = recurrent(
-                **rows, scale=scale, initial_state=state, inplace_final_state=True, cu_seqlens=cu_seqlens,
+                **rows, scale=scale, initial_state=state.mT, inplace_final_state=True, cu_seqlens=cu_seqlens,
                 ssm_state_indices=slots, use_qk_l2norm_in_kernel=normalize,
             )  # fmt: skip
             return out[0]
@@ -157,7 +156,7 @@ def _no_vllm_delta(
 ) -> str | None:
     if not _is_decode(v, slots):
         return "vLLM runs prompts in chunks, by FLA's or FlashInfer's kernel"
-    return first(*_decode(v, cu_seqlens, slots, fresh), dense(q, k, v, g, beta, state), filled(v))
+    return first(*_decode(v, cu_seqlens, slots, fresh), dense(q, k, v, g, beta, state.mT), filled(v))
 
 
 def _decode(tokens: T, cu_seqlens: T, slots: T, fresh: T) -> tuple[str | None, ...]:
@@ -168,7 +167,7 @@ def _decode(tokens: T, cu_seqlens: T, slots: T, fresh: T) -> tuple[str | None, .
 
 
 def _flashinfer_delta() -> Function:
-    """As vLLM calls it on Hopper: exp(g) and normalized queries and keys are made before."""
+    """As vLLM calls it on Hopper, with states [V, K]: exp(g) and normalized queries and keys are made before."""
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
     normalized = importlib.import_module(f"{_VLLM_FLA}.l2norm").l2norm_fwd
@@ -180,10 +179,10 @@ def _flashinfer_delta() -> Function:
         if normalize:
             q, k = normalized(q), normalized(k)
         out, last = chunk_gated_delta_rule(
-            q=q, k=k, v=v, g=torch.exp(g), beta=beta.float(), scale=scale, initial_state=_begin(state, slots, fresh),
+            q=q, k=k, v=v, g=torch.exp(g), beta=beta.float(), scale=scale, initial_state=_begin(state.mT, slots, fresh),
             output_final_state=True, cu_seqlens=lengths(cu_seqlens, len(v), 64)[0],
         )  # fmt: skip
-        state.index_copy_(0, slots.long(), last.to(state.dtype))
+        state.mT.index_copy_(0, slots.long(), last.to(state.dtype))
         return out
 
     return run
@@ -196,8 +195,6 @@ def _no_flashinfer_delta(
         return "a kernel for prompts"
     if q.shape[-1] != 128 or v.shape[-1] != 128:
         return f"needs heads of 128 channels, got {q.shape[-1]} and {v.shape[-1]}"
-    if not bool(fresh.all()):
-        return f"prompts that continue: {VALUES_FIRST}"
     return first(*_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
 
 
@@ -340,24 +337,19 @@ def _vllm(make: Any, refuses: Any, **more: Any) -> Baseline:
     return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **more)
 
 
-_OTHER: dict[str, Any] = {"differs": VALUES_FIRST, "unchecked": (0, 1)}
-
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "causal_conv1d": (_vllm(_vllm_conv, _no_vllm_conv),),
     "gated_delta_rule": (
         _fla(_delta),
-        _vllm(
-            _vllm_delta(f"{_VLLM_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"), _no_vllm_delta, **_OTHER
-        ),
+        _vllm(_vllm_delta(f"{_VLLM_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"), _no_vllm_delta),
         Baseline(
             "flashinfer", "library", _flashinfer_delta, modules=("flashinfer", "vllm"), refuses=_no_flashinfer_delta,
-            differs=VALUES_FIRST, unchecked=(1,),
         ),
     ),
     "gated_linear_attention": (_fla(_gla),),
     "kda": (
         _fla(_delta),
-        _vllm(_vllm_delta(f"{_VLLM_FLA}.kda", "fused_recurrent_kda"), _no_vllm_delta, **_OTHER),
+        _vllm(_vllm_delta(f"{_VLLM_FLA}.kda", "fused_recurrent_kda"), _no_vllm_delta),
     ),
     "lstm": (inductor("lstm"),),
     "mamba_scan": (_vllm(_vllm_mamba, _no_vllm_mamba),),

@@ -143,7 +143,7 @@ SPEC = OpSpec(
         Tensor("v", "tokens heads dv"),
         Tensor("a", "tokens heads dk"),
         Tensor("b", "tokens heads dk"),
-        cases.state("rows heads dk dv", "heads * dk * dv"),
+        cases.state("rows heads dk dv", "heads * dk * dv", values=cases.keys_inside),
         *cases.TAIL,
         Scalar("scale", default=1.0),
     ),
