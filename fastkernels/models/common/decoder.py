@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.core.dispatch import Op
 from fastkernels.models.common import activation_modules, concurrent, description, state_layers, whole_layers
 from fastkernels.models.common.bidirectional import BidirectionalAttention
 from fastkernels.models.common.clamped_experts import ClampedExperts
@@ -33,6 +32,8 @@ from fastkernels.models.common.registry import describe, find
 from fastkernels.models.common.sandwich import sandwich_of
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.attention.vllm import VllmAttention
+from fastkernels.overrides.block.decoder_layer import DecoderLayer as WholeLayer
+from fastkernels.overrides.block.decoder_layer import apply_norm
 from fastkernels.overrides.block.self_attention import HeadNorms
 from fastkernels.overrides.block.vllm import LlamaAttention
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
@@ -41,6 +42,7 @@ from fastkernels.overrides.embedding.vllm import (
     VllmParallelLMHead,
     VllmVocabParallelEmbedding,
 )
+from fastkernels.overrides.kit.fusion import fuses
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 from fastkernels.overrides.linear.vllm import (
@@ -82,27 +84,53 @@ def _load_plus_one(param: nn.Parameter, loaded: torch.Tensor) -> None:
     param.data.copy_(loaded + 1)
 
 
-def _fuses(fusion: Op, apart: Sequence[Op], x: torch.Tensor) -> bool:
-    """Whether `fusion` runs in place of the ops `apart`: on a GPU or by request, if none of them is requested."""
-    named = fusion.requested == "named"
-    return named or (x.is_cuda and not fusion.requested and not any(op.requested for op in apart))
-
-
 def add_and_norm(
     norm: nn.Module | None, delta: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm(residual + delta), residual + delta); a residual's memory is overwritten."""
     if residual is None:
         return (delta if norm is None else norm(delta)), delta
+    if getattr(norm, "sums_ranks", False):
+        return apply_norm(norm, delta, residual), residual
     if isinstance(norm, (VllmRMSNorm, VllmGemmaRMSNorm)):
         return norm(delta, residual)
-    if isinstance(norm, VllmLayerNorm) and _fuses(gated_residual, (layer_norm,), delta):
+    if isinstance(norm, VllmLayerNorm) and fuses(gated_residual, (layer_norm,), delta):
         added, normed = gated_residual(
             residual[None], delta[None], None, None, None, norm.weight, norm.bias, norm.eps
         )
         return normed[0], added[0]
     residual = residual + delta
     return (residual if norm is None else norm(residual)), residual
+
+
+def _leave_sums_to_norms(layers: Sequence[Any], last: nn.Module) -> None:
+    """Let row-parallel layers in front of a norm return their rank's part, which the norm sums: one kernel, not two."""
+    norms = [x.norm_at(0) if isinstance(x, DecoderLayer) else x.input_layernorm for x in layers[1:]]
+    for layer, behind in zip(layers, [*norms, last], strict=True):
+        if isinstance(layer, WholeLayer):
+            _leave_sum(layer.self_attn.o_proj, layer.post_attention_layernorm)
+            layer.unsummed = _leave_sum(layer.mlp.down_proj, behind)
+        if not isinstance(layer, DecoderLayer):
+            continue
+        if layer.parallel or layer.multiplier != 1.0 or layer.cross or layer.moe or layer.layer_input:
+            continue
+        if layer.layer_scalar is not None or not layer.parts[1]:
+            continue
+        attention, mlp = (getattr(layer, part) for part in layer.parts)
+        if layer.norm_at(1) is None and type(attention) in (DecoderAttention, DecoderLatentAttention):
+            _leave_sum(attention.o_proj, layer.norm_at(2))
+        if layer.norm_at(3) is None and type(mlp) in (DecoderMlp, DecoderExperts):
+            row: Any = mlp.down_proj if type(mlp) is DecoderMlp else mlp
+            layer.unsummed = _leave_sum(row, behind)
+
+
+def _leave_sum(row: Any, norm: Any) -> bool:
+    """Leave the sum of `row` to a norm behind it that can add ranks; returns whether it can."""
+    kind = type(norm)  # a subclass may compute something else
+    if kind is not VllmRMSNorm or not norm.has_weight or norm.variance_size_override is not None:
+        return False
+    row.reduce_results, norm.sums_ranks = False, True
+    return True
 
 
 class WideNorm(nn.Module):
@@ -338,7 +366,7 @@ class DecoderMlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shift is not None:
             (x,) = self.shift(x)
-        if self.with_gelu and (len(x) > FEW or not x.is_cuda) and _fuses(linear_gelu, (linear, gelu), x):
+        if self.with_gelu and (len(x) > FEW or not x.is_cuda) and fuses(linear_gelu, (linear, gelu), x):
             inner = linear_gelu(x, self.up_proj.weight, self.up_proj.bias, "tanh")
         else:
             inner, _ = self.gate_up_proj(x) if self.gated else self.up_proj(x)
@@ -352,7 +380,7 @@ class DecoderExperts(nn.Module):
 
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
-        self.described = experts
+        self.described, self.reduce_results = experts, True
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
@@ -375,9 +403,11 @@ class DecoderExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shared_experts is None:
-            return parallel.all_reduce(self._routed(x))
-        out, shared = concurrent.both(x, lambda: self._routed(x), lambda: self._shared(x))
-        return parallel.all_reduce(out + shared)
+            out = self._routed(x)
+        else:
+            routed, shared = concurrent.both(x, lambda: self._routed(x), lambda: self._shared(x))
+            out = routed + shared
+        return parallel.all_reduce(out) if self.reduce_results else out
 
     def _routed(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts.compute(x, *self._route(x))
@@ -449,7 +479,10 @@ class DecoderLayer(nn.Module):
 
     source: the layer whose KV cache this one reads, or the one before, whose keys sparse attention may attend to.
     layer_input: [T, size], with a LayerInput.
+    unsummed: whether hidden, as returned, is this rank's part of a sum.
     """
+
+    unsummed: bool = False
 
     def __init__(
         self, layer: Layer, hidden: int, prefix: str, source: DecoderLayer | None = None,
@@ -552,6 +585,8 @@ class DecoderModel(nn.Module):
         self.norm = make_norm(d.norm, d.hidden)
         self.scale = d.embedding_scale
         self.sandwich = sandwich_of(d)
+        if parallel.get_tp_size() > 1 and self.sandwich is None:
+            _leave_sums_to_norms(layers, self.norm)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None
@@ -566,12 +601,12 @@ class DecoderModel(nn.Module):
         if self.positions is not None:
             hidden = hidden + self.embed_positions(positions + self.positions.offset)
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
-        if self.sandwich is not None and _fuses(sandwich_norm, self.sandwich.apart, hidden):
+        if self.sandwich is not None and fuses(sandwich_norm, self.sandwich.apart, hidden):
             return self.sandwich.run(self.layers, self.norm, positions, hidden, inputs)
         for i, layer in enumerate(self.layers):
             own = () if inputs is None else (inputs[:, i],)
             hidden, residual = layer(positions, hidden, residual, *own)
-            if media is not None:
+            if media is not None and not (parallel.get_tp_rank() and getattr(layer, "unsummed", False)):
                 hidden = media.after(i, hidden)
         return add_and_norm(self.norm, hidden, residual)[0]
 

@@ -25,6 +25,7 @@ from support.tiny import make_tiny
 
 import fastkernels
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels.core import registry
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import WorkerDied
@@ -171,6 +172,29 @@ def test_candidate_for_a_collective_runs_on_every_rank(two, tmp_path):
     with fastkernels.patch(two, candidates={"all_reduce": str(tmp_path / "wrong.py")}):
         assert tokens(two.generate(PROMPTS, GREEDY)) != before
     assert tokens(two.generate(PROMPTS, GREEDY)) == before
+
+
+def test_norms_sum_what_row_parallel_layers_leave(two, tiny):
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    ranks = two.llm_engine.executor
+    rows, norms = ranks.call(sums_of)[0]
+    assert not any(rows) and norms == [False] + [True] * len(rows)
+    calls = ranks.call(fused, "named")
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+    assert [after > n for after, n in zip(ranks.call(fused, None), calls, strict=True)] == [True, True]
+
+
+def sums_of(runner):
+    layers = runner.model.model.layers
+    rows = [row.reduce_results for x in layers for row in (x.self_attn.o_proj, x.mlp.down_proj)]
+    norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
+    return rows, [getattr(n, "sums_ranks", False) for n in (*norms, runner.model.model.norm)]
+
+
+def fused(runner, request):
+    op = registry.get("all_reduce_rms_norm").op
+    op._requested = request
+    return op.calls
 
 
 def test_candidate_failing_on_one_rank_changes_nothing(two, tmp_path):
