@@ -110,11 +110,53 @@ def _check(
         raise ValueError(f"graph_propagate: alpha must be [layers + 1], got {tuple(alpha.shape)}")
 
 
+PART = 256  # edges
+
+
+@triton.jit
+def _sum_of(
+    x_ptr, col_ptr, value_ptr, begin, end, cols, x_stride, N, D, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    # The weighted sum of the edges from `begin` to `end`.
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(begin, end, BLOCK_E):
+        edges = first + tl.arange(0, BLOCK_E)
+        source = tl.load(col_ptr + edges, mask=edges < end, other=-1).to(tl.int64)
+        weight = tl.load(value_ptr + edges, mask=edges < end, other=0.0).to(tl.float32)
+        mask = ((source >= 0) & (source < N))[:, None] & (cols < D)[None, :]
+        row = tl.load(x_ptr + source[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.where(mask, row * weight[:, None], 0.0), 0)
+    return acc
+
+
+@triton.jit(do_not_specialize=["STEPS"])
+def _inner_kernel(
+    x_ptr, crow_ptr, col_ptr, value_ptr, part_ptr, x_stride, N, D, STEPS,
+    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # Edges t PART to (t + 1) PART, if they are all of one node: a node of a million edges is not one program's work.
+    follow(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    low = t * 0
+    high = low + N
+    for _ in range(STEPS):  # the last node that begins at t PART or before
+        middle = (low + high) // 2
+        before = tl.load(crow_ptr + middle).to(tl.int64) <= t * PART
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    if tl.load(crow_ptr + low + 1).to(tl.int64) >= (t + 1) * PART:
+        acc = _sum_of(
+            x_ptr, col_ptr, value_ptr, t * PART, (t + 1) * PART, cols, x_stride, N, D, BLOCK_E, BLOCK_D
+        )  # fmt: skip
+        tl.store(part_ptr + t * D + cols, acc, mask=cols < D)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _propagate_kernel(
-    x_ptr, crow_ptr, col_ptr, value_ptr, alpha_ptr, out_ptr, total_ptr, x_stride, N, D, layer,
-    KEEP: tl.constexpr, MIX: tl.constexpr, FIRST: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, crow_ptr, col_ptr, value_ptr, part_ptr, alpha_ptr, out_ptr, total_ptr, x_stride, N, D, layer,
+    PART: tl.constexpr, KEEP: tl.constexpr, MIX: tl.constexpr, FIRST: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # One program per node and part of the columns. KEEP: write this layer's result. MIX: add its part to the total,
     # of the FIRST layer also x's own.
@@ -122,15 +164,13 @@ def _propagate_kernel(
     node = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     begin = tl.load(crow_ptr + node).to(tl.int64)
-    n = (tl.load(crow_ptr + node + 1).to(tl.int64) - begin).to(tl.int32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, n, BLOCK_E):
-        edges = first + tl.arange(0, BLOCK_E)
-        source = tl.load(col_ptr + begin + edges, mask=edges < n, other=-1).to(tl.int64)
-        weight = tl.load(value_ptr + begin + edges, mask=edges < n, other=0.0).to(tl.float32)
-        mask = ((source >= 0) & (source < N))[:, None] & (cols < D)[None, :]
-        row = tl.load(x_ptr + source[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.sum(tl.where(mask, row * weight[:, None], 0.0), 0)
+    end = tl.load(crow_ptr + node + 1).to(tl.int64)
+    first = tl.minimum((begin + PART - 1) // PART * PART, end)  # the edges between are in whole parts
+    last = tl.maximum(end // PART * PART, first)
+    acc = _sum_of(x_ptr, col_ptr, value_ptr, begin, first, cols, x_stride, N, D, BLOCK_E, BLOCK_D)
+    for t in range(first // PART, last // PART):
+        acc += tl.load(part_ptr + t * D + cols, mask=cols < D, other=0.0)
+    acc += _sum_of(x_ptr, col_ptr, value_ptr, last, end, cols, x_stride, N, D, BLOCK_E, BLOCK_D)
     if KEEP:
         tl.store(out_ptr + node * D + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < D)
     if MIX:
@@ -176,14 +216,21 @@ def _triton(
     block = min(next_power_of_2(dim), 256)
     at_once = max(1024 // block, 1)
     graph = crow_indices.contiguous(), col_indices.contiguous(), values.contiguous()
+    parts, columns = len(col_indices) // PART, cdiv(dim, block)
+    inner = torch.empty((parts, dim), dtype=torch.float32, device=x.device)
+    sizes = {"BLOCK_E": at_once, "BLOCK_D": block, "num_warps": 2 if block * at_once <= 1024 else 4}
     now, spare = x, [_fake(x) for _ in range(min(layers if alpha is None else layers - 1, 2))]
     for layer in range(1, layers + 1):
         keep = alpha is None or layer < layers
         out = spare[layer % len(spare)] if keep else x
+        if parts:
+            launch_kernel(
+                _inner_kernel, (parts, columns), now, *graph, inner, now.stride(0), nodes, dim, nodes.bit_length(),
+                PART=PART, **sizes,
+            )  # fmt: skip
         launch_kernel(
-            _propagate_kernel, (nodes, cdiv(dim, block)), now, *graph, alpha, out, total, now.stride(0), nodes, dim,
-            layer, KEEP=keep, MIX=alpha is not None, FIRST=layer == 1, BLOCK_E=at_once, BLOCK_D=block,
-            num_warps=2 if block * at_once <= 1024 else 4,
+            _propagate_kernel, (nodes, columns), now, *graph, inner, alpha, out, total, now.stride(0), nodes, dim,
+            layer, PART=PART, KEEP=keep, MIX=alpha is not None, FIRST=layer == 1, **sizes,
         )  # fmt: skip
         now = out
     return now if total is None else total.to(x.dtype)
@@ -317,6 +364,7 @@ SPEC = OpSpec(
         _case("one", "odd", 1, 1, 1),
         _case("odd_63", "odd", 63, 301, 24),
         _case("three_layers", "odd", 40, 210, 16, **_THREE),
+        _case("hubs", "odd", 7, 2001, 5),  # whole parts of a node
         _case("isolated", "odd", 90, 30, 64),
         _case("dense", "odd", 7, 400, 33, mixed=True, layers=2),
         _case("half", "odd", 31, 120, 64, "float16", **_THREE),

@@ -115,7 +115,7 @@ def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | No
     if seen is not None and seen_starts is not None:
         of = torch.arange(len(users), device=users.device)
         of = of.repeat_interleave(seen_starts.diff(), output_size=len(seen))
-        scores[of, seen] = float("-inf")
+        scores[of, seen] = scores.new_full((), float("-inf"))  # a Python number cannot be captured in a graph
     best, ids = scores.topk(k, 1)
     return best, ids.masked_fill(best == float("-inf"), -1)
 
