@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import ssl
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -53,7 +52,9 @@ expensive: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu-json", metavar="FILE", help="write the CPU time of each file and test, largest first")
+    parser.addoption(
+        "--cpu-json", metavar="FILE", help="write the CPU time of each file and test, largest first"
+    )
 
 
 def cpu_seconds() -> float:

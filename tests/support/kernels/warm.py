@@ -28,7 +28,10 @@ def run(
     cwd: str | Path | None = None,
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT ARGUMENTS` or `python -c CODE ARGUMENTS`, given without `python`. Its text is captured."""
+    """Run `python SCRIPT ...`, `python -c CODE ...` or `python -m MODULE ...`, given without `python`.
+
+    Its text is captured.
+    """
     arguments = [str(word) for word in command]
     variables = dict(os.environ if env is None else env)
     server = _server(variables.get(IMPORTED, "0"))
@@ -73,12 +76,17 @@ def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]
         if arguments[0] == "-c":
             sys.argv, sys.modules["__main__"] = ["-c", *arguments[2:]], ModuleType("__main__")
             exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        elif arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
