@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import ssl
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -63,11 +64,13 @@ def cpu_seconds() -> float:
     Waiting for another worker costs none.
     """
     total, ticks = sum(os.times()[:4]), 0
-    for thread in Path("/proc/self/task").glob("*/children"):
-        for child in thread.read_text().split():
-            with contextlib.suppress(OSError):  # it has just ended
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15]))  # of itself and of its children, user and system
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        # A thread or a child may have just ended.
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
+            for child in children.read().split():
+                with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+                    ticks += sum(map(int, fields[11:15]))  # of itself and of its children, user and system
     return total + ticks / os.sysconf("SC_CLK_TCK")
 
 
