@@ -4,7 +4,9 @@ threads of two workers that wait for each other on two cores take ten times as l
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import ssl
 import sys
@@ -46,13 +48,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 CPU_S = 40.0  # another limit: @pytest.mark.cpu(seconds)
 started = pytest.StashKey[float]()
 files: Counter[str] = Counter()  # seconds of CPU
+tests: dict[str, float] = {}
 expensive: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-json", metavar="FILE", help="write the CPU time of each file and test, largest first"
+    )
+
+
 def cpu_seconds() -> float:
-    """CPU time of this process and of its children that have ended. Waiting for another worker costs none."""
-    warm = sys.modules.get("support.kernels.warm")
-    return sum(os.times()[:4]) + (warm.spent if warm is not None else 0.0)
+    """CPU time of this process and its children, and of theirs that have ended, such as the forks of a fork server.
+
+    Waiting for another worker costs none.
+    """
+    total, ticks = sum(os.times()[:4]), 0
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        # A thread or a child may have just ended.
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
+            for child in children.read().split():
+                with contextlib.suppress(OSError), open(f"/proc/{child}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+                    ticks += sum(map(int, fields[11:15]))  # of itself and of its children, user and system
+    return total + ticks / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,12 +97,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "teardown":
         found = dict(report.user_properties)
-        files[report.nodeid.partition("::")[0]] += found.get("cpu_s", 0.0)
+        tests[report.nodeid] = found.get("cpu_s", 0.0)
+        files[report.nodeid.partition("::")[0]] += tests[report.nodeid]
         if found.get("over"):
             expensive.append(f"{report.nodeid}: {found['cpu_s']:.0f} s of CPU, {found['over']:.0f} allowed")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if path := terminalreporter.config.getoption("--cpu-json"):
+        found = {"files": files, "tests": Counter(tests)}
+        Path(path).write_text(json.dumps({k: dict(v.most_common()) for k, v in found.items()}, indent=1))
     if sum(files.values()) > 60:
         terminalreporter.section(f"{sum(files.values()):.0f} s of CPU in tests, most in these files")
         for file, seconds in files.most_common(10):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.kernels import warm
 
 from fastkernels.engine import tokenizer
 from fastkernels.models.common.weights import CheckpointError
@@ -69,6 +68,6 @@ def test_slow_modules_are_not_imported(copy: Path) -> None:
         f"import sys; from fastkernels.engine import tokenizer; print(tokenizer.load({str(copy)!r})('a').input_ids);"
         "print([m for m in ('torch._dynamo', 'sympy', 'transformers.generation') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[]" and done.stdout.startswith("[")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.kernels import warm
 from support.tiny import KINDS, SIZES
 
 from fastkernels.models.common import build, config, description
@@ -155,7 +154,7 @@ def test_engine_without_tokenizer_skips_slow_imports(tiny: Path) -> None:
         "llm.generate([[5, 6]], SamplingParams(max_tokens=2));"
         "print([m for m in ('transformers', 'torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[]"
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.kernels import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_SET = (
     "MODEL", "FP8_MODEL", "ONLY", "GPUS", "LIMIT", "QUICK", "CUDA_VISIBLE_DEVICES", "TABLES", "VLLM_ENGINE",
@@ -41,7 +43,10 @@ def given(root: Path) -> dict[str, str]:
 def planned(out: Path, *flags: str, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in NOT_SET}
     env |= {"RUN": "echo", "OUT": str(out), "GPUS": "0,1,2,3", **given(out.parent), **more}
-    command = [sys.executable, *flags, str(ROOT / "bench/experiments/h200.py")]
+    script = ROOT / "bench/experiments/h200.py"
+    if not flags:
+        return warm.run([script], env, timeout=60)
+    command = [sys.executable, *flags, str(script)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Made:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The same for modules that differ in nothing but their place."""
         return re.sub(r"\bmodel\.layers\.\d+", "", repr((self.cls, self.args, sorted(self.kwargs.items()))))
@@ -127,10 +127,11 @@ def of(text: str) -> Blocks:
     short = _structure(shrunk.config_of(shrunk.short(given["config"], _needed(full))))
     groups: dict[tuple[str, str], list[str]] = {}
     declined: dict[str, str] = {}
+    layers = _layers(full.model)
     for path, made in full.made.items():
         if not path:
             continue
-        kind = _kind(full.model, path)
+        kind = _kind(layers, path)
         if path not in small.made:
             declined[path] = "the small model for checks on a CPU has no such module"
         elif (why := reasons[path]) is not None:
@@ -244,8 +245,7 @@ def _paths(model: nn.Module) -> list[str]:
     return [*found, ""]
 
 
-def _kind(model: nn.Module, path: str) -> str:
-    layers = _layers(model)
+def _kind(layers: dict[str, nn.Module], path: str) -> str:
     if path in layers:
         keeps = any(hasattr(m, "keeps") for m in layers[path].modules())
         return "decoder_layer" if keeps else "encoder_layer"
@@ -256,9 +256,10 @@ def _kind(model: nn.Module, path: str) -> str:
 def _needed(full: Structure) -> int:
     """The number of first layers that have every kind of block."""
     keys: dict[tuple[str, str], int] = {}
+    layers = _layers(full.model)
     for path, made in full.made.items():
         if path:
-            keys.setdefault((_kind(full.model, path), made.key), int(_number(path)))
+            keys.setdefault((_kind(layers, path), made.key), int(_number(path)))
     return max(keys.values(), default=0) + 1
 
 
@@ -273,7 +274,7 @@ def _unsupported(structure: Structure, path: str) -> str | None:
         return "it attends to an encoder's states, which no step of tokens gives"
     takes = [p for p in inspect.signature(cls.forward).parameters.values() if p.name != "self"]  # type: ignore[attr-defined]
     config = getattr(structure.config, "vision_config", structure.config)
-    if not states_of(structure.model) and not isinstance(getattr(config, "num_attention_heads", None), int):
+    if not isinstance(getattr(config, "num_attention_heads", None), int) and not states_of(structure.model):
         return "its stages differ in width and read images, not tokens"
     tensors = ("torch.Tensor", "torch.Tensor | None")
     if unknown := [

@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -261,16 +261,22 @@ def _note(op: str, reason: str) -> None:
         found.note(reason)
 
 
+@cache
+def _only_global(code: CodeType) -> tuple[str, ...]:
+    """The names that the code loads as globals and uses in no other way."""
+    kinds: dict[str, set[str]] = {}
+    for step in dis.get_instructions(code):
+        if step.argval in code.co_names:
+            kinds.setdefault(step.argval, set()).add(step.opname)
+    return tuple(name for name, how in kinds.items() if how == {"LOAD_GLOBAL"})
+
+
 def called(cls: type, method: str = "forward") -> dict[str, Any]:
     """{name: function} of the global functions that a method of the class calls by name."""
     forward = plain_function_of(cls, method)
     if not isinstance(forward, FunctionType):
         return {}
-    kinds: dict[str, set[str]] = {}
-    for step in dis.get_instructions(forward.__code__):
-        if step.argval in forward.__code__.co_names:
-            kinds.setdefault(step.argval, set()).add(step.opname)
-    names = [name for name, how in kinds.items() if how == {"LOAD_GLOBAL"}]
+    names = _only_global(forward.__code__)
     found: dict[str, Any] = {name: forward.__globals__.get(name) for name in names}
     return {name: value for name, value in found.items() if plain_function(value) is not None}
 

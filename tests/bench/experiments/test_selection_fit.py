@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.kernels import warm
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.selection import fit
@@ -85,5 +85,5 @@ def test_rows_without_points_are_an_error(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")
     script = ROOT / "bench/experiments/selection/fit.py"
-    done = subprocess.run([sys.executable, str(script), str(rows)], capture_output=True, text=True)
+    done = warm.run([script, rows])
     assert done.returncode == 1 and "no measured points of linear" in done.stderr

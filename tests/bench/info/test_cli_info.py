@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -123,18 +122,8 @@ def test_export_of_unknown_names_is_an_error(
 
 
 def test_export_writes_nothing_but_the_file(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fk_bench.cli",
-        "export",
-        "rms_norm",
-        "--host",
-        "sglang",
-        "--host-version",
-        "0.5.16",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    command = ["export", "rms_norm", "--host", "sglang", "--host-version", "0.5.16"]
+    done = warm.run(["-m", "fk_bench.cli", *command], cwd="/")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("# SPDX-License-Identifier") and "class RMSNorm(" in done.stdout
     compile(done.stdout, "rms_norm.py", "exec")

@@ -14,6 +14,8 @@ from fk_bench.kernels.judge.processes.protocol import Channel
 from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
 
 SLEEPS = "import time\nimport torch\ndef relu2(x):\n    time.sleep(0.8)\n    return torch.relu(x).square()\n"
+# Cases of both ops that take no time
+SMALL = ("one", "odd_63", "odd_1128", "odd_1025", "batched", "batched_half", "wide")
 HONEST = "import torch\ndef quick_gelu(x):\n    return x * torch.sigmoid(1.702 * x)\n"
 
 
@@ -27,7 +29,7 @@ def test_slow_calls_use_up_case_then_op(tmp_path: Path) -> None:
     for op, source in (("relu2", SLEEPS), ("quick_gelu", HONEST)):
         files[op].write_text(source)
     options = Options(
-        cases=("random",), timed=False, scan=False, timeout=60.0, case_budget=1.5, op_budget=4.0
+        cases=("random",), names=SMALL, timed=False, scan=False, timeout=60.0, case_budget=1.5, op_budget=4.0
     )
     with Judge(files, options) as judge:
         start = time.monotonic()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.kernels import warm
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -143,7 +142,7 @@ import torch
 model = torch.load({str(file)!r}, weights_only=False)
 print(sorted({{type(m).__module__.partition(".")[0] for m in model.modules()}}), type(model.norm).__mro__[1].__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm.run(["-c", code])
     assert done.stdout == "['torch', 'transformers'] Module\n", done.stderr
 
 

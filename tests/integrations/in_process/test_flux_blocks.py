@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.kernels import warm
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -409,7 +408,7 @@ for batch, tokens, texts, heads, size, dtype, launches in (
 
 def test_queries_and_keys_in_one_launch() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PAIRS], env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run(["-c", PAIRS], env)
     assert done.returncode == 0, done.stderr
 
 

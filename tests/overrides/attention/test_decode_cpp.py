@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.kernels import warm
 
 from fastkernels.overrides.attention import attention_decode as op_file
 from fastkernels.overrides.attention import attention_decode_cpp
@@ -137,9 +136,7 @@ def test_other_code_runs_without_a_compiler(tmp_path: Path) -> None:
         "FASTKERNELS_STRICT": "1",
     }
     env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(["-c", NO_COMPILER], env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "['sdpa', 'reference']"
     assert done.stderr.count("no C++ compiler was found (no-such-compiler)") == 1, done.stderr

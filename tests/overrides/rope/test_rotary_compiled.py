@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
@@ -54,9 +53,9 @@ def test_functional_variant_mutates_nothing(dims: dict[str, Any], provider: str)
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is what it runs")
 def test_interpreted_kernel_passes_too() -> None:
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    command = ["-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, env)
     assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout
 
 

@@ -113,7 +113,7 @@ def program(p: Plan, blocks: bool) -> str:
     return BEFORE + source + MAIN
 
 
-GXX = ("g++", "-O1", "-std=c++17", "-w", "-pthread")  # compilation takes longer than the program
+GXX = ("g++", "-Og", "-std=c++17", "-w", "-pthread")  # compilation takes longer than the program
 
 
 @cache

@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from types import FunctionType, ModuleType
 
 IMPORTED = "TRITON_INTERPRET"  # decides at Triton's import, so that each value has a process of its own
-spent = 0.0  # seconds of CPU of the commands that this process has run
 
 
 def run(
@@ -29,10 +28,12 @@ def run(
     cwd: str | Path | None = None,
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT ARGUMENTS` or `python -c CODE ARGUMENTS`, given without `python`. Its text is captured."""
+    """Run `python SCRIPT ...`, `python -c CODE ...` or `python -m MODULE ...`, given without `python`.
+
+    Its text is captured.
+    """
     arguments = [str(word) for word in command]
     variables = dict(os.environ if env is None else env)
-    global spent
     server = _server(variables.get(IMPORTED, "0"))
     assert server.stdin is not None and server.stdout is not None
     with TemporaryDirectory() as folder:
@@ -40,8 +41,7 @@ def run(
         request = {"arguments": arguments, "env": variables, "cwd": str(cwd or Path.cwd()), "files": files}
         server.stdin.write(json.dumps({**request, "timeout": timeout}) + "\n")
         server.stdin.flush()
-        status, seconds = json.loads(server.stdout.readline())
-        spent += seconds
+        status = json.loads(server.stdout.readline())
         out, err = (Path(file).read_text(errors="replace") for file in files)
     if status is None:
         raise subprocess.TimeoutExpired(arguments, timeout, out, err)
@@ -76,12 +76,17 @@ def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]
         if arguments[0] == "-c":
             sys.argv, sys.modules["__main__"] = ["-c", *arguments[2:]], ModuleType("__main__")
             exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        elif arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -153,10 +158,9 @@ def _serve() -> None:
 
         signal.signal(signal.SIGALRM, end)
         signal.setitimer(signal.ITIMER_REAL, limit)
-        _, ended, usage = os.wait4(pid, 0)
-        status, seconds = os.waitstatus_to_exitcode(ended), usage.ru_utime + usage.ru_stime
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps([None if late else status, seconds]) + "\n")
+        answers.write(json.dumps(None if late else status) + "\n")
         answers.flush()
 
 
