@@ -30,7 +30,7 @@ from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
-from fastkernels.engine.scheduling.ngrams import Speculation
+from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
