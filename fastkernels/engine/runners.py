@@ -49,7 +49,9 @@ RUNNERS = {
         "LLM.generate_images and /v1/images/generations",
     ),
     "Draft": RunnerKind(
-        "", "", 'the speculative_config {"method": "eagle3", "model": ..., "num_speculative_tokens": 3} of its target'
+        "",
+        "",
+        'the speculative_config {"method": "eagle3", "model": ..., "num_speculative_tokens": 3} of its target',
     ),
 }
 

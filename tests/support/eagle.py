@@ -124,3 +124,34 @@ class Eagle:
             drafts.append(int(self.targets[logits[-1].argmax()]))
             hidden, ids = torch.cat([hidden, out[-1:]]), [*ids, drafts[-1]]
         return drafts, all_logits
+
+
+def make_scripted_eagle3(folder: str | Path, target: Path, wrong: str = "") -> Path:
+    """A draft model of a target by tiny.make_scripted, which drafts its text, but the wrong token behind some letters.
+
+    Attention adds nothing. The MLP turns the hidden state of a token to that of the next one in the text.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = load_file(target / "model.safetensors")
+    embedding, head = theirs["model.embed_tokens.weight"], theirs["lm_head.weight"]
+    hidden = embedding.shape[1]
+    folder = make_tiny_eagle3(folder, draft_vocab_size=None, intermediate_size=hidden)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    # A token is 10 * hidden in its channel. The MLP's inner values are `hidden` there, so that it moves this to the
+    # next token's channel. fc reads the states before the first layer, the embeddings.
+    weights["fc.weight"][:, :hidden] = 10.0 * hidden * torch.eye(hidden)
+    following = head.T @ embedding - 10.0 * torch.eye(hidden)  # [channel of a token, channel of the next one]
+    weights["midlayer.mlp.gate_proj.weight"] += torch.eye(hidden)
+    weights["midlayer.mlp.up_proj.weight"] += torch.eye(hidden)
+    weights["midlayer.mlp.down_proj.weight"] += following.T
+    weights["lm_head.weight"] += head
+    for token in PreTrainedTokenizerFast.from_pretrained(target)(wrong).input_ids:
+        channel = int(embedding[token].argmax())
+        weights["lm_head.weight"][:, channel] = 0.0
+        weights["lm_head.weight"][400, channel] = 1.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -1,19 +1,18 @@
 """Draft models: after each step of the target, they propose the tokens that may follow the sampled ones.
 
-A step's drafts are made by a first pass over its tokens, which stores their keys, and by a chain of passes over one token
-of each row. Keys are in the target's blocks, in caches of the draft's layers. The first pass of the next step overwrites
-those of the chain, which follow from drafts.
+A first pass computes the step's tokens, and a chain of passes one token of each row. Keys are in the blocks of the
+target's sequences, in caches of the draft's layers. Those of the chain belong to drafts, and the first pass of the next
+step overwrites them.
 
-EAGLE-3 reads the target's hidden states of a token with the embedding of the next one; a model with its own prefix reads
-tokens only. Its first pass has one token more than the step: the one that the target has sampled.
+EAGLE-3 reads the target's hidden states of a token, and the embedding of the next one. Other draft models read tokens
+only: their first pass has one token more than the step, the one that the target has sampled.
 
-Drafts are drawn from the draft's logits with the parameters, the seed and the noise of the target's token in that place.
-So they are the most likely tokens of a greedy request, and drawn ones agree as often as the two distributions overlap.
+Drafts are sampled with the parameters and the noise of the target's token in the same place. So a greedy request has
+the most likely drafts, and if both models have the same logits, every draft is accepted at any temperature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from fastkernels.core.layer_state import KVSpec, StateSpec
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.engine.execution.attention.ops import OpsBackend
+from fastkernels.engine.execution.draft_kernels import Rows, accept, advance
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs, Staging
 from fastkernels.engine.execution.step import SAMPLED, NextDrafts, StepInput
 from fastkernels.engine.sampling.sampler import Sampler
@@ -60,7 +60,9 @@ class DraftSource:
         what = f"speculative_config: the draft model {settings.model}"
         if runner != ("Draft" if eagle else "Generate"):
             other = "'draft_model'" if eagle else "'eagle3'" if runner == "Draft" else "'ngram'"
-            raise ValueError(f"{what} is a {name}, which method {settings.method!r} does not run; use {other}")
+            raise ValueError(
+                f"{what} is a {name}, which method {settings.method!r} does not run; use {other}"
+            )
         if config.vocab_size != target.vocab_size:
             raise ValueError(
                 f"{what} has a vocabulary of {config.vocab_size} tokens, and {engine.model} one of"
@@ -99,7 +101,9 @@ class Drafter:
     layers  its attention layers, whose keys are in blocks of the target's sequences
     """
 
-    def __init__(self, source: DraftSource, engine: EngineConfig, target: Any, dtype: torch.dtype, device: Any):
+    def __init__(
+        self, source: DraftSource, engine: EngineConfig, target: Any, dtype: torch.dtype, device: Any
+    ):
         """target: the model. Raises what build.build raises, and ValueError for models that cannot be a pair."""
         self.settings, self._source, self._engine = source.settings, source, engine
         self.eagle, self.count = bool(source.layers), source.settings.num_speculative_tokens
@@ -141,13 +145,8 @@ class Drafter:
         hidden = self._source.config.hidden_size
         self._out = torch.zeros(rows, hidden, dtype=self._dtype, device=device)
         self._hidden = torch.zeros(rows, hidden if self.eagle else 0, dtype=self._dtype, device=device)
-        # Of each row: where the first pass has its sampled token and that token; then the place of its last token,
-        # and the number of the sampled token. Rows of padding repeat the first row.
-        self._last, self._next, self._at, self._offset = torch.zeros(
-            4, rows, dtype=torch.int64, device=device
-        ).unbind()
-        self._slots = torch.full((rows,), batch.dummy, dtype=torch.int64, device=device)
-        self._room = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._rows = Rows(*torch.zeros(len(Rows._fields), rows, dtype=torch.int64, device=device).unbind())
+        self._rows.slot.fill_(batch.dummy)
         self._drafts = torch.zeros(rows, self.count, dtype=torch.int64, device=device)
         if self.eagle:
             tokens = config.max_num_batched_tokens
@@ -169,7 +168,13 @@ class Drafter:
         ends = np.cumsum(step.query_lens)
         ids = np.insert(np.maximum(step.input_ids, 0), ends[more > 0], 0)
         return StepInput(
-            step.slots, step.query_lens + more, step.seq_lens + more, step.offsets, ids, 0, step.block_updates[:0]
+            step.slots,
+            step.query_lens + more,
+            step.seq_lens + more,
+            step.offsets,
+            ids,
+            0,
+            step.block_updates[:0],
         )
 
     def _more(self, step: StepInput) -> np.ndarray:
@@ -191,7 +196,7 @@ class Drafter:
 
         ids: [T] of the step; tokens: what it sampled: one before the first draft of each row, and one behind each
         """
-        given, rows, size = self._next_of(step), len(step.slots), len(self._last)
+        given, rows, size = self._next_of(step), len(step.slots), len(self._out)
         drafts = np.zeros(rows, np.int64) if step.drafts is None else step.drafts.astype(np.int64)
         lens, more = step.query_lens.astype(np.int64), self._more(step).astype(np.int64)
         columns = (
@@ -207,25 +212,7 @@ class Drafter:
             packed[-2, rows:], packed[-1, rows:] = self._batch.dummy, 0
 
         packed = self._staging.copy(len(columns) * size, fill).view(len(columns), size)
-        start, n, drafted, place, offset, known, forced, own_start, extra, before, slots, room = packed.unbind()
-        inside = torch.arange(self.count, device=self._device)
-        theirs = tokens[(place[:, None] + inside).clamp_max(len(tokens) - 1)]
-        ours = ids[((start + n - drafted)[:, None] + inside).clamp_max(len(ids) - 1)]
-        same = (theirs == ours) & (inside < drafted[:, None])
-        accepted = torch.where(forced < 0, same.long().cumprod(1).sum(1), forced)
-        sampled = torch.where(known < 0, tokens[place + accepted], known)
-        valid = n - drafted + accepted
-        if self.eagle:
-            last = valid - 1
-        else:  # a row without room for the sampled token ends with its own last one
-            last = torch.minimum(valid, n + extra - 1)
-            sampled = torch.where(valid > last, ids[start + n - 1], sampled)
-        self._last.copy_(own_start + last)
-        self._next.copy_(sampled)
-        self._at.copy_(before + last)
-        self._offset.copy_(offset + accepted)
-        self._slots.copy_(slots)
-        self._room.copy_(room)
+        accept(packed, ids, tokens, self._rows, self.count, self.eagle)
 
     def first(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """The pass over the tokens of a step, or of what `extended` makes of it. Returns its output [rows, H].
@@ -233,10 +220,10 @@ class Drafter:
         Can be captured: it reads what `accept` has written.
         """
         rows = len(inputs.slots)
-        last, ids = self._last[:rows], inputs.input_ids.clamp_min(0)
+        last, ids = self._rows.last[:rows], inputs.input_ids.clamp_min(0)
         if self.eagle:
             ids = ids.roll(-1)
-        ids = ids.scatter(0, last, self._next[:rows])
+        ids = ids.scatter(0, last, self._rows.token[:rows])
         hidden = self.model.combine(self._taps.states[: len(ids)]) if self.eagle else None
         out, hidden = self._forward(ids, inputs.positions, hidden, metadata)
         self._out[:rows] = out.index_select(0, last)
@@ -246,42 +233,37 @@ class Drafter:
 
     def chain(self, rows: int, longest: int) -> torch.Tensor:
         """The drafts of the first `rows` rows, [rows, count]. Can be captured. longest: number of keys at most."""
-        batch, slots, last = self._batch, self._slots[:rows], self.longest - 1
+        batch, own = self._batch, Rows(*(t[:rows] for t in self._rows))
         columns = min(-(-longest // batch.block_size), batch.width)
         tables = [
-            batch.group_table(group)[:, :columns].index_select(0, slots) for group in range(batch.groups)
+            batch.group_table(group)[:, :columns].index_select(0, own.slot) for group in range(batch.groups)
         ]
-        drawing, starts = self._sampler.drawing(slots), torch.arange(rows + 1, device=self._device)
-        starts = starts.to(torch.int32)
+        drawing = self._sampler.drawing(own.slot)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         # A copy, since the model overwrites it
         out, hidden = self._out[:rows], self._hidden[:rows].clone() if self.eagle else None
-        ids = self._next[:rows]
+        ids = own.token
         for i in range(self.count):
             if i:
-                at = (self._at[:rows] + i).clamp_max(last)
-                metadata = self._one_token(at, tables, starts, longest)
+                at, lens, mappings = advance(own, i, self.longest, batch)
+                parts = [
+                    AttentionMetadata(
+                        slots, starts, lens, table, 1, longest, rows, longest, self.backend, padded=False
+                    )
+                    for slots, table in zip(mappings.unbind(), tables, strict=True)
+                ]
+                metadata = replace(parts[0], groups=tuple(parts[1:]))
                 out, hidden = self._forward(ids, at, hidden, metadata)
-            ids = sampling(self.model.compute_logits(out), *drawing, self._offset[:rows] + (i + 1))
+            ids = sampling(self.model.compute_logits(out), *drawing, own.offset + (i + 1))
             self._drafts[:rows, i] = ids
         return self._drafts[:rows]
 
-    def _one_token(
-        self, at: torch.Tensor, tables: Sequence[torch.Tensor], starts: torch.Tensor, longest: int
-    ) -> AttentionMetadata:
-        """The metadata of rows with one query each, at these positions. Nothing is stored where a row has no block."""
-        batch, lens = self._batch, (at + 1).to(torch.int32)
-        column = (at // batch.block_size).clamp_max(tables[0].shape[1] - 1)
-        stored, made = at < self._room[: len(at)], list[AttentionMetadata]()
-        for table in tables:
-            block = table.gather(1, column[:, None])[:, 0].long()
-            slot = torch.where(stored, block * batch.block_size + at % batch.block_size, -1)
-            made.append(
-                AttentionMetadata(slot, starts, lens, table, 1, longest, len(at), longest, self.backend, padded=False)
-            )
-        return replace(made[0], groups=tuple(made[1:]))
-
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None, metadata: AttentionMetadata
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         groups = tuple(replace(group, backend=self.backend) for group in metadata.groups)
         own = replace(metadata, backend=self.backend, groups=groups)

@@ -446,7 +446,7 @@ class GenerateStep:
 
     def add_drafts(self, drafts: torch.Tensor) -> None:
         """Start copying the next step's drafts [B, count]. `result` does not wait for them."""
-        copied = _to_host(drafts)
+        copied = _to_host(drafts) if drafts.is_cuda else drafts.clone()
         event = torch.cuda.Event() if drafts.is_cuda else None
         if event is not None:
             event.record()

@@ -170,7 +170,7 @@ class StepOutput:
     """token_ids [B] int64, invalid where the prompt is not complete; logprobs if a row requested them; prompt_logprobs
     by row. A row with drafts has one token more for each, row after row.
 
-    next_drafts: waits for the drafts [B, count] int64 of the next step, which may still be computed; None: there are none
+    next_drafts: waits for the drafts [B, count] int64 of the next step; None: there are none
     """
 
     token_ids: np.ndarray

@@ -31,7 +31,7 @@ class Speculation:
     num_speculative_tokens  drafts of a sequence in a step, at most
     prompt_lookup_max, prompt_lookup_min  the numbers of last tokens that are looked up, the largest first
     disable_by_batch_size   more running sequences than this have no drafts; None: no limit
-    rejection_sample_method 'standard', or 'synthetic': for measurements, drafts are accepted whatever the target samples
+    rejection_sample_method 'standard', or 'synthetic' for measurements: drafts are accepted whatever is sampled
     synthetic_acceptance_length  mean number of tokens of a sequence in a step, its own one included
     synthetic_acceptance_rates   the share of steps that accept the first draft, the first two, ...
 

@@ -526,11 +526,13 @@ class DecoderLayer(nn.Module):
 class Taps:
     """Keeps the hidden states after some layers, for a draft model.
 
-    layers  numbers of layers before each of which the hidden states are kept, ascending; the number of layers: after all
+    layers  each keeps what goes into the layer of this number; the number of layers: what the last one returns
     states  [tokens, len(layers) * H]: those of a step, in its first rows
     """
 
-    def __init__(self, layers: Sequence[int], tokens: int, hidden: int, dtype: torch.dtype, device: Any) -> None:
+    def __init__(
+        self, layers: Sequence[int], tokens: int, hidden: int, dtype: torch.dtype, device: Any
+    ) -> None:
         self.layers, self._hidden = tuple(layers), hidden
         self.states = torch.zeros(tokens, len(layers) * hidden, dtype=dtype, device=device)
 

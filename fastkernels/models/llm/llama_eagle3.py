@@ -1,9 +1,10 @@
 """EAGLE-3 (Li et al., arXiv 2503.01840): one layer that drafts the next tokens of a Llama from its hidden states.
 
-The input for token t + 1 is its embedding and the hidden states of token t: after three layers of the target, or for a
-draft behind another one, of this model itself. The engine runs it for `speculative_config`, next to its target.
-Checkpoints have SGLang's and vLLM's names, `midlayer` or `layers.0`. Their `d2t` [draft_vocab_size] is the distance from
-a token of the draft's vocabulary to the target's; `t2d` is not needed. Embeddings that a checkpoint leaves out are the
+Its input is the embedding of a token and the hidden states of the one before: those between three layers of the target,
+or behind a draft, its own. The engine runs it for `speculative_config`, next to its target.
+
+Checkpoints have SGLang's and vLLM's names, `midlayer` or `layers.0`. Their `d2t` [draft_vocab_size] is the distance
+from a token of the draft's vocabulary to the target's; `t2d` is not needed. Without `embed_tokens`, embeddings are the
 target's.
 """
 
@@ -85,8 +86,8 @@ class DraftLayer(nn.Module):
 class Eagle3(nn.Module):
     """config: the fields of a checkpoint's config.json, and `has`, the parts that the checkpoint holds.
 
-    model(ids [T], positions [T], hidden [T, H]) returns (normed [T, H], hidden [T, H]): the input of compute_logits, and
-    the hidden states for a draft of the next token.
+    model(ids [T], positions [T], hidden [T, H]) returns (normed [T, H], hidden [T, H]): the input of compute_logits,
+    and the hidden states for a draft of the next token. `hidden` may be overwritten.
     """
 
     target_embedding: nn.Module | None = None
@@ -140,7 +141,9 @@ class Eagle3(nn.Module):
     def share(self, embedding: nn.Module) -> None:
         """Use the target's embedding, if the checkpoint has none."""
         if not hasattr(self, "embed_tokens"):
-            self.__dict__["target_embedding"] = embedding  # a module of the target, not one more of this model
+            self.__dict__["target_embedding"] = (
+                embedding  # a module of the target, not one more of this model
+            )
 
     def check_map(self) -> None:
         """Raise Unsupported if d2t leaves the target's vocabulary, or maps two tokens to one."""
