@@ -283,7 +283,11 @@ class Compare:
                 numbers.baselines(self.record.rows, self.names),
                 requests.measured_rounds(self.record.rows),
             ),
-            "warnings": [*self.fleet.warnings, *self.warnings],
+            "warnings": [
+                *self.fleet.warnings,
+                *self.warnings,
+                *summary.synthetic_warnings(self.record.rows),
+            ],  # fmt: skip
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 

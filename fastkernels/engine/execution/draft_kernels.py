@@ -40,10 +40,15 @@ def accept(
 ) -> None:
     """Find how many drafts of each row are accepted, and fill `out`.
 
-    packed   [len(COLUMNS), R] int64: start: of the row in ids; tokens: their number; drafts: the last of them; place: of
-             the row in `sampled`; offset: see Rows; known: the token behind the row's, or -1; forced: number of accepted
-             drafts, or -1; own_start, extra: start in the first pass, and tokens that the row has in addition there;
-             before: computed tokens
+    packed   [len(COLUMNS), R] int64, of each row:
+             start, tokens       its first token in `ids`, and their number
+             drafts              the last of these
+             place               its first token in `sampled`
+             offset, slot, room  see Rows; offset: of the token before the first draft
+             known               the token behind the row's last one, or -1
+             forced              number of accepted drafts, or -1
+             own_start, extra    its first token in the first pass, and how many it has in addition there
+             before              tokens computed before the step
     ids      [T] int64 of the step
     sampled  [S] int64: for each row, the token before its first draft, and one behind each
     count    most drafts of a row
