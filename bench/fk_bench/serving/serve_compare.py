@@ -270,6 +270,7 @@ class Compare:
         results = summary.lanes(self.record.rows, self.names)
         top = summary.highest(self.config.levels)
         complete = all(not self._left(lane, level) for lane in self.lanes for level in self.config.levels)
+        synthetic = summary.synthetic_warnings(self.record.rows)
         return {
             "command": COMMAND,
             "ok": complete and all(not result.problems for result in results),
@@ -283,11 +284,7 @@ class Compare:
                 numbers.baselines(self.record.rows, self.names),
                 requests.measured_rounds(self.record.rows),
             ),
-            "warnings": [
-                *self.fleet.warnings,
-                *self.warnings,
-                *summary.synthetic_warnings(self.record.rows),
-            ],  # fmt: skip
+            "warnings": [*self.fleet.warnings, *self.warnings, *synthetic],
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 

@@ -33,7 +33,6 @@ from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.models.common import build, checkpoint, length, registry, weights
 from fastkernels.models.common.decoder import DecoderModel, Taps
-from fastkernels.models.llm import llama_eagle3
 from fastkernels.overrides.sampling.sampling import sampling
 
 
@@ -76,22 +75,12 @@ class DraftSource:
                     f" max_model_len to at most {own}"
                 )
             return DraftSource(folder, config, settings, ())
-        wanted = getattr(config, "target_hidden_size", None) or config.hidden_size
-        if wanted != target.hidden_size:
-            raise ValueError(
-                f"{what} reads hidden states of {wanted} channels, and {engine.model} has {target.hidden_size}"
-            )
-        layers = llama_eagle3.target_layers(config, target.num_hidden_layers)
-        config.has = llama_eagle3.PARTS
-        if engine.load_format == "auto":
-            config.has = llama_eagle3.parts_of(checkpoint.keys(folder))
-        if "embed_tokens" not in config.has and config.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"{what} has no embeddings, and those of {engine.model} have {target.hidden_size} channels instead of"
-                f" {config.hidden_size}"
-            )
-        # Its positions are the target's, whatever length it was trained with.
-        config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
+        keys = checkpoint.keys(folder) if engine.load_format == "auto" else None
+        made, described = registry.model_class(name), registry.describe(target)
+        try:
+            layers = made.fit(config, described.hidden, len(described.layers), max_model_len, keys)
+        except ValueError as error:
+            raise ValueError(f"{what} does not suit {engine.model}: {error}") from error
         return DraftSource(folder, config, settings, layers)
 
 

@@ -149,7 +149,7 @@ class TensorParallelExecutor(Executor):
 
     def shutdown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.graphs = None  # graphs hold the NCCL communicator
+            self.runner.graphs = self.runner.draft_graphs = None  # graphs hold the NCCL communicator
         self._end()
 
     def _send(self, data: bytes) -> None:

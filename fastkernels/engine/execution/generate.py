@@ -50,7 +50,7 @@ class Generate(Runner):
     features: MediaFeatures | None = None  # of media, for a model that reads them
     cross: CrossStates | None = None  # of sources, for a model with cross attention
     drafter: Drafter | None = None  # a draft model
-    _draft_graphs: Graphs | None = None  # of its first pass, if that has other tokens than the step
+    draft_graphs: Graphs | None = None  # of its first pass, if that has other tokens than the step
 
     def _prepare(self, folder: Path) -> None:
         config = self.config
@@ -160,7 +160,7 @@ class Generate(Runner):
             self._captured, self.backend, self.batch, self.device, *sizes, self.drafter
         )  # fmt: skip
         if self.drafter is not None and not self.drafter.eagle:
-            self._draft_graphs = Graphs(
+            self.draft_graphs = Graphs(
                 self._draft_captured, self.drafter.backend, self.batch, self.device, *sizes, decode=False
             )
         del old
@@ -254,7 +254,7 @@ class Generate(Runner):
     def _draft_first(self, step: StepInput) -> None:
         """The first pass of a draft model that reads tokens only."""
         assert self.drafter is not None
-        if self._draft_graphs is not None and self._draft_graphs.run(step) is not None:
+        if self.draft_graphs is not None and self.draft_graphs.run(step) is not None:
             return
         inputs = self.batch.load(step, unread=True)
         tables = self.batch.rows_tables(inputs)

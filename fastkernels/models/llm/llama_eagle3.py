@@ -27,24 +27,7 @@ from fastkernels.overrides.embedding.vllm import (
 from fastkernels.overrides.linear.vllm import VllmQKVParallelLinear, VllmReplicatedLinear
 
 NUM_STATES = 3  # of the target for each token
-
-
-def target_layers(config: Any, count: int) -> tuple[int, ...]:
-    """Which of a target's `count` layers are followed by the hidden states to read; 0: the embeddings.
-
-    Raises Unsupported for layers that the target does not have.
-    """
-    more = getattr(config, "eagle_config", None) or {}
-    given = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    given = given or more.get("eagle_aux_hidden_state_layer_ids")
-    found = tuple(given) if given else (2, count // 2, count - 3)
-    right = all(type(i) is int and 0 <= i <= count for i in found)
-    if len(found) != NUM_STATES or not right or list(found) != sorted(set(found)):
-        where = "config.eagle_aux_hidden_state_layer_ids" if given else "EAGLE-3's layers 2, n / 2 and n - 3"
-        raise d.Unsupported(
-            f"{where}: {list(found)} must be {NUM_STATES} ascending numbers from 0 to {count}, the target's layers"
-        )
-    return found
+PARTS = frozenset({"d2t"})  # those that checkpoints may leave out, and public ones have
 
 
 class DraftAttention(DecoderAttention):
@@ -119,6 +102,38 @@ class Eagle3(nn.Module):
                 f" {self.vocab} tokens of the target"
             )
 
+    @staticmethod
+    def fit(
+        config: Any, hidden: int, layers: int, max_model_len: int, keys: Iterable[str] | None
+    ) -> tuple[int, ...]:
+        """Complete the config for a target of these sizes, and return between which of its layers states are read.
+
+        The result counts the layers before the states. keys: of the checkpoint; None: it has those of public ones.
+        Raises Unsupported for a target of other sizes.
+        """
+        wanted = getattr(config, "target_hidden_size", None) or config.hidden_size
+        if wanted != hidden:
+            raise d.Unsupported(f"it reads hidden states of {wanted} channels, and the target has {hidden}")
+        names = {key.removeprefix("model.").removesuffix(".weight") for key in keys or PARTS}
+        config.has = frozenset(names & {"d2t", "embed_tokens"})
+        if "embed_tokens" not in config.has and config.hidden_size != hidden:
+            raise d.Unsupported(
+                f"it has no embeddings, and the target's have {hidden} channels instead of {config.hidden_size}"
+            )
+        # Positions are the target's, whatever length the checkpoint was trained with.
+        config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
+        more = getattr(config, "eagle_config", None) or {}
+        given = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+        given = given or more.get("eagle_aux_hidden_state_layer_ids")
+        found = list(given or (2, layers // 2, layers - 3))
+        right = all(type(i) is int and 0 <= i <= layers for i in found)
+        if len(found) != NUM_STATES or not right or found != sorted(set(found)):
+            where = "config.eagle_aux_hidden_state_layer_ids" if given else "the default 2, n / 2, n - 3"
+            raise d.Unsupported(
+                f"{where}, {found}, must be {NUM_STATES} ascending numbers from 0 to {layers}, the target's layers"
+            )
+        return tuple(found)
+
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """[T, 3 target_size] hidden states of the target to [T, H]."""
         return self.fc(states)[0]
@@ -156,15 +171,6 @@ class Eagle3(nn.Module):
             raise d.Unsupported(f"d2t names token {wrong}, and the target's vocabulary has {self.vocab}")
         if len(targets.unique()) != self.draft_vocab:
             raise d.Unsupported("d2t names a token of the target twice")
-
-
-PARTS = frozenset({"d2t"})  # of public checkpoints
-
-
-def parts_of(keys: Iterable[str]) -> frozenset[str]:
-    """The parts, of those that checkpoints may leave out, among the keys of one."""
-    names = {key.removeprefix("model.").removesuffix(".weight") for key in keys}
-    return frozenset(names & {"d2t", "embed_tokens"})
 
 
 ARCH = Architecture(
