@@ -1,4 +1,4 @@
-"""What tests of speculative decoding share: a small engine, prompts whose tokens recur, and results to compare."""
+"""The common part of tests of speculative decoding: a small engine, prompts whose tokens recur, and results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fastkernels.engine.execution.input_batch import InputBatch
 
 
 class Rows(NamedTuple):
-    """What the passes after a step know of each row, [R] int64 each.
+    """The rows of the passes after a step, [R] int64 each.
 
     last    index of the row's last token in the first pass, which is the sampled one
     token   that token

@@ -86,7 +86,7 @@ class StepSources:
 
 @dataclass(frozen=True)
 class NextDrafts:
-    """What a draft model needs to know of a step's rows.
+    """The rows of a step, for a draft model.
 
     count     drafts to make for each row; 0: the draft model only stores the keys of the step's tokens
     next_ids  [B] int64: the token behind the row's last one, if it is known, or SAMPLED

@@ -55,7 +55,7 @@ def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
 
 
 def _next_drafts(batch: Batch, count: int, block_size: int) -> NextDrafts:
-    """What a draft model needs. Behind the last token of a chunk, the next one of the prompt is known."""
+    """The input of a draft model. Behind the last token of a chunk, the next one of the prompt is known."""
     ids, room = [], []
     for request, start, tokens in zip(batch.requests, batch.starts, batch.counts, strict=True):
         end = start + tokens

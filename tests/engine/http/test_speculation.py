@@ -44,7 +44,7 @@ def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
         assert metric(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="2") == 6
 
 
-def test_served_eagle_counts_by_position_and_says_what_is_synthetic(tmp_path):
+def test_served_eagle_counts_forced_drafts_by_position(tmp_path):
     """Two of three drafts are accepted by force in each step but the last."""
     folder = make_scripted(tmp_path / "target", "abcdefghijklm")
     source = make_scripted_eagle3(tmp_path / "eagle", folder)
