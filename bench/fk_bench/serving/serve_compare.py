@@ -94,7 +94,12 @@ class Compare:
         plan = self._plan(todo)
         estimate = sum(seconds for _, seconds in plan.values())
         with Display(self.console, plan) as display:
-            for warning in self.record.warnings:
+            forced = [
+                summary.synthetic_warning(e.name, e.synthetic_acceptance)
+                for e in todo
+                if e.synthetic_acceptance
+            ]
+            for warning in (*self.record.warnings, *forced):
                 display.line(f"warning: {warning}")
             sizing = self.fleet.sizing
             display.line(

@@ -22,14 +22,18 @@ HIGHER_IS_BETTER = (
 SYNTHETIC = "synthetic_acceptance"
 
 
+def synthetic_warning(lane: str | None, how: str) -> str:
+    """The warning about a lane whose server accepts drafts by force."""
+    return (
+        f"{lane}: synthetic acceptance of drafts, {how}: its texts are not the model's, and its speed is no result of a"
+        " draft model"
+    )
+
+
 def synthetic_warnings(found: Sequence[Row]) -> list[str]:
     """A warning for each lane whose server accepts drafts by force."""
     said = {row.subject.lane: row.case[SYNTHETIC] for row in found if row.case.get(SYNTHETIC)}
-    return [
-        f"{lane}: synthetic acceptance of drafts, {value}: its texts are not the model's, and its speed is no result of"
-        " a draft model"
-        for lane, value in said.items()
-    ]
+    return [synthetic_warning(lane, how) for lane, how in said.items()]
 
 
 @dataclass

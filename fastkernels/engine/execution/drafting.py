@@ -110,10 +110,10 @@ class Drafter:
             )
         self._target = getattr(target, "model", None)
         if self.eagle:
-            if not isinstance(self._target, DecoderModel) or hasattr(target, "encode"):
+            if not isinstance(self._target, DecoderModel):
                 raise ValueError(
-                    f"speculative_config: method 'eagle3' is not supported for {engine.model}: it reads hidden states"
-                    " of language models that read text"
+                    f"speculative_config: method 'eagle3' is not supported for {engine.model}, whose hidden states a"
+                    " draft model cannot read"
                 )
             self.model.check_map()
             self.model.share(self._target.embed_tokens)

@@ -11,10 +11,11 @@ logits [256, 128256] for about forty graphs would take 1 GiB.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -61,20 +62,21 @@ class Outputs(NamedTuple):
 class _Graph:
     """replay() runs the graph. `outputs` are valid until another graph runs.
 
-    first: of the step's graph: the first pass of a draft model over the step's tokens
+    first: the first pass of EAGLE over the step's tokens, as a graph or, where it cannot be captured, without one
     """
 
     replay: Callable[[], None]
     outputs: Outputs
     inputs: Inputs
     metadata: AttentionMetadata
-    first: Callable[[], None] | None = None
+    first: Callable[[], Any] | None = None
 
 
 class Drafts(Protocol):
     """A draft model (drafting.Drafter), of which other graphs are captured next to those of steps."""
 
     eagle: bool
+    backend: AttentionBackend
 
     def first(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor: ...
 
@@ -124,9 +126,8 @@ class Graphs:
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
             self._decode = self._capture_all(self._decode, decode=True)
-            if drafts is not None and self._decode:
-                for size in reversed(self._decode):
-                    self._capture_chain(drafts, size)
+            if drafts is not None:
+                self._capture_chains(drafts)
             self._finish()
 
     def __len__(self) -> int:
@@ -188,20 +189,30 @@ class Graphs:
             self._backend.plan_replay(metadata, inputs, self._batch.group_table())
 
         recorded = self._record(plan, lambda: self._forward(inputs, metadata, tables))
-        first, drafts = None, self._drafts
+        first: Callable[[], Any] | None = None
+        drafts = self._drafts
         if drafts is not None and drafts.eagle:
-            first, _ = self._record(plan, lambda: Outputs(drafts.first(inputs, metadata)))
+            first = lambda: drafts.first(inputs, metadata)  # noqa: E731
+            with contextlib.suppress(CannotCapture):
+                drafts.backend.plan_capture(inputs, tables[0])
+                first, _ = self._record(plan, lambda: Outputs(drafts.first(inputs, metadata)))
         self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata, first)
 
-    def _capture_chain(self, drafts: Drafts, rows: int) -> None:
-        made: list[torch.Tensor] = []
+    def _capture_chains(self, drafts: Drafts) -> None:
+        for rows in reversed(self._decode):
+            try:
+                drafts.backend.plan_capture(self._example(rows, rows, decode=True), self._tables[0, :rows])
+            except CannotCapture as reason:
+                log.info("no CUDA graphs for drafts: %s", reason)
+                return
+            made: list[torch.Tensor] = []
 
-        def run() -> Outputs:
-            made[:] = [drafts.chain(rows, self._max_model_len)]
-            return Outputs(made[0])
+            def run(rows: int = rows, made: list[torch.Tensor] = made) -> Outputs:
+                made[:] = [drafts.chain(rows, self._max_model_len)]
+                return Outputs(made[0])
 
-        replay, _ = self._record(lambda: None, run)
-        self._chains[rows] = replay, made[0]
+            replay, _ = self._record(lambda: None, run)
+            self._chains[rows] = replay, made[0]
 
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
