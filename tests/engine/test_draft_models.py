@@ -16,7 +16,7 @@ from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
 from support.rerun import Rerun
-from support.tiny import make_scripted, make_tiny
+from support.tiny import make_scripted, make_tiny, make_tiny_vlm
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.execution.attention.base import metadata_of
@@ -344,6 +344,11 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
     assert "its layers keep a recurrent state" in said(draft_model(folder), target=state)
     latent = make_tiny(tmp_path / "latent", "deepseek_v3", "float32")
     assert "has latent attention" in said(draft_model(latent))
+    vision, same = (
+        make_tiny_vlm(tmp_path / "vision", "qwen2_vl"),
+        make_tiny(tmp_path / "same", "llama", "float32", vocab_size=520),
+    )
+    assert "reads more than text" in said(draft_model(same), target=vision)
     broken = make_tiny_eagle3(tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     save_file({**weights, "d2t": weights["d2t"] + 400}, broken / "model.safetensors", {"format": "pt"})

@@ -166,7 +166,7 @@ def test_drafts_on_the_gpu_keep_greedy_tokens(folder: Path, engines: tuple[LLM, 
 
 
 def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
-    rng, settings = random.Random(0), Speculation(4, 3, 2)
+    rng, settings = random.Random(0), Speculation(4, prompt_lookup_max=3, prompt_lookup_min=2)
     for _ in range(50):
         tokens, lookup = [rng.randrange(3) for _ in range(30)], Lookup(settings)
         for end in range(12, 30, rng.randrange(1, 4)):

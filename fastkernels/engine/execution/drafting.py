@@ -54,6 +54,7 @@ class DraftSource:
         assert settings.model is not None
         folder = weights.resolve(settings.model)
         config = build.load_config(folder)
+        config.max_model_len = engine.max_model_len  # chooses the factors of LongRoPE
         name = build.architecture_of(config, folder)
         runner, eagle = registry.find(name, config).arch.runner, settings.method == "eagle3"
         what = f"speculative_config: the draft model {settings.model}"
@@ -102,12 +103,17 @@ class Drafter:
         )
         modules = list(self.model.modules())
         self.layers = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
-        plain = self.layers and not any(m.keeps.cross for m in self.layers)
-        if not plain or any(isinstance(getattr(m, "keeps", None), StateSpec) for m in modules):
+        others = any(isinstance(getattr(m, "keeps", None), StateSpec) for m in modules)
+        if not self.layers or others or any(m.keeps.cross for m in self.layers):
             raise ValueError(
                 f"speculative_config: the draft model {self.settings.model} keeps more than the keys of its tokens,"
                 " which is not supported"
             )
+        for model, name in ((target, engine.model), (self.model, self.settings.model)):
+            if hasattr(model, "encode") or hasattr(model, "encode_source"):
+                raise ValueError(
+                    f"speculative_config: {name} reads more than text, which is not supported with a draft model"
+                )
         self._target = getattr(target, "model", None)
         if self.eagle:
             if not isinstance(self._target, DecoderModel):

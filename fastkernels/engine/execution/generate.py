@@ -67,11 +67,6 @@ class Generate(Runner):
         self.layers = [m for m in paged if not m.keeps.cross]
         self.cross_layers = [m for m in paged if m.keeps.cross]
         if self._draft_source is not None:
-            if self.cross_layers or hasattr(self.model, "encode"):
-                raise ValueError(
-                    f"speculative_config: a draft model is not supported for {self.config.model}, which does not only"
-                    " read text"
-                )
             self.drafter = Drafter(self._draft_source, self.config, self.model, self.dtype, self.device)
         drafts = [] if self.drafter is None else self.drafter.layers
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
@@ -79,6 +74,8 @@ class Generate(Runner):
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
         if self.device.type == "cpu":
             pack_weights(self.model)
+            if self.drafter is not None:
+                pack_weights(self.drafter.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         if hasattr(self.model, "encode"):
             self.features = MediaFeatures(self.model, self.device)

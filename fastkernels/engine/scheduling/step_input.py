@@ -20,7 +20,10 @@ from fastkernels.engine.scheduling.scheduler import Batch
 
 
 def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
-    """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables."""
+    """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables.
+
+    block_size: of these, for a draft model
+    """
     ids: list[int] = []
     updates: list[tuple[int, int, int]] = []
     for row, request in enumerate(batch.requests):
