@@ -239,7 +239,8 @@ def test_drafts_stop_and_go_on_where_too_many_sequences_run(
     assert counts(llm).drafts == counts(llm).accepted > 5
 
 
-@pytest.mark.parametrize("target", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gemma3_text", "mistral"])
 def test_windows_of_target_and_draft_keep_tokens(target: str, tmp_path: Path, folder: Path) -> None:
     """Their blocks are in groups of different windows."""
     own = make_tiny(tmp_path / "target", target, "float32")

@@ -24,7 +24,7 @@ from fastkernels.core.dispatch import direct_calls
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import KVSpec, StateSpec
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.attention import make_backend
+from fastkernels.engine.execution.attention import AttentionBackend, make_backend
 from fastkernels.engine.execution.attention.ops import OpsBackend
 from fastkernels.engine.execution.draft_kernels import Rows, accept, advance
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs, Staging
@@ -109,20 +109,22 @@ class Drafter:
                 f"speculative_config: the draft model {self.settings.model} keeps more than the keys of its tokens,"
                 " which is not supported"
             )
-        for model, name in ((target, engine.model), (self.model, self.settings.model)):
-            if hasattr(model, "encode") or hasattr(model, "encode_source"):
+        pair: dict[str, Any] = {engine.model: target, str(self.settings.model): self.model}
+        for name, model in pair.items():
+            if any(hasattr(model, method) for method in ("encode", "encode_source")):
                 raise ValueError(
                     f"speculative_config: {name} reads more than text, which is not supported with a draft model"
                 )
-        self._target = getattr(target, "model", None)
+        self._target: Any = getattr(target, "model", None)
         if self.eagle:
             if not isinstance(self._target, DecoderModel):
                 raise ValueError(
                     f"speculative_config: method 'eagle3' is not supported for {engine.model}, whose hidden states a"
                     " draft model cannot read"
                 )
-            self.model.check_map()
-            self.model.share(self._target.embed_tokens)
+            drafts: Any = self.model
+            drafts.check_map()
+            drafts.share(self._target.embed_tokens)
 
     def bind(self, batch: InputBatch, sampler: Sampler, max_model_len: int) -> None:
         """Allocate buffers, after the layers have their caches."""
@@ -134,7 +136,8 @@ class Drafter:
                 f"speculative_config: the draft model {self.settings.model} has latent attention, which is not"
                 " supported"
             )
-        self.backend, self._batch, self._sampler = backend, batch, sampler
+        self.backend: AttentionBackend = backend
+        self._batch, self._sampler = batch, sampler
         self.longest, rows = max_model_len, config.max_num_seqs
         self._staging = Staging(device)
         hidden = self._source.config.hidden_size
@@ -162,15 +165,8 @@ class Drafter:
         more = self._more(step)
         ends = np.cumsum(step.query_lens)
         ids = np.insert(np.maximum(step.input_ids, 0), ends[more > 0], 0)
-        return StepInput(
-            step.slots,
-            step.query_lens + more,
-            step.seq_lens + more,
-            step.offsets,
-            ids,
-            0,
-            step.block_updates[:0],
-        )
+        lens, keys = step.query_lens + more, step.seq_lens + more
+        return StepInput(step.slots, lens, keys, step.offsets, ids, 0, step.block_updates[:0])
 
     def _more(self, step: StepInput) -> np.ndarray:
         """[B] int32: tokens that the first pass has in addition to the step's."""

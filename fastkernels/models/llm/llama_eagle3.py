@@ -84,8 +84,8 @@ class Eagle3(nn.Module):
         has = getattr(config, "has", PARTS)
         hidden = config.hidden_size
         self.target_size = getattr(config, "target_hidden_size", None) or hidden
-        self.vocab, self.draft_vocab = config.vocab_size, getattr(config, "draft_vocab_size", None)
-        self.draft_vocab = self.draft_vocab or self.vocab
+        self.vocab: int = config.vocab_size
+        self.draft_vocab: int = getattr(config, "draft_vocab_size", None) or self.vocab
         if "embed_tokens" in has:
             self.embed_tokens = VllmVocabParallelEmbedding(self.vocab, hidden, prefix="embed_tokens")
         self.fc = VllmReplicatedLinear(NUM_STATES * self.target_size, hidden, bias=False, prefix="fc")
