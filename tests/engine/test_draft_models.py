@@ -350,6 +350,9 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
         make_tiny(tmp_path / "same", "llama", "float32", vocab_size=520),
     )
     assert "reads more than text" in said(draft_model(same), target=vision)
+    odd = make_tiny_eagle3(tmp_path / "odd", intermediate_size=191)
+    text = said(eagle3(odd), tensor_parallel_size=2)
+    assert f"tensor_parallel_size 2 does not suit {odd}: " in text and "191" in text
     broken = make_tiny_eagle3(tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     save_file({**weights, "d2t": weights["d2t"] + 400}, broken / "model.safetensors", {"format": "pt"})
