@@ -91,7 +91,7 @@ def models() -> str:
         "# Models", "",
         "Our engine builds these architectures (`fk-bench list models`). The tests compare each with transformers on",
         "tiny random checkpoints: logits of a prefill and of decode steps, and greedy tokens with chunked prompts,",
-        "prefix hits, preemption and two ranks. GLA, RetNet and RWKV-7, which it lacks, are compared with the",
+        "prefix hits, preemption and two ranks. GLA, RetNet, RWKV-7 and EAGLE-3, which it lacks, are compared with the",
         "equations of their papers. `fk-bench describe ID` prints sizes and costs.",
     ]  # fmt: skip
     category = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, fields
 
-from fastkernels.engine.scheduling.ngrams import Speculation
+from fastkernels.engine.scheduling.speculation import Speculation
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -46,8 +46,9 @@ class EngineConfig:
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
     enforce_eager           no CUDA graphs
     limit_mm_per_prompt     media of each kind in a prompt, such as {"image": 4}; more are refused (default: 999)
-    speculative_config      drafts of several tokens a step by prompt lookup, with vLLM's names, such as
-                            {"method": "ngram", "num_speculative_tokens": 4} (default: none); see ngrams.Speculation
+    speculative_config      drafts of several tokens a step, with vLLM's names, such as
+                            {"method": "ngram", "num_speculative_tokens": 4} (default: none); see
+                            speculation.Speculation
     skip_tokenizer_init     no tokenizer: token ids in, token ids out
     json_any_whitespace     JSON of structured outputs may have any whitespace between values; False: it is in one line
 

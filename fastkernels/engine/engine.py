@@ -205,7 +205,10 @@ class Engine(ABC):
 def make_engine(config: EngineConfig) -> Engine:
     """The engine for this model, as its model file names it. Raises what Engine raises."""
     opened = Checkpoint.open(config)
-    return registry.load(RUNNERS[opened.runner].engine)(config, opened)
+    kind = RUNNERS[opened.runner]
+    if not kind.engine:
+        raise ValueError(f"{config.model} cannot be used alone: it is for {kind.use}")
+    return registry.load(kind.engine)(config, opened)
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -30,10 +30,10 @@ from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
-from fastkernels.engine.scheduling.ngrams import Speculation
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
+from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.engine.speech import vocabulary
 from fastkernels.engine.speech.recognition import Recognizer
 from fastkernels.engine.structured.constraint import Constraint
@@ -157,6 +157,11 @@ class LLMEngine(Engine):
                 " tokens, output included"
             )
         params.verify(vocab, self.config.max_logprobs)
+        speculation = self.scheduler.speculation
+        if params.logprobs is not None and speculation is not None and speculation.synthetic:
+            raise ValueError(
+                "logprobs are not possible with synthetic acceptance: accepted drafts are not the target's tokens"
+            )
         if params.n > self.config.max_waiting:
             raise ValueError(
                 f"n must be at most {self.config.max_waiting} (max_waiting of this engine), got {params.n}"

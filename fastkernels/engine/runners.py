@@ -13,7 +13,8 @@ from fastkernels.models.common import build, registry
 class RunnerKind:
     """runner: a Runner (execution/runner.py); engine: an Engine (engine.py). Both as "module:Class".
 
-    use: how to call a model of this kind, for error messages.
+    use: how to call a model of this kind, for error messages. A draft model has neither runner nor engine: that of its
+    target runs it.
     """
 
     runner: str
@@ -46,6 +47,11 @@ RUNNERS = {
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",
         "LLM.generate_images and /v1/images/generations",
+    ),
+    "Draft": RunnerKind(
+        "",
+        "",
+        'the speculative_config {"method": "eagle3", "model": ..., "num_speculative_tokens": 3} of its target',
     ),
 }
 

@@ -202,6 +202,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.http.server import ROUTES, Server
     from fastkernels.engine.http.sglang_api.protocol import SglangRequest, SglangSampling
     from fastkernels.engine.scheduling.scheduler import Scheduler
+    from fastkernels.engine.scheduling.speculation import Speculation
 
     text = (DOCS / "serve.md").read_text()
     routes: set[str] = set()
@@ -228,7 +229,8 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied
     blocks = BlockManager(2, 16)
-    scheduler = Scheduler([blocks], 1, 1, 1)
+    forced = Speculation(2, rejection_sample_method="synthetic", synthetic_acceptance_length=2)
+    scheduler = Scheduler([blocks], 1, 1, 1, speculation=forced)
     engine: Any = SimpleNamespace(
         kind="Generate",
         audio=object(),

@@ -299,6 +299,8 @@ def test_candidate_runs_in_an_encoder_until_undo(bert: Path, tmp_path: Path) -> 
 def test_every_model_names_a_known_runner() -> None:
     assert {m.arch.runner for m in models().values()} == set(RUNNERS)
     for name, kind in RUNNERS.items():
+        if name == "Draft":  # its target's runner runs it
+            continue
         assert load(kind.engine).kind == name
         assert load(kind.runner).__name__ == name
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drafts import SMALL, counts, params, prompts, results
 from support.llada import make_tiny_llada
 from support.tiny import make_scripted, make_tiny, make_tiny_bert
 
@@ -15,40 +16,17 @@ from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import StepInput
-from fastkernels.engine.scheduling.ngrams import DraftCounts, Lookup, Speculation
+from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.scheduling.speculation import Speculation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-SMALL: dict[str, Any] = {
-    "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,
-    "max_model_len": 96,
-}  # fmt: skip
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Of few different tokens, so that some occur twice."""
-    rng = random.Random(seed)
-    return [[rng.randrange(4, 16) for _ in range(rng.randrange(3, 50))] for _ in range(count)]
-
-
-def params(i: int, **given: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"temperature": 0.8 * (i % 2), "max_tokens": 24, "ignore_eos": True, "seed": i, **given}
-    )
+SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
 
 
 def both(folder: Path, **more: Any) -> tuple[LLM, LLM]:
     """An engine without drafts and one with."""
     settings = {**SMALL, **more}
     return LLM(str(folder), **settings), LLM(str(folder), **settings, speculative_config=NGRAM)
-
-
-def results(llm: LLM, given: Any, each: Any) -> list[Any]:
-    outputs = llm.generate(given, each, use_tqdm=False)
-    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
-
-
-def counts(llm: LLM) -> DraftCounts:
-    return llm.llm_engine.scheduler.draft_counts
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +166,7 @@ def test_drafts_on_the_gpu_keep_greedy_tokens(folder: Path, engines: tuple[LLM, 
 
 
 def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
-    rng, settings = random.Random(0), Speculation(4, 3, 2)
+    rng, settings = random.Random(0), Speculation(4, prompt_lookup_max=3, prompt_lookup_min=2)
     for _ in range(50):
         tokens, lookup = [rng.randrange(3) for _ in range(30)], Lookup(settings)
         for end in range(12, 30, rng.randrange(1, 4)):
@@ -203,13 +181,20 @@ def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "method must be 'ngram', got None"),
-        ({"method": "eagle3", "num_speculative_tokens": 2}, "method must be 'ngram', got 'eagle3'"),
+        ({}, "method must be one of 'ngram', 'eagle3', 'draft_model', got None"),
+        ({"method": "medusa", "num_speculative_tokens": 2}, "'draft_model', got 'medusa'"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "'eagle3' needs `model`, the folder or hub id"),
+        ({"method": "draft_model", "num_speculative_tokens": 2, "model": 3}, "of a draft model, got 3"),
+        ({**SYNTHETIC}, "needs one of synthetic_acceptance_length and synthetic_acceptance_rates, got none"),
+        ({**NGRAM, "synthetic_acceptance_length": 2}, "'standard' needs neither of synthetic_acceptance_length"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 4.5}, "must be a number in [1, 4], one more than"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.9, 0]}, "must be 3 numbers in [0, 1], none larger"),
+        ({**NGRAM, "rejection_sample_method": "block"}, "must be 'standard' or 'synthetic', got 'block'"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer in [1, 32], got 0"),
         ({**NGRAM, "prompt_lookup_min": 9}, "prompt_lookup_min must be an integer in [1, 4], got 9"),
         ({**NGRAM, "disable_by_batch_size": True}, "disable_by_batch_size must be an integer at least 1, got True"),
-        ({**NGRAM, "model": "a"}, "'model' is not supported, only disable_by_batch_size, method"),
+        ({**NGRAM, "model": "a"}, "'model' is not supported by 'ngram', only disable_by_batch_size"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_with_their_value(given: dict[str, Any], said: str) -> None:

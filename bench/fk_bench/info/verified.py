@@ -51,6 +51,8 @@ def verified(model: Model, architecture: str) -> Verified:
         )
     if arch.runner == "Unmask":
         return Verified("tests/engine/test_unmask.py::test_llada_logits_equal_its_equations", LOGITS)
+    if arch.runner == "Draft":
+        return Verified("tests/engine/test_draft_models.py::test_drafts_are_those_of_the_equations", LOGITS)
     if model.name == "colbert":
         return Verified("tests/engine/test_retrieval.py::test_colbert_scores_equal_its_own_formula", SCORES)
     if arch.inputs == "tokens" and architecture.endswith("Classification"):

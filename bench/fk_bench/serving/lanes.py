@@ -45,9 +45,33 @@ class Lane:
         return self.patched and self.url is None and not chosen and not machine.machine().gpus
 
     @property
+    def synthetic_acceptance(self) -> str:
+        """How its server accepts drafts by force, whatever the model samples; '' if it does not."""
+        if "SGLANG_SIMULATE_ACC_LEN" in self.env:
+            return f"length {self.env['SGLANG_SIMULATE_ACC_LEN']}"
+        found = ""
+        for word, value in zip(self.args, [*self.args[1:], ""], strict=True):
+            name, equals, own = word.partition("=")
+            if name in ("--speculative-config", "-sc"):
+                found = _synthetic(own if equals else value)
+        return found
+
+    @property
     def provider(self) -> str | None:
         """Subject.provider of the lane's rows; None without a patch."""
         return (self.host if self.own_kernels else "fastkernels") if self.patched else None
+
+
+def _synthetic(text: str) -> str:
+    """The synthetic acceptance in a speculative_config of vLLM or of ours; a text that is none has none."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        return ""
+    if not isinstance(given, dict) or given.get("rejection_sample_method") != "synthetic":
+        return ""
+    length, rates = (given.get(f"synthetic_acceptance_{name}") for name in ("length", "rates"))
+    return f"length {length}" if length is not None else f"rates {rates}"
 
 
 @dataclass(frozen=True)

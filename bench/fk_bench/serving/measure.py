@@ -16,6 +16,7 @@ from fk_bench.serving.load import arrivals, counters, replay, search
 from fk_bench.serving.load.client import Client, Prompt
 from fk_bench.serving.load.datasets import Dataset
 from fk_bench.serving.metrics import Trace
+from fk_bench.serving.summary import SYNTHETIC
 
 WARM_UP = -1  # number of the round with the warm-up prompts of a load
 PROFILE = -2  # number of the round with the profiler on
@@ -100,9 +101,12 @@ class Loads:
                 case["flushed_by"] = by
             before = await counters.read(http)
             traces = await self._send(running, prompts, level, seed, http)
-            counted, source = counters.metrics_of(traces, before, await counters.read(http))
+            after = await counters.read(http)
+            counted, source = counters.metrics_of(traces, before, after)
         gpus = config.tensor_parallel if machine.machine().gpus else 0
         found = {**metrics.summarize(traces, gpus, config.slo), **counted}
+        if after.get("synthetic"):
+            case[SYNTHETIC] = "as its server says"
         if source:
             case["cached_tokens_from"] = source
         warning = "" if config.shares_prefixes(level) else cached_warning(found)

@@ -25,6 +25,8 @@ class Record:
         self.run_id = self.rows[0].run_id if self.rows else uuid4().hex[:12]
 
     def row(self, lane: Lane, status: Status, reason: str, case: dict[str, Any]) -> Row:
+        if lane.synthetic_acceptance:
+            case = {**case, summary.SYNTHETIC: lane.synthetic_acceptance}
         return Row(
             run_id=self.run_id,
             commit=machine.commit(),

@@ -157,7 +157,7 @@ class EngineOptions:
     speculative_config: Annotated[
         str | None,
         typer.Option(
-            help="JSON of speculative decoding by prompt lookup, such as"
+            help="JSON of speculative decoding by prompt lookup, EAGLE-3 or a draft model, such as"
             ' \'{"method": "ngram", "num_speculative_tokens": 4}\' (default: none)'
         ),
     ] = None

@@ -94,7 +94,12 @@ class Compare:
         plan = self._plan(todo)
         estimate = sum(seconds for _, seconds in plan.values())
         with Display(self.console, plan) as display:
-            for warning in self.record.warnings:
+            forced = [
+                summary.synthetic_warning(e.name, e.synthetic_acceptance)
+                for e in todo
+                if e.synthetic_acceptance
+            ]
+            for warning in (*self.record.warnings, *forced):
                 display.line(f"warning: {warning}")
             sizing = self.fleet.sizing
             display.line(
@@ -270,6 +275,7 @@ class Compare:
         results = summary.lanes(self.record.rows, self.names)
         top = summary.highest(self.config.levels)
         complete = all(not self._left(lane, level) for lane in self.lanes for level in self.config.levels)
+        synthetic = summary.synthetic_warnings(self.record.rows)
         return {
             "command": COMMAND,
             "ok": complete and all(not result.problems for result in results),
@@ -283,7 +289,7 @@ class Compare:
                 numbers.baselines(self.record.rows, self.names),
                 requests.measured_rounds(self.record.rows),
             ),
-            "warnings": [*self.fleet.warnings, *self.warnings],
+            "warnings": [*self.fleet.warnings, *self.warnings, *synthetic],
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 

@@ -18,6 +18,24 @@ HIGHER_IS_BETTER = (
 )  # fmt: skip
 
 
+# Key in the case of a row whose server accepts drafts by force
+SYNTHETIC = "synthetic_acceptance"
+
+
+def synthetic_warning(lane: str | None, how: str) -> str:
+    """The warning about a lane whose server accepts drafts by force."""
+    return (
+        f"{lane}: synthetic acceptance of drafts, {how}: its texts are not the model's, and its speed is no result of a"
+        " draft model"
+    )
+
+
+def synthetic_warnings(found: Sequence[Row]) -> list[str]:
+    """A warning for each lane whose server accepts drafts by force."""
+    said = {row.subject.lane: row.case[SYNTHETIC] for row in found if row.case.get(SYNTHETIC)}
+    return [synthetic_warning(lane, how) for lane, how in said.items()]
+
+
 @dataclass
 class Cell:
     """One (lane, level): its successful rounds, the mean of every metric over them, and its 95% interval."""

@@ -26,7 +26,7 @@ from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.execution.worker import Setup, build_runner, invoke, join, pack
 from fastkernels.engine.runners import runner_class
-from fastkernels.models.common import build, checks
+from fastkernels.models.common import build, checks, weights
 
 NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 
@@ -149,7 +149,7 @@ class TensorParallelExecutor(Executor):
 
     def shutdown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.graphs = None  # graphs hold the NCCL communicator
+            self.runner.graphs = self.runner.draft_graphs = None  # graphs hold the NCCL communicator
         self._end()
 
     def _send(self, data: bytes) -> None:
@@ -201,18 +201,21 @@ class _Checked:
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
     size, experts = config.tensor_parallel_size, config.expert_parallel_size
-    gpus = torch.cuda.device_count()
+    gpus, model = torch.cuda.device_count(), config.model
     if config.device != "cpu" and 0 < gpus < size:
         raise ValueError(f"tensor_parallel_size {size} needs {size} GPUs, and there are {gpus}")
     try:
         checks.check_ranks(hf_config, size, experts)
         with parallel.build_as(0, size, experts):
             build.skeleton(folder, hf_config, torch.float32)
+        draft = None if config.speculative_config is None else config.speculative_config.get("model")
+        if draft is not None:
+            model, folder = draft, weights.resolve(draft)
+            with parallel.build_as(0, size, experts):
+                build.skeleton(folder, build.load_config(folder), torch.float32)
     except ValueError as error:
         more = f" with expert_parallel_size {experts}" if experts > 1 else ""
-        raise ValueError(
-            f"tensor_parallel_size {size}{more} does not suit {config.model}: {error}"
-        ) from error
+        raise ValueError(f"tensor_parallel_size {size}{more} does not suit {model}: {error}") from error
 
 
 __all__ = ["Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]

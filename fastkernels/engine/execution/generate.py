@@ -20,6 +20,7 @@ from fastkernels.engine.cache import kv_cache, state_cache
 from fastkernels.engine.cache.state_cache import StateCache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
 from fastkernels.engine.execution.cross_states import CrossStates
+from fastkernels.engine.execution.drafting import Drafter, DraftSource
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.media_features import MediaFeatures
@@ -32,6 +33,7 @@ from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device
+from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.models.common import build
 from fastkernels.overrides.sampling.sampling import sampling
 
@@ -47,21 +49,33 @@ class Generate(Runner):
     states: StateCache | None = None  # of layers that keep a state, if there are any
     features: MediaFeatures | None = None  # of media, for a model that reads them
     cross: CrossStates | None = None  # of sources, for a model with cross attention
+    drafter: Drafter | None = None  # a draft model
+    draft_graphs: Graphs | None = None  # of its first pass, if that has other tokens than the step
 
     def _prepare(self, folder: Path) -> None:
-        self.cache_dtype = kv_cache.cache_dtype(self.config.kv_cache_dtype, self.dtype)
-        self.max_model_len = kv_cache.wanted_model_len(self.config, self.hf_config)
+        config = self.config
+        self.cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.max_model_len = kv_cache.wanted_model_len(config, self.hf_config)
+        given = None if config.speculative_config is None else Speculation.read(config.speculative_config)
+        self._draft_source = None
+        if given is not None and given.has_model:
+            self._draft_source = DraftSource.open(given, config, self.hf_config, self.max_model_len)
 
     def _loaded(self) -> None:
         modules = list(self.model.modules())
         paged = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
         self.layers = [m for m in paged if not m.keeps.cross]
         self.cross_layers = [m for m in paged if m.keeps.cross]
-        self.groups = kv_cache.groups_of(self.layers, self.max_model_len)
+        if self._draft_source is not None:
+            self.drafter = Drafter(self._draft_source, self.config, self.model, self.dtype, self.device)
+        drafts = [] if self.drafter is None else self.drafter.layers
+        self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
         if self.device.type == "cpu":
             pack_weights(self.model)
+            if self.drafter is not None:
+                pack_weights(self.drafter.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         if hasattr(self.model, "encode"):
             self.features = MediaFeatures(self.model, self.device)
@@ -138,10 +152,14 @@ class Generate(Runner):
             self.graphs,
             None,
         )  # the old graphs' memory must outlive the capture of the new ones
+        sizes = self.config.max_num_seqs, self.limits.max_model_len, self.config.max_num_batched_tokens
         self.graphs = Graphs(
-            self._captured, self.backend, self.batch, self.device, self.config.max_num_seqs,
-            self.limits.max_model_len, self.config.max_num_batched_tokens,
+            self._captured, self.backend, self.batch, self.device, *sizes, self.drafter
         )  # fmt: skip
+        if self.drafter is not None and not self.drafter.eagle:
+            self.draft_graphs = Graphs(
+                self._draft_captured, self.drafter.backend, self.batch, self.device, *sizes, decode=False
+            )
         del old
 
     @torch.inference_mode()
@@ -161,13 +179,14 @@ class Generate(Runner):
             self.cross.update(step.sources)
         if self.states is not None:
             self.states.copy(step.state_loads)
-        inputs, outputs = self._run(step)
+        inputs, outputs, metadata = self._run(step)
         if self.states is not None:
             self.states.copy(step.state_saves)
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
         if step.drafts is not None:
-            return self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
+            made, tokens = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
+            return self._propose(made, step, inputs, metadata, tokens)
         if logits is None:
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
@@ -182,17 +201,18 @@ class Generate(Runner):
             )  # fmt: skip
             if drawn is None:
                 self.batch.keep(tokens, inputs)
-            return GenerateStep(
+            made = GenerateStep(
                 self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
             )
+            return self._propose(made, step, inputs, metadata, tokens)
 
         return MaskedStep(sample) if step.masked else sample(None)
 
     def _verify(
         self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,
         event: torch.cuda.Event | None,
-    ) -> GenerateStep:  # fmt: skip
-        """Sample after each draft, and before the first one of each row."""
+    ) -> tuple[GenerateStep, torch.Tensor]:  # fmt: skip
+        """Sample after each draft, and before the first one of each row. Returns the tokens on the device, too."""
         assert step.drafts is not None
         of, inside = _each_draft(step.drafts)
         at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
@@ -203,14 +223,56 @@ class Generate(Runner):
         logits = self.model.compute_logits(hidden.index_select(0, rows))
         tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return GenerateStep(_to_host(tokens), logprobs, prompt, event)
+        return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
 
-    def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
-        """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples."""
+    def _propose(
+        self, made: GenerateStep, step: StepInput, inputs: Inputs, metadata: AttentionMetadata | None,
+        tokens: torch.Tensor,
+    ) -> GenerateStep:  # fmt: skip
+        """Let the draft model propose the next step's drafts. metadata: None: the step ran as a graph."""
+        drafter, count = self.drafter, 0 if step.next_drafts is None else step.next_drafts.count
+        if drafter is None:
+            return made
+        rows = len(step.slots)
+        drafter.accept(step, inputs.input_ids, tokens)
+        if not drafter.eagle:
+            self._draft_first(drafter.extended(step))
+        elif metadata is not None:
+            drafter.first(inputs, metadata)
+        else:
+            assert self.graphs is not None
+            self.graphs.run_first()
+        if count or step.next_drafts is None:
+            longest = min(int(step.seq_lens.max()) + drafter.count + 1, drafter.longest)
+            drafts = None if self.graphs is None else self.graphs.run_chain(rows)
+            made.add_drafts(drafter.chain(rows, longest) if drafts is None else drafts)
+        return made
+
+    def _draft_first(self, step: StepInput) -> None:
+        """The first pass of a draft model that reads tokens only."""
+        assert self.drafter is not None
+        if self.draft_graphs is not None and self.draft_graphs.run(step) is not None:
+            return
+        inputs = self.batch.load(step, unread=True)
+        tables = self.batch.rows_tables(inputs)
+        metadata = with_groups(self.drafter.backend.plan(inputs, tables[0]), inputs, tables)
+        self.drafter.first(inputs, metadata)
+
+    def _draft_captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
+        """The function that a graph of that pass captures."""
+        assert self.drafter is not None
+        begin(inputs, tables, self.batch, self.sampler)
+        return Outputs(self.drafter.first(inputs, metadata))
+
+    def _run(self, step: StepInput) -> tuple[Inputs, Outputs, AttentionMetadata | None]:
+        """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples.
+
+        Returns the metadata of a step that runs without a graph.
+        """
         media, features = step.media, self.features
         found = self.graphs.run(step) if self.graphs is not None and media is None else None
         if found is not None:
-            return found
+            return *found, None
         inputs = self.batch.load(step)
         tables = self.batch.rows_tables(inputs)
         metadata = with_groups(self.backend.plan(inputs, tables[0]), inputs, tables)
@@ -219,7 +281,8 @@ class Generate(Runner):
             more["media"] = features.prepare(media)
             if len(media.rows):
                 inputs = replace(inputs, positions=features.positions(media, inputs.positions))
-        return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata, **more))
+        hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, **more)
+        return inputs, Outputs(hidden), metadata
 
     def _captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph captures.
@@ -338,9 +401,14 @@ class Generate(Runner):
         groups = max(1, len(self.groups))
         self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size, groups)
         self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+        if self.drafter is not None:
+            self.drafter.bind(self.batch, self.sampler, max_model_len)
 
     def _unbind(self) -> None:
-        kv_cache.unbind([*self.layers, *self.cross_layers])
+        drafts = [] if self.drafter is None else self.drafter.layers
+        kv_cache.unbind([*self.layers, *self.cross_layers, *drafts])
+        if self.drafter is not None:
+            self.drafter.unbind()
         for layer in self.state_layers:
             layer.states = None
         self.states = None
@@ -369,8 +437,24 @@ class GenerateStep:
         self._tokens, self._event = tokens, event
         self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
         self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
+        self._drafts: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         if event is not None:
             event.record()
+
+    def add_drafts(self, drafts: torch.Tensor) -> None:
+        """Start copying the next step's drafts [B, count]. `result` does not wait for them."""
+        copied = _to_host(drafts) if drafts.is_cuda else drafts.clone()
+        event = torch.cuda.Event() if drafts.is_cuda else None
+        if event is not None:
+            event.record()
+        self._drafts = copied, event
+
+    def _next_drafts(self) -> np.ndarray:
+        assert self._drafts is not None
+        drafts, event = self._drafts
+        if event is not None:
+            event.synchronize()
+        return drafts.numpy()
 
     def result(self) -> StepOutput:
         """Wait for this step only, not for later launches."""
@@ -381,7 +465,8 @@ class GenerateStep:
             joined = (np.concatenate([p[i].numpy() for p in parts]) for i in range(3))
             prompt[row] = TokenLogprobs(*joined)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
-        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt)
+        drafts = None if self._drafts is None else self._next_drafts
+        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt, drafts)
 
 
 class MaskedStep:

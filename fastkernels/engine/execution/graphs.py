@@ -11,10 +11,11 @@ logits [256, 128256] for about forty graphs would take 1 GiB.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,12 +60,27 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """replay() runs the graph. `outputs` are valid until another graph runs."""
+    """replay() runs the graph. `outputs` are valid until another graph runs.
+
+    first: the first pass of EAGLE over the step's tokens, as a graph or, where it cannot be captured, without one
+    """
 
     replay: Callable[[], None]
     outputs: Outputs
     inputs: Inputs
     metadata: AttentionMetadata
+    first: Callable[[], Any] | None = None
+
+
+class Drafts(Protocol):
+    """A draft model (drafting.Drafter), of which other graphs are captured next to those of steps."""
+
+    eagle: bool
+    backend: AttentionBackend
+
+    def first(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor: ...
+
+    def chain(self, rows: int, longest: int) -> torch.Tensor: ...
 
 
 class Graphs:
@@ -72,6 +88,10 @@ class Graphs:
 
     forward(inputs, metadata, tables) is captured. It reads static tensors only, and fills the block tables `tables`
     [groups, B, width], of which the metadata has views. `replays` counts the steps that ran as a graph.
+
+    drafts  a draft model. EAGLE's first pass over a step's tokens has a graph for each of the step's graphs, and the
+            chain of passes that follows has one for each number of rows
+    decode  False: every step has a row with more than one query
     """
 
     def __init__(
@@ -83,11 +103,15 @@ class Graphs:
         max_num_seqs: int,
         max_model_len: int,
         max_tokens: int,
+        drafts: Drafts | None = None,
+        decode: bool = True,
     ):
+        self._drafts, self._chains = drafts, dict[int, tuple[Callable[[], None], torch.Tensor]]()
+        self._last: _Graph | None = None  # that has run
         self._forward, self._backend, self._batch = forward, backend, batch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._decode, self._mixed = (
-            decode_sizes(max_num_seqs),
+            decode_sizes(max_num_seqs) if decode else [],
             mixed_sizes(min(max_tokens, backend.most_mixed)),
         )
         most = max([*self._decode, *self._mixed])
@@ -102,6 +126,8 @@ class Graphs:
             backend.capture_buffers(max_num_seqs, batch.width)
             self._mixed = self._capture_all(self._mixed, decode=False)
             self._decode = self._capture_all(self._decode, decode=True)
+            if drafts is not None:
+                self._capture_chains(drafts)
             self._finish()
 
     def __len__(self) -> int:
@@ -122,7 +148,23 @@ class Graphs:
         self._backend.plan_replay(found.metadata, inputs, self._batch.group_table())
         found.replay()
         self.replays["decode" if decode else "mixed"] += 1
+        self._last = found
         return inputs, found.outputs
+
+    def run_first(self) -> None:
+        """Run EAGLE's first pass over the tokens of the step that `run` has run."""
+        assert self._last is not None and self._last.first is not None
+        self._last.first()
+
+    def run_chain(self, rows: int) -> torch.Tensor | None:
+        """The drafts [rows, count], valid until the next call; None if no graph fits."""
+        at = bisect.bisect_left(self._decode, rows)
+        if at == len(self._decode) or not self._chains:
+            return None
+        replay, drafts = self._chains[self._decode[at]]
+        replay()
+        self.replays["drafts"] = self.replays.get("drafts", 0) + 1
+        return drafts[:rows]
 
     def _key(self, tokens: int, decode: bool) -> tuple[int, int, bool]:
         """(tokens, rows, decode) of a graph."""
@@ -147,7 +189,30 @@ class Graphs:
             self._backend.plan_replay(metadata, inputs, self._batch.group_table())
 
         recorded = self._record(plan, lambda: self._forward(inputs, metadata, tables))
-        self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata)
+        first: Callable[[], Any] | None = None
+        drafts = self._drafts
+        if drafts is not None and drafts.eagle:
+            first = lambda: drafts.first(inputs, metadata)  # noqa: E731
+            with contextlib.suppress(CannotCapture):
+                drafts.backend.plan_capture(inputs, tables[0])
+                first, _ = self._record(plan, lambda: Outputs(drafts.first(inputs, metadata)))
+        self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata, first)
+
+    def _capture_chains(self, drafts: Drafts) -> None:
+        for rows in reversed(self._decode):
+            try:
+                drafts.backend.plan_capture(self._example(rows, rows, decode=True), self._tables[0, :rows])
+            except CannotCapture as reason:
+                log.info("no CUDA graphs for drafts: %s", reason)
+                return
+            made: list[torch.Tensor] = []
+
+            def run(rows: int = rows, made: list[torch.Tensor] = made) -> Outputs:
+                made[:] = [drafts.chain(rows, self._max_model_len)]
+                return Outputs(made[0])
+
+            replay, _ = self._record(lambda: None, run)
+            self._chains[rows] = replay, made[0]
 
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -31,6 +31,7 @@ class Runner(ABC):
     limits: Limits
     max_model_len: int
     graphs: Any = None  # CUDA graphs, where the runner captures any
+    draft_graphs: Any = None  # more of these, of a draft model
 
     def __init__(
         self, config: EngineConfig, folder: Path, hf_config: Any, rank: int = 0, bind_cache: bool = True,

@@ -6,7 +6,7 @@ Only changes are sent, so that the cost of a step depends on its batch and not o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,6 +85,22 @@ class StepSources:
 
 
 @dataclass(frozen=True)
+class NextDrafts:
+    """The rows of a step, for a draft model.
+
+    count     drafts to make for each row; 0: the draft model only stores the keys of the step's tokens
+    next_ids  [B] int64: the token behind the row's last one, if it is known, or SAMPLED
+    room      [B] int32: number of tokens that the row's blocks hold
+    forced    [B] int32: drafts to accept, whatever is sampled; None: those that are sampled, too
+    """
+
+    count: int
+    next_ids: np.ndarray
+    room: np.ndarray
+    forced: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class StepInput:
     """B rows with T tokens in total. Rows with one query come first; the tokens of a row are contiguous.
 
@@ -103,6 +119,7 @@ class StepInput:
     sources        None: no request with a source enters a slot
     drafts         [B] int32: the last tokens of each row that are drafts; a row samples after each of them, and before
                    the first. None: no row has any
+    next_drafts    None: no draft model runs
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -121,6 +138,7 @@ class StepInput:
     media: StepMedia | None = None
     sources: StepSources | None = None
     drafts: np.ndarray | None = None
+    next_drafts: NextDrafts | None = None
 
 
 @dataclass(frozen=True)
@@ -151,11 +169,14 @@ class TokenLogprobs:
 class StepOutput:
     """token_ids [B] int64, invalid where the prompt is not complete; logprobs if a row requested them; prompt_logprobs
     by row. A row with drafts has one token more for each, row after row.
+
+    next_drafts: waits for the drafts [B, count] int64 of the next step; None: there are none
     """
 
     token_ids: np.ndarray
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    next_drafts: Callable[[], np.ndarray] | None = None
 
 
 class Pending(Protocol):

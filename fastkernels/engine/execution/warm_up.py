@@ -6,8 +6,10 @@ tokens, rows, context lengths and sampling parameters.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from fastkernels.engine.execution.memory_profile import every_way, made_up_step
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import StepInput, even
 from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.scheduling.speculation import Speculation
 
 log = logging.getLogger("fastkernels")
 # Both sides of each change of kernel: multiples of 16 (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
@@ -47,13 +50,26 @@ def warm_up_steps(
         yield made_up_step(lens, np.minimum(lens + context, max_model_len), ways[i % 3])
 
 
+def draft_steps(max_num_seqs: int, max_tokens: int, max_model_len: int, count: int) -> Iterator[StepInput]:
+    """Steps whose rows have one token and so many drafts."""
+    for rows in sorted({n for n in DECODES if n < max_num_seqs} | {max_num_seqs}):
+        lens = np.full(rows, count + 1, dtype=np.int32)
+        if rows * (count + 1) <= max_tokens and count < max_model_len:
+            params = SamplingParams(temperature=1.0, seed=0)
+            made = made_up_step(lens, np.minimum(lens + LONG, max_model_len), params)
+            yield replace(made, drafts=lens - 1)
+
+
 def warm_up(runner: Runner) -> None:
     """Run the steps. They write to block 0 and to unused slots, so no request may be running."""
     config, replays = runner.config, dict(runner.graphs.replays) if runner.graphs is not None else None
     logprobs = config.max_logprobs if 0 <= config.max_logprobs <= LOGPROBS else LOGPROBS
-    for step in warm_up_steps(
-        config.max_num_seqs, config.max_num_batched_tokens, runner.limits.max_model_len, logprobs
-    ):
+    sizes = config.max_num_seqs, config.max_num_batched_tokens, runner.limits.max_model_len
+    steps = warm_up_steps(*sizes, logprobs)
+    if config.speculative_config is not None:
+        count = Speculation.read(config.speculative_config).num_speculative_tokens
+        steps = itertools.chain(steps, draft_steps(*sizes, count))
+    for step in steps:
         try:
             runner.launch(step).result()
         except torch.OutOfMemoryError as error:

@@ -87,6 +87,7 @@ def pack(step: Any) -> bytes:
         step.media,
         step.sources,
         step.drafts,
+        step.next_drafts,
     )
     return pickle.dumps((arrays, *more), protocol=5)
 
@@ -95,14 +96,14 @@ def unpack(data: tuple[Any, ...]) -> Any:
     """The step or masks that `pack` serialized, from their unpickled form."""
     if len(data) == 1:
         return data[0]
-    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts = data
+    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts = data
     slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
         masked, loads.reshape(-1, 2), saves.reshape(-1, 2), media, sources,
-        drafts,
+        drafts, nexts,
     )  # fmt: skip
 
 

@@ -183,6 +183,10 @@ class Metrics:
                 ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts", drafts.accepted),
             ]
             yield self._by_place(drafts.by_place)
+            settings = getattr(scheduler, "speculation", None)
+            if settings is not None and settings.synthetic:
+                what = "1: drafts are accepted by force, for measurements"
+                yield self._one(GaugeMetricFamily, "fastkernels:spec_decode_synthetic", what, 1)
         counters += [
             ("vllm:prompt_tokens", "Prompt tokens processed", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),

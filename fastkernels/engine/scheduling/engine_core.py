@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self._in_flight: deque[tuple[Batch, Pending]] = deque()
+        self._proposing: tuple[Batch, Callable[[], np.ndarray]] | None = None  # a step with a draft model
 
     @property
     def busy(self) -> bool:
@@ -50,9 +51,11 @@ class EngineCore:
 
     def step(self) -> StepResult | None:
         """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
+        self._take_proposed()
         batch = self.scheduler.schedule()
         if batch is not None:
-            pending = self.executor.launch(make_step(batch, self.scheduler.max_num_seqs + 1))
+            rows, block_size = self.scheduler.max_num_seqs + 1, self.scheduler.blocks.block_size
+            pending = self.executor.launch(make_step(batch, rows, block_size))
             self._in_flight.append((batch, pending))
             if batch.masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
@@ -70,12 +73,25 @@ class EngineCore:
     def reset(self) -> None:
         """Remove all requests and forget the prefix cache, after a failed step."""
         self._in_flight.clear()
+        self._proposing = None
         self.scheduler.remove_all()
         self.scheduler.reset_cache()
 
     def _collect_oldest(self) -> StepResult:
         batch, pending = self._in_flight.popleft()
-        return self._collect(batch, pending.result())
+        output = pending.result()
+        if output.next_drafts is not None:
+            self._proposing = batch, output.next_drafts
+        return self._collect(batch, output)
+
+    def _take_proposed(self) -> None:
+        """Give the requests of the last step the drafts that a model has made meanwhile."""
+        if self._proposing is None:
+            return
+        (batch, wait), self._proposing = self._proposing, None
+        for request, offset, drafts in zip(batch.requests, batch.offsets, wait().tolist(), strict=True):
+            if offset >= 0 and request.status is Status.RUNNING:
+                request.proposed = drafts
 
     def _collect(self, batch: Batch, output: StepOutput) -> StepResult:
         if batch.drafts:
@@ -100,24 +116,28 @@ class EngineCore:
 
     def _collect_drafts(self, batch: Batch, output: StepOutput) -> StepResult:
         """The same for a step with drafts: tokens up to the first that differs from the draft in its place."""
-        news, ended, counts, at = [], [], dict[int, int](), 0
+        news, ended, counts, first = [], [], dict[int, int](), 0
         tokens = output.token_ids.tolist()
-        for request, offset, drafts in zip(batch.requests, batch.offsets, batch.drafts, strict=True):
-            sampled = tokens[at : at + len(drafts) + 1]
-            at += len(sampled)
-            if offset < 0 or request.status is Status.FINISHED:
+        for row, request in enumerate(batch.requests):
+            drafts, at = batch.drafts[row], first
+            first += len(drafts) + 1
+            if batch.offsets[row] < 0 or request.status is Status.FINISHED:
                 continue
             request.num_inflight -= 1
+            sampled, expected = tokens[at:first], drafts
+            if batch.forced:
+                expected = drafts[: batch.forced[row]]
+                sampled = [*expected, sampled[len(expected)]]
             count = 0
-            for token, draft in zip(sampled, [*drafts, None], strict=True):
+            for token, draft in zip(sampled, [*expected, None], strict=True):
                 append_token(request, token)
                 count += 1
                 if request.finish_reason is not None or token != draft:
                     break
             if drafts:
                 self.scheduler.accept(request, len(drafts), count - 1)
-            news.append((at - len(sampled), request))
-            counts[at - len(sampled)] = count
+            news.append((at, request))
+            counts[at] = count
             if request.finish_reason is not None:
                 ended.append(request)
         if ended:

@@ -74,7 +74,8 @@ class Request:
     media                of its prompt, in order
     positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
     source               what its encoder reads; cross_blocks: the blocks of that
-    lookup               of drafts; drafts: of the step being scheduled
+    lookup               of drafts; proposed: drafts that a model made after the last step
+    drafts               of the step being scheduled
     num_released         media of which all tokens are computed; num_held: media that it holds, after those
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
     """
@@ -114,6 +115,7 @@ class Request:
     unnamed: list[tuple[int, int]] = field(default_factory=list)
     decode_snapshot: bytes | None = None
     lookup: Lookup | None = None
+    proposed: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     num_released: int = 0
     num_held: int = 0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import sys
 import time
 from bisect import insort
@@ -32,8 +33,9 @@ from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_bloc
 from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
-from fastkernels.engine.scheduling.ngrams import DraftCounts, Lookup, Speculation
+from fastkernels.engine.scheduling.ngrams import Lookup
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
+from fastkernels.engine.scheduling.speculation import DraftCounts, Speculation
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
 LEAST_TOKENS = 2048  # of a dense model's shortened step: fewer tokens take a GPU nearly as long
@@ -57,6 +59,8 @@ class Batch:
     encodes, dropped  media to encode, and digests of those that are not needed any more
     sources  (admitted request with a source, whether the step computes its blocks)
     drafts   of each request, which follow its known tokens; empty if no request has any
+    forced   how many of these are accepted, whatever is sampled; empty: those that are sampled, too
+    num_next drafts of each request that a model makes after the step; None: there is no such model
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -72,6 +76,8 @@ class Batch:
     dropped: list[bytes] = field(default_factory=list)
     sources: list[tuple[Request, bool]] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+    num_next: int | None = None
 
     @property
     def masked(self) -> bool:
@@ -120,6 +126,7 @@ class Scheduler:
     ):
         self.cross = cross
         self.speculation, self.draft_counts = speculation, DraftCounts()
+        self._chance = random.Random(0)  # of synthetic acceptance
         self._num_drafts = 0  # of the step being scheduled
         self.least_tokens = least_tokens
         self.groups, self.states, self.media = groups, states, media
@@ -220,6 +227,8 @@ class Scheduler:
             return None
         if self._num_drafts and any(request.constraint is not None for request in planned):
             self._drop_drafts(planned)
+        if self.speculation is not None and self.speculation.has_model:
+            self._look_ahead(self.speculation, planned)
         ones = [r for r, count in planned.items() if count == 1]
         more = [r for r, count in planned.items() if count > 1]
         requests = ones + more
@@ -231,8 +240,8 @@ class Scheduler:
         )  # fmt: skip
         if self._readers:
             self._give_media(batch)
-        if self._num_drafts:
-            batch.drafts = [r.drafts for r in requests]
+        if self.speculation is not None:
+            self._give_drafts(self.speculation, batch)
         if self._sources:
             batch.sources, self._sources = self._sources, []
         return batch
@@ -325,16 +334,47 @@ class Scheduler:
         )  # fmt: skip
         if most < 1:
             return 0
-        request.lookup = request.lookup or Lookup(settings)
-        drafts = request.lookup.propose(request.prompt_token_ids, request.output_token_ids, most)
-        end = known + len(drafts)
-        for group, table in zip(self.groups, request.block_tables, strict=True):
-            if group.blocks_for(end) - len(table.blocks) > max(group.num_free - len(self.running), 0):
-                return 0
-        self._grow(request, end)
+        if settings.has_model:
+            drafts = request.proposed[:most]
+        else:
+            request.lookup = request.lookup or Lookup(settings)
+            drafts = request.lookup.propose(request.prompt_token_ids, request.output_token_ids, most)
+        if not self._reserve(request, known + len(drafts)):
+            return 0
         request.drafts = drafts
         self._num_drafts += len(drafts)
         return len(drafts)
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        """Hold blocks for the first num_tokens tokens, if no other running request needs these; else return False."""
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            if group.blocks_for(num_tokens) - len(table.blocks) > max(group.num_free - len(self.running), 0):
+                return False
+        self._grow(request, num_tokens)
+        return True
+
+    def _look_ahead(self, settings: Speculation, planned: dict[Request, int]) -> None:
+        """Hold blocks for the keys of the drafts that a model makes after the step, as far as there are any."""
+        for request, count in planned.items():
+            end = request.num_computed_tokens + count
+            if end >= request.num_tokens:  # it samples
+                most = len(request.prompt_token_ids) + request.max_tokens
+                self._reserve(request, min(end + settings.lookahead, most))
+
+    def _give_drafts(self, settings: Speculation, batch: Batch) -> None:
+        """Give the batch its drafts, how many of them are accepted by force, and how many a model makes after it."""
+        if self._num_drafts:
+            batch.drafts = [r.drafts for r in batch.requests]
+            if settings.synthetic:
+                batch.forced = [self._forced(settings, len(drafts)) for drafts in batch.drafts]
+        if settings.has_model:
+            batch.num_next = settings.num_speculative_tokens if self._drafts_now(settings) else 0
+            for request in batch.requests:
+                request.proposed = []
+
+    def _forced(self, settings: Speculation, drafts: int) -> int:
+        drawn = self._chance.random()
+        return sum(drawn < rate for rate in settings.rates[:drafts])
 
     def accept(self, request: Request, drafts: int, accepted: int) -> None:
         """Take back the tokens behind the accepted drafts of a step; the next one computes others in their place."""
@@ -394,7 +434,7 @@ class Scheduler:
         self._planned.pop(request, None)
         request.num_computed_tokens = request.num_named_blocks = request.snapshot = 0
         request.num_preemptions += 1
-        request.drafts = []
+        request.drafts, request.proposed = [], []
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)
@@ -418,6 +458,9 @@ class Scheduler:
             names = self._known_names(request)
             seen = 0 if self.states is None else self.states.num_seen(names)
             names = names[: known_prefix(self._caches, names)]
+            if self.speculation is not None and self.speculation.method == "eagle3" and names:
+                # The draft's keys of a block's last token follow from the token after it, too.
+                names = names[: known_prefix(self._caches, names[:-1])]
             found = [group.find(names) for group in self.groups]
             cached = len(names) * self.blocks.block_size
             branch = seen * self.blocks.block_size if seen > len(names) else 0

@@ -9,6 +9,7 @@ from fastkernels.engine.execution.step import (
     SAMPLED,
     Encoding,
     NewRow,
+    NextDrafts,
     PromptTargets,
     StepInput,
     StepMedia,
@@ -18,8 +19,11 @@ from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
 
-def make_step(batch: Batch, num_slots: int) -> StepInput:
-    """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables."""
+def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
+    """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables.
+
+    block_size: of these, for a draft model
+    """
     ids: list[int] = []
     updates: list[tuple[int, int, int]] = []
     for row, request in enumerate(batch.requests):
@@ -48,8 +52,21 @@ def make_step(batch: Batch, num_slots: int) -> StepInput:
         media=_media(batch) if batch.media else None,
         sources=_sources(batch) if batch.sources else None,
         drafts=np.array([len(d) for d in batch.drafts], np.int32) if batch.drafts else None,
+        next_drafts=None if batch.num_next is None else _next_drafts(batch, batch.num_next, block_size),
         state_saves=np.array(batch.state_saves, np.int32).reshape(-1, 2) if batch.state_saves else NO_COPIES,
     )
+
+
+def _next_drafts(batch: Batch, count: int, block_size: int) -> NextDrafts:
+    """The input of a draft model. Behind the last token of a chunk, the next one of the prompt is known."""
+    ids, room = [], []
+    for request, start, tokens in zip(batch.requests, batch.starts, batch.counts, strict=True):
+        end = start + tokens
+        behind = request.token_ids(end, end + 1) if end < request.num_known_tokens else []
+        ids.append(behind[0] if behind else SAMPLED)
+        room.append(min(len(table.blocks) for table in request.block_tables) * block_size)
+    forced = np.array(batch.forced, np.int32) if batch.forced else None
+    return NextDrafts(count, np.array(ids, np.int64), np.array(room, np.int32), forced)
 
 
 def _send(table: BlockTable, row: int, updates: list[tuple[int, int, int]]) -> None:

@@ -556,8 +556,38 @@ class DecoderLayer(nn.Module):
         )
 
 
+class Taps:
+    """Keeps the hidden states after some layers, for a draft model.
+
+    layers  each keeps what goes into the layer of this number; the number of layers: what the last one returns
+    states  [tokens, len(layers) * H]: those of a step, in its first rows
+    """
+
+    def __init__(
+        self, layers: Sequence[int], tokens: int, hidden: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.layers, self._hidden = tuple(layers), hidden
+        self.states = torch.zeros(tokens, len(layers) * hidden, dtype=dtype, device=device)
+
+    def keep(
+        self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None, unsummed: bool = False
+    ) -> None:
+        """Keep what goes into this layer: hidden [T, H], which is not yet added to residual [T, H].
+
+        unsummed: hidden is this rank's part of a sum
+        """
+        if layer not in self.layers:
+            return
+        hidden = parallel.all_reduce(hidden) if unsummed else hidden
+        at = self.layers.index(layer) * self._hidden
+        out = self.states[: len(hidden), at : at + self._hidden]
+        out.copy_(hidden) if residual is None else torch.add(hidden, residual, out=out)
+
+
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm."""
+
+    taps: Taps | None = None
 
     def __init__(self, d: description.Decoder, whole: whole_layers.Build | None = None) -> None:
         """whole: builds layers that are one op each."""
@@ -601,13 +631,20 @@ class DecoderModel(nn.Module):
         if self.positions is not None:
             hidden = hidden + self.embed_positions(positions + self.positions.offset)
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
-        if self.sandwich is not None and fuses(sandwich_norm, self.sandwich.apart, hidden):
-            return self.sandwich.run(self.layers, self.norm, positions, hidden, inputs)
+        sandwich = self.sandwich if self.taps is None else None
+        if sandwich is not None and fuses(sandwich_norm, sandwich.apart, hidden):
+            return sandwich.run(self.layers, self.norm, positions, hidden, inputs)
+        unsummed = False  # whether hidden is this rank's part of a sum
         for i, layer in enumerate(self.layers):
+            if self.taps is not None:
+                self.taps.keep(i, hidden, residual, unsummed)
             own = () if inputs is None else (inputs[:, i],)
             hidden, residual = layer(positions, hidden, residual, *own)
-            if media is not None and not (parallel.get_tp_rank() and getattr(layer, "unsummed", False)):
+            unsummed = getattr(layer, "unsummed", False)
+            if media is not None and not (unsummed and parallel.get_tp_rank()):
                 hidden = media.after(i, hidden)
+        if self.taps is not None:
+            self.taps.keep(len(self.layers), hidden, residual, unsummed)
         return add_and_norm(self.norm, hidden, residual)[0]
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from fk_bench.core.rows import Status
 from fk_bench.serving.config import CompareConfig
+from fk_bench.serving.lanes import Lane
 from fk_bench.serving.load import counters
 from fk_bench.serving.load.datasets import load
 from fk_bench.serving.measure import PROFILE, WARM_UP, Loads, cached_warning
 from fk_bench.serving.metrics import Chunk, Trace
+from fk_bench.serving.run_record import Record
+from fk_bench.serving.summary import synthetic_warnings
 from support.serving.attached import attached, stub
 
+FORCED = (
+    '{"method": "eagle3", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0,'
+    ' "num_speculative_tokens": 2}'
+)
 SIZE = {"concurrency": (2,), "num_prompts": (4,), "input_len": 64, "output_len": 2}
 
 
@@ -84,11 +93,62 @@ vllm:prefix_cache_hits_total{engine="1"} 16.0
 # TYPE sglang:spec_accept_length gauge
 sglang:spec_accept_length{tp_rank="0"} 2.5
 """
+DRAFTS = """\
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total 40.0
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total 50.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 20.0
+# TYPE fastkernels:spec_decode_synthetic gauge
+fastkernels:spec_decode_synthetic 1.0
+"""
 
 
 def test_counters_of_hosts() -> None:
     assert counters.parse(METRICS) == {"cached": 48.0, "accept_length": 2.5}
     assert counters.parse('{"data": []}') == counters.parse("") == counters.parse("<html>\n{") == {}
+
+
+def test_drafts_are_counted_by_place() -> None:
+    after = counters.parse(DRAFTS)
+    assert after["synthetic"] == 1.0
+    metrics, _ = counters.metrics_of([], {"drafts": 20.0, "accepted": 20.0, "accepted_0": 20.0}, after)
+    assert metrics == {
+        "spec_acceptance_length": 2.5, "spec_acceptance_rate_0": 0.5, "spec_acceptance_rate_1": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "said"),
+    [
+        (["--speculative-config", FORCED], {}, "length 2.0"),
+        (["--dtype", "auto", f"--speculative-config={FORCED}"], {}, "length 2.0"),
+        (
+            ["--speculative-config", FORCED.replace("length", "rates").replace("2.0", "[1, 0.5]")],
+            {},
+            "rates [1, 0.5]",
+        ),
+        ([], {"SGLANG_SIMULATE_ACC_LEN": "3"}, "length 3"),
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], {}, ""),
+        (["--speculative-config", "{"], {}, ""),
+        (["--speculative-config"], {}, ""),
+    ],
+)
+def test_lanes_with_forced_drafts_are_labelled(
+    args: list[str], env: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    """In each of their rows, and once as a warning."""
+    lane = Lane("fastkernels", "fastkernels", False, sys.executable, env, tuple(args), "http://localhost")
+    assert lane.synthetic_acceptance == said
+    record = Record(tmp_path, "serve-compare", "m")
+    found = [record.row(lane, Status.OK, "", {"kind": kind}) for kind in ("lane", "round")]
+    assert [row.case.get("synthetic_acceptance", "") for row in found] == [said] * 2
+    warnings = synthetic_warnings(found)
+    assert len(warnings) == bool(said) and all(
+        f"synthetic acceptance of drafts, {said}" in w for w in warnings
+    )
 
 
 def done(prompt: int, cached: int | None) -> Trace:

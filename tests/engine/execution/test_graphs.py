@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import pytest
 import torch
 from support.kernels import warm
 from support.kernels.step_kernel_cases import problems
+from support.rerun import Rerun
 from support.step_driver import OTHER, PROMPT, Driver, make_runner
 from support.tiny import make_tiny, make_tiny_llama
 
 from fastkernels.engine.execution.attention import mla
 from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.step import (
     SAMPLED,
     PromptTargets,
@@ -48,28 +48,6 @@ REQUESTED: list[tuple[SamplingParams, list[int]]] = [
     (SamplingParams(temperature=0.5, seed=14, min_tokens=12, max_tokens=20), list(range(0, 512, 2))),
     (SamplingParams(temperature=1.0, seed=15, logprobs=3), []),
 ]
-
-
-class Rerun(Graphs):
-    """Graphs that record and replay without CUDA."""
-
-    def _prepare(self) -> None:
-        pass
-
-    def _finish(self) -> None:
-        pass
-
-    def _record(
-        self, plan: Callable[[], None], run: Callable[[], Outputs]
-    ) -> tuple[Callable[[], None], Outputs]:
-        outputs = run()
-
-        def replay() -> None:
-            for old, new in zip(outputs, run(), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        return replay, outputs
 
 
 def runner_of(folder: Path, device: str, graphs: bool, max_tokens: int = 32, **more: Any) -> Generate:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import openai
+import pytest
 from fk_bench.serving.serve import EngineOptions, engine_fields
+from support.eagle import make_scripted_eagle3
 from support.live import live_server, metric
 from support.tiny import make_scripted
 
@@ -40,3 +42,26 @@ def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
         for name in ("draft_tokens", "accepted_tokens"):
             assert metric(url, f"vllm:spec_decode_num_{name}_total") == 18
         assert metric(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="2") == 6
+
+
+def test_served_eagle_counts_forced_drafts_by_position(tmp_path):
+    """Two of three drafts are accepted by force in each step but the last."""
+    folder = make_scripted(tmp_path / "target", "abcdefghijklm")
+    source = make_scripted_eagle3(tmp_path / "eagle", folder)
+    settings = {
+        "method": "eagle3", "model": str(source), "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0,
+    }  # fmt: skip
+    with (
+        live_server(folder, ServerConfig("tiny"), speculative_config=settings) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        given = {"model": "tiny", "prompt": "b a", "max_tokens": 13, "temperature": 0}
+        whole = client.completions.create(**given)
+        assert whole.choices[0].text == "bcdefghijklm" and whole.usage.completion_tokens == 13
+        assert metric(url, "fastkernels:spec_decode_synthetic") == 1
+        for position, count in (("0", 4), ("1", 4)):
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            assert metric(url, name, position=position) == count
+        with pytest.raises(openai.BadRequestError, match="logprobs are not possible with synthetic"):
+            client.completions.create(**given, logprobs=1)

@@ -22,6 +22,8 @@ _COUNTERS = {
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total",),
 }
+_BY_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_SYNTHETIC = "fastkernels:spec_decode_synthetic"
 
 
 async def read(client: Client) -> dict[str, float]:
@@ -41,6 +43,11 @@ def parse(text: str) -> dict[str, float]:
                 for name, known in _COUNTERS.items():
                     if sample.name in known:
                         found[name] = found.get(name, 0.0) + sample.value
+                if sample.name == _BY_PLACE:
+                    name = f"accepted_{sample.labels.get('position', '')}"
+                    found[name] = found.get(name, 0.0) + sample.value
+                if sample.name == _SYNTHETIC and sample.value:
+                    found["synthetic"] = 1.0
                 if sample.name == "sglang:spec_accept_length" and sample.value:
                     found["accept_length"] = sample.value
     return found
@@ -64,6 +71,7 @@ def metrics_of(
     prefix_cache_hit_rate   their share of all prompt tokens
     spec_acceptance_rate    accepted draft tokens / draft tokens
     spec_acceptance_length  tokens of a step, with the one that needs no draft
+    spec_acceptance_rate_N  share of the steps with drafts that accepted the one in place N, from 0
     """
     done = [t for t in traces if t.ok]
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
@@ -79,6 +87,9 @@ def metrics_of(
         metrics["spec_acceptance_rate"] = grown.get("accepted", 0.0) / grown["draft_tokens"]
     if grown.get("drafts"):
         metrics["spec_acceptance_length"] = 1.0 + grown.get("accepted", 0.0) / grown["drafts"]
+        for name, value in grown.items():
+            if (place := name.removeprefix("accepted_")) != name:
+                metrics[f"spec_acceptance_rate_{place}"] = value / grown["drafts"]
     elif "accept_length" in after:
         metrics["spec_acceptance_length"] = after["accept_length"]
     return metrics, source

@@ -214,6 +214,7 @@ def _warnings(found: Sequence[Row]) -> list[str]:
     for row in requests.measured_rounds(found):
         if warning := row.case.get("warning"):
             said.setdefault((row.subject.lane, summary.level_of(row).label), str(warning))
+    servers += summary.synthetic_warnings(found)
     return servers + [f"{lane} at {label}: {warning}" for (lane, label), warning in said.items()]
 
 

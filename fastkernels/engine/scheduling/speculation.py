@@ -1,0 +1,163 @@
+"""Settings of speculative decoding, and counters of drafts.
+
+A step computes the drafts of a sequence together with its last token, and samples after each of them. Noise is a
+function of the seed and the number of the token, so that the sampled tokens are those of steps without drafts. A draft
+that differs from the token sampled in its place ends the step's tokens of its sequence.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MOST_DRAFTS = 32
+# method: fields of its own
+METHODS: dict[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "eagle3": ("model",),
+    "draft_model": ("model",),
+}
+SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """EngineConfig.speculative_config, with vLLM's names.
+
+    method                  'ngram', 'eagle3' or 'draft_model'
+    model                   folder or hub id of the draft model
+    num_speculative_tokens  drafts of a sequence in a step, at most
+    prompt_lookup_max, prompt_lookup_min  the numbers of last tokens that are looked up, the largest first
+    disable_by_batch_size   more running sequences than this have no drafts; None: no limit
+    rejection_sample_method 'standard', or 'synthetic' for measurements: drafts are accepted whatever is sampled
+    synthetic_acceptance_length  mean number of tokens of a sequence in a step, its own one included
+    synthetic_acceptance_rates   the share of steps that accept the first draft, the first two, ...
+
+    Raises ValueError, naming the field and the value.
+    """
+
+    num_speculative_tokens: int
+    method: str = "ngram"
+    model: str | None = None
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    disable_by_batch_size: int | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: Sequence[float] | None = None
+
+    @staticmethod
+    def read(given: Mapping[str, Any]) -> Speculation:
+        """The settings of a speculative_config. Raises ValueError."""
+        method = given.get("method")
+        if not isinstance(method, str) or method not in METHODS:
+            known = ", ".join(map(repr, METHODS))
+            raise ValueError(f"speculative_config: method must be one of {known}, got {reprlib.repr(method)}")
+        others = {name for names in METHODS.values() for name in names} - set(METHODS[method])
+        known_names = sorted({f.name for f in fields(Speculation)} - others)
+        for name in given:
+            if name not in known_names:
+                raise ValueError(
+                    f"speculative_config: {name!r} is not supported by {method!r}, only {', '.join(known_names)}"
+                )
+        if "num_speculative_tokens" not in given:
+            raise ValueError(f"speculative_config {dict(given)!r} needs num_speculative_tokens")
+        return Speculation(**given)
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("num_speculative_tokens", MOST_DRAFTS), ("prompt_lookup_max", 16),
+            ("prompt_lookup_min", self.prompt_lookup_max), ("disable_by_batch_size", None),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if name == "disable_by_batch_size" and value is None:
+                continue
+            if type(value) is not int or value < 1 or (most is not None and value > most):
+                span = "at least 1" if most is None else f"in [1, {most}]"
+                raise ValueError(
+                    f"speculative_config: {name} must be an integer {span}, got {reprlib.repr(value)}"
+                )
+        if self.has_model and not (isinstance(self.model, str) and self.model):
+            raise ValueError(
+                f"speculative_config: {self.method!r} needs `model`, the folder or hub id of a draft model,"
+                f" got {reprlib.repr(self.model)}"
+            )
+        self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        method, most = self.rejection_sample_method, self.num_speculative_tokens
+        if method not in ("standard", "synthetic"):
+            raise ValueError(
+                "speculative_config: rejection_sample_method must be 'standard' or 'synthetic', got"
+                f" {reprlib.repr(method)}"
+            )
+        length, rates = self.synthetic_acceptance_length, self.synthetic_acceptance_rates
+        given = [name for name in SYNTHETIC if getattr(self, name) is not None]
+        if len(given) != (method == "synthetic"):
+            want = "one of" if method == "synthetic" else "neither of"
+            raise ValueError(
+                f"speculative_config: rejection_sample_method {method!r} needs {want} {' and '.join(SYNTHETIC)}, got"
+                f" {', '.join(given) or 'none'}"
+            )
+        if length is not None and (not _is_number(length) or not 1 <= length <= most + 1):
+            raise ValueError(
+                f"speculative_config: {SYNTHETIC[0]} must be a number in [1, {most + 1}], one more than"
+                f" num_speculative_tokens, got {reprlib.repr(length)}"
+            )
+        if rates is None:
+            return
+        right = isinstance(rates, (list, tuple)) and all(_is_number(r) and 0 <= r <= 1 for r in rates)
+        if not right or len(rates) != most or list(rates) != sorted(rates, reverse=True):
+            raise ValueError(
+                f"speculative_config: {SYNTHETIC[1]} must be {most} numbers in [0, 1], none larger than the one before,"
+                f" got {reprlib.repr(rates)}"
+            )
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model makes the drafts."""
+        return "model" in METHODS[self.method]
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether drafts are accepted whatever the target samples."""
+        return self.rejection_sample_method == "synthetic"
+
+    @property
+    def rates(self) -> list[float]:
+        """synthetic_acceptance_rates, with the least variance where the length is given, as in vLLM."""
+        if self.synthetic_acceptance_rates is not None:
+            return list(self.synthetic_acceptance_rates)
+        assert self.synthetic_acceptance_length is not None
+        wanted = self.synthetic_acceptance_length - 1
+        return [min(max(wanted - i, 0.0), 1.0) for i in range(self.num_speculative_tokens)]
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a step's for which the draft model computes keys."""
+        if not self.has_model:
+            return 0
+        return self.num_speculative_tokens - (self.method == "eagle3")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass
+class DraftCounts:
+    """Of all steps: drafted sequences, drafts, accepted ones, and accepted ones by their place."""
+
+    sequences: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    by_place: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+
+    def add(self, drafts: int, accepted: int) -> None:
+        self.sequences += 1
+        self.drafts += drafts
+        self.accepted += accepted
+        for place in range(accepted):
+            self.by_place[place] += 1

@@ -1,0 +1,400 @@
+"""EAGLE-3 and draft models: drafts are those of the equations, and tokens are those without drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.drafts import SMALL, counts, params, prompts, results
+from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
+from support.kernels import warm
+from support.kernels.draft_kernel_cases import problems
+from support.rerun import Rerun
+from support.tiny import make_scripted, make_tiny, make_tiny_vlm
+
+from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels.engine.execution.attention.base import metadata_of
+from fastkernels.engine.execution.generate import Generate
+from fastkernels.engine.execution.step import StepInput
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.llm.llama_eagle3 import Eagle3
+
+SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "draft_kernel_cases.py"
+
+
+def eagle3(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3, **more}
+
+
+def draft_model(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **more}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("drafts") / "llama", "llama", "float32")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> LLM:
+    return LLM(str(folder), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def eagle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_eagle3(tmp_path_factory.mktemp("drafts") / "eagle")
+
+
+@pytest.fixture(scope="module")
+def similar(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that often agrees with the target."""
+    made = make_tiny(tmp_path_factory.mktemp("drafts") / "similar", "llama", "float32")
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for weight in weights.values():
+        weight += (
+            0.1 * weight.std() * torch.empty_like(weight).normal_(generator=generator)
+            if weight.dim() > 1
+            else 0
+        )
+    save_file(weights, made / "model.safetensors", {"format": "pt"})
+    return made
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[StepInput, np.ndarray | None]]]:
+    """(step, drafts made after it) of all steps."""
+    found: list[tuple[StepInput, np.ndarray | None]] = []
+    launch = Generate.launch
+
+    def noted(self: Generate, step: StepInput) -> Any:
+        pending = launch(self, step)
+        if step.masked:
+            return pending
+        drafts = pending.result().next_drafts
+        found.append((step, None if drafts is None else drafts().copy()))
+        return pending
+
+    monkeypatch.setattr(Generate, "launch", noted)
+    yield found
+
+
+def target_states(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """The hidden states [n, 3 H] before the first layer, after it, and after the second, by transformers."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda _, args, out: found.append(out[0] if isinstance(out, tuple) else out)
+        )
+    with torch.inference_mode():
+        first = model.model.embed_tokens(torch.tensor([tokens]))
+        model(torch.tensor([tokens]))
+    return torch.cat([t.reshape(len(tokens), -1) for t in (first, *found)], -1)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"norm_before_residual": True, "embeddings": True, "draft_vocab_size": None}]
+)
+def test_drafts_are_those_of_the_equations(
+    folder: Path, tmp_path: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """In chunks of a prompt, after a hit of the prefix cache, after rejected drafts, and next to other sequences."""
+    logits: list[torch.Tensor] = []
+    compute = Eagle3.compute_logits
+    monkeypatch.setattr(
+        Eagle3, "compute_logits", lambda self, x: logits.append(compute(self, x)) or logits[-1]
+    )
+    source = make_tiny_eagle3(tmp_path / "eagle", **more)
+    llm = LLM(
+        str(folder),
+        **{**SMALL, "num_blocks": 100, "max_num_batched_tokens": 20},
+        speculative_config=eagle3(source),
+    )
+    oracle = Eagle(source, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+    prompt = prompts(1, seed=5)[0][:6] * 5
+    for beside in ([], prompts(2)):  # the second time, the prefix is known
+        made.clear()
+        logits.clear()
+        (output, *_) = llm.generate([prompt, *beside], params(0, max_tokens=6), use_tqdm=False)
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        states = target_states(folder, tokens)
+        checked = set()
+        at = 0
+        for step, drafts in made:
+            assert drafts is not None
+            mine, at = logits[at : at + 3], at + 3
+            for row in range(len(step.slots)):
+                # The sequence with the prompt: its tokens say so
+                first = int(step.query_lens[:row].sum())
+                own = step.input_ids[first : first + step.query_lens[row]].tolist()
+                end = int(step.seq_lens[row]) - (0 if step.drafts is None else int(step.drafts[row]))
+                start = int(step.seq_lens[row]) - len(own)
+                if step.offsets[row] < 0 or own[: end - start] != tokens[start:end] or (start and row):
+                    continue
+                known = end
+                while known < len(tokens) and step.drafts is not None and known - end < step.drafts[row]:
+                    if own[known - start] != tokens[known]:
+                        break
+                    known += 1
+                if known >= len(tokens):
+                    continue
+                want, numbers = oracle.draft(states[:known], tokens[: known + 1], 3)
+                assert drafts[row].tolist() == want
+                for a, b in zip(mine, numbers, strict=True):
+                    torch.testing.assert_close(a[row].double()[oracle.targets], b, atol=2e-4, rtol=1e-4)
+                checked.add(known)
+        assert len(checked) >= 5
+    assert llm.llm_engine.scheduler.prefix_hits == 8 * ((len(prompt) - 1) // 8 - 1)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_tokens_are_those_without_drafts(
+    method: str, folder: Path, plain: LLM, eagle: Path, similar: Path
+) -> None:
+    """Greedy and drawn; the cache is too small for all, so that some are preempted; the second time, prefixes hit."""
+    settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
+    drafting = LLM(str(folder), **SMALL, speculative_config=settings)
+    given, each = prompts(8), [params(i, max_tokens=16) for i in range(8)]
+    want = results(plain, given, each)
+    for _ in range(2):
+        assert results(drafting, given, each) == want
+    scheduler, found = drafting.llm_engine.scheduler, counts(drafting)
+    assert found.drafts > 100 and scheduler.prefix_hits > 0 and scheduler.cache_usage == 0
+    if method == "draft_model":
+        assert 0.3 < found.accepted / found.drafts < 0.99
+    greedy = want[0][0][0]
+    each = [
+        params(0, stop_token_ids=[greedy[9]]), params(1, n=2), params(1, logit_bias={7: 4.0}),
+        params(0, repetition_penalty=1.3), params(1, top_p=0.8, top_k=20), params(0, max_tokens=1),
+        params(0, stop_token_ids=greedy[:3], min_tokens=9), params(1, allowed_token_ids=[5, 6, 7, 8]),
+    ]  # fmt: skip
+    assert results(drafting, given, each) == results(plain, given, each)
+    words = params(1, structured_outputs=StructuredOutputsParams(choice=["abcabcabc", "abcabd"]))
+    assert results(drafting, given[:2], [words, params(1)]) == results(plain, given[:2], [words, params(1)])
+    own = params(1, logprobs=2, prompt_logprobs=1)
+    for a, b in zip(
+        *(llm.generate(given[:2], own, use_tqdm=False) for llm in (plain, drafting)), strict=True
+    ):
+        for x, y in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert {t: v.rank for t, v in x.items()} == {t: v.rank for t, v in y.items()}
+            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+
+
+def test_same_model_as_a_draft_is_always_accepted(folder: Path) -> None:
+    """Also for drawn tokens, whose noise is that of the target's."""
+    llm = LLM(str(folder), **{**SMALL, "num_blocks": 200}, speculative_config=draft_model(folder))
+    results(llm, prompts(6), [params(i, max_tokens=12) for i in range(6)])
+    assert counts(llm).drafts == counts(llm).accepted > 40
+
+
+def test_scripted_draft_takes_fewer_steps(tmp_path: Path, made: list[Any]) -> None:
+    """The target writes abcdefghijklm; the draft is wrong behind f."""
+    folder = make_scripted(tmp_path / "target", "abcdefghijklm")
+    settings = {**SMALL, "num_blocks": 100}
+    plain = LLM(str(folder), **settings)
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    want = results(plain, ["b a", "c d"], greedy)
+    assert want[0][0][1:3] == ("bcdefghijklm", "stop")
+    for wrong, steps in (("", 4), ("f", 5)):
+        source = make_scripted_eagle3(tmp_path / f"eagle{wrong}", folder, wrong)
+        llm = LLM(str(folder), **settings, speculative_config=eagle3(source))
+        made.clear()
+        assert results(llm, ["b a"], greedy) == want[:1] and len(made) == steps
+        assert results(llm, ["b a", "c d"], greedy) == want
+        assert counts(llm).by_place[0] > counts(llm).by_place[2] - (not wrong) > 0
+
+
+def test_forced_acceptance_has_its_length(folder: Path, eagle: Path) -> None:
+    """Tokens are then not the target's, and their number in a step is as requested."""
+    for more, want in (({"length": 2.25}, 2.25), ({"rates": [1.0, 0.5, 0.0]}, 2.5), ({"length": 1}, 1.0)):
+        forced = {f"synthetic_acceptance_{k}": v for k, v in more.items()}
+        own = eagle3(eagle, rejection_sample_method="synthetic", **forced)
+        llm = LLM(str(folder), **{**SMALL, "num_blocks": 200}, speculative_config=own)
+        outputs = llm.generate(prompts(6), params(0, max_tokens=40), use_tqdm=False)
+        assert all(len(o.outputs[0].token_ids) == 40 for o in outputs)
+        found = counts(llm)
+        # The last step of a sequence has room for fewer drafts.
+        assert 1 + found.accepted / found.sequences == pytest.approx(want, abs=0.2)
+        with pytest.raises(ValueError, match="logprobs are not possible with synthetic acceptance"):
+            llm.generate(prompts(1), params(0, logprobs=1), use_tqdm=False)
+
+
+def test_drafts_stop_and_go_on_where_too_many_sequences_run(
+    folder: Path, similar: Path, made: list[Any]
+) -> None:
+    """While they stop, the draft model stores its keys, so that later drafts agree as before."""
+    settings = draft_model(folder, disable_by_batch_size=2)
+    llm = LLM(str(folder), **{**SMALL, "num_blocks": 200}, speculative_config=settings)
+    llm.generate(prompts(3), [params(0, max_tokens=n) for n in (8, 20, 20)], use_tqdm=False)
+    numbers = [(len(step.slots), step.next_drafts.count) for step, _ in made if step.next_drafts is not None]
+    assert {count for rows, count in numbers if rows == 3} == {0} and numbers[-1][1] == 3
+    assert counts(llm).drafts == counts(llm).accepted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gemma3_text", "mistral"])
+def test_windows_of_target_and_draft_keep_tokens(target: str, tmp_path: Path, folder: Path) -> None:
+    """Their blocks are in groups of different windows."""
+    own = make_tiny(tmp_path / "target", target, "float32")
+    given, each = prompts(4, 3), params(1, max_tokens=12)
+    want = results(LLM(str(own), **SMALL), given, each)
+    for source in (folder, make_tiny(tmp_path / "mistral", "mistral", "float32")):
+        assert results(LLM(str(own), **SMALL, speculative_config=draft_model(source)), given, each) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_thousand_prompts_keep_tokens(method: str, folder: Path, eagle: Path, similar: Path) -> None:
+    settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
+    more = {**SMALL, "num_blocks": 400, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    given, each = prompts(1000, seed=4), [params(i, max_tokens=16) for i in range(1000)]
+    one, two = LLM(str(folder), **more), LLM(str(folder), **more, speculative_config=settings)
+    assert results(two, given, each) == results(one, given, each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_two_ranks_keep_tokens(method: str, folder: Path, plain: LLM, eagle: Path, similar: Path) -> None:
+    settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
+    given, each = prompts(6), [params(i) for i in range(6)]
+    with LLM(str(folder), **SMALL, tensor_parallel_size=2, speculative_config=settings) as llm:
+        assert results(llm, given, each) == results(plain, given, each)
+        assert counts(llm).accepted > 20 or method == "eagle3"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "same"])
+def test_drafts_on_the_gpu_keep_tokens(
+    method: str, eager: bool, folder: Path, plain: LLM, eagle: Path, similar: Path
+) -> None:
+    settings = {"eagle3": eagle3(eagle), "draft_model": draft_model(similar), "same": draft_model(folder)}[
+        method
+    ]
+    more = {**SMALL, "num_blocks": 200, "device": "cuda", "dtype": "float32", "enforce_eager": eager}
+    llm = LLM(str(folder), **more, speculative_config=settings)
+    given = prompts(6)
+    for _ in range(2):
+        assert results(llm, given, params(0)) == results(plain, given, params(0))
+    runner = llm.llm_engine.runner
+    assert eager or (runner.graphs.replays["drafts"] > 10 and runner.graphs.replays["mixed"] > 10)
+    if method == "same":
+        assert counts(llm).accepted > 0.9 * counts(llm).drafts
+
+
+@pytest.mark.gpu
+def test_scripted_eagle_on_the_gpu_is_accepted(tmp_path: Path) -> None:
+    folder = make_scripted(tmp_path / "target", "abcdefghijklm")
+    source = make_scripted_eagle3(tmp_path / "eagle", folder)
+    more = {**SMALL, "num_blocks": 200, "device": "cuda", "dtype": "float32"}
+    llm = LLM(str(folder), **more, speculative_config=eagle3(source))
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    for text in (["b a"], ["b a", "c d", "a", "d"]):
+        for result, start in zip(results(llm, text, greedy), text, strict=True):
+            assert result[0][1] == "abcdefghijklm".partition(start[-1])[2]
+    assert counts(llm).accepted == counts(llm).drafts
+
+
+def changed(folder: Path, out: Path, **fields: Any) -> Path:
+    """A copy of a checkpoint with other fields in its config."""
+    out.mkdir()
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **fields}))
+    return out
+
+
+def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path: Path) -> None:
+    def said(settings: dict[str, Any], error: type[Exception] = ValueError, **more: Any) -> str:
+        with pytest.raises(error) as caught:
+            LLM(str(more.pop("target", folder)), **{**SMALL, **more}, speculative_config=settings)
+        return str(caught.value)
+
+    other = changed(folder, tmp_path / "other", vocab_size=500)
+    assert (
+        "has a vocabulary of 500 tokens, and" in (text := said(draft_model(other))) and "one of 512" in text
+    )
+    small = make_tiny_eagle3(tmp_path / "small", vocab_size=400, draft_vocab_size=300)
+    assert "vocabulary of 400 tokens" in said(eagle3(small))
+    assert "is a LlamaForCausalLM, which method 'eagle3' does not run; use 'draft_model'" in said(
+        eagle3(folder)
+    )
+    assert "is a LlamaForCausalLMEagle3, which method 'draft_model' does not run" in said(draft_model(eagle))
+    wide = make_tiny_eagle3(tmp_path / "wide", target_hidden_size=64)
+    assert "it reads hidden states of 64 channels, and the target has 128" in said(eagle3(wide))
+    deep = make_tiny_eagle3(tmp_path / "deep", eagle_aux_hidden_state_layer_ids=None)
+    text = "the default 2, n / 2, n - 3, [2, 1, -1], must be 3 ascending numbers from 0 to 2"
+    assert text in said(eagle3(deep))
+    several = make_tiny_eagle3(tmp_path / "several", num_hidden_layers=2)
+    assert "num_hidden_layers=2 is not supported" in said(eagle3(several))
+    short = changed(folder, tmp_path / "short", max_position_embeddings=64)
+    assert "has a context of 64 tokens, and this engine one of 96: set max_model_len" in said(
+        draft_model(short)
+    )
+    state = make_tiny(tmp_path / "mamba", "mamba", "float32")
+    assert "keeps more than the keys of its tokens" in said(draft_model(state))
+    assert "its layers keep a recurrent state" in said(draft_model(folder), target=state)
+    latent = make_tiny(tmp_path / "latent", "deepseek_v3", "float32")
+    assert "has latent attention" in said(draft_model(latent))
+    vision, same = (
+        make_tiny_vlm(tmp_path / "vision", "qwen2_vl"),
+        make_tiny(tmp_path / "same", "llama", "float32", vocab_size=520),
+    )
+    assert "reads more than text" in said(draft_model(same), target=vision)
+    odd = make_tiny_eagle3(tmp_path / "odd", intermediate_size=191)
+    text = said(eagle3(odd), tensor_parallel_size=2)
+    assert f"tensor_parallel_size 2 does not suit {odd}: " in text and "191" in text
+    broken = make_tiny_eagle3(tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    save_file({**weights, "d2t": weights["d2t"] + 400}, broken / "model.safetensors", {"format": "pt"})
+    assert "and the target's vocabulary has 512" in said(eagle3(broken))
+    save_file(
+        {k: v for k, v in weights.items() if k != "d2t"}, broken / "model.safetensors", {"format": "pt"}
+    )
+    assert "config.draft_vocab_size=300 needs the tensor d2t" in said(eagle3(broken))
+    assert "not" in said(eagle3(tmp_path / "nothing"), CheckpointError)
+    with pytest.raises(ValueError, match="cannot be used alone: it is for the speculative_config"):
+        LLM(str(eagle), **SMALL)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_graphs_make_the_same_drafts(method: str, folder: Path, plain: LLM, eagle: Path) -> None:
+    """Graphs without CUDA, of other sizes than the steps."""
+    settings = eagle3(eagle) if method == "eagle3" else draft_model(folder)
+    llms = [LLM(str(folder), **{**SMALL, "num_blocks": 100}, speculative_config=settings) for _ in range(2)]
+    runner = llms[1].llm_engine.runner
+    drafter, sizes = runner.drafter, (SMALL["max_num_seqs"], runner.limits.max_model_len, 48)
+    for backend in (runner.backend, drafter.backend):
+        backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
+    with torch.inference_mode():
+        runner.graphs = Rerun(runner._captured, runner.backend, runner.batch, runner.device, *sizes, drafter)
+        if method == "draft_model":
+            runner.draft_graphs = Rerun(
+                runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
+            )
+    given, each = prompts(5), [params(i, max_tokens=12) for i in range(5)]
+    want = results(plain, given, each)
+    assert [results(llm, given, each) for llm in llms] == [want, want]
+    eager, graphs = map(counts, llms)
+    assert graphs.drafts == eager.drafts and graphs.accepted == eager.accepted
+    assert runner.graphs.replays["drafts"] > 5 and runner.graphs.replays["mixed"] > 2
+
+
+def test_kernels_equal_pytorch() -> None:
+    done = warm.run([SCRIPT], {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.gpu
+def test_kernels_equal_pytorch_on_the_gpu() -> None:
+    assert problems("cuda") == []

@@ -1,0 +1,35 @@
+"""The common part of tests of speculative decoding: a small engine, prompts whose tokens recur, and results."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fastkernels import LLM, SamplingParams
+from fastkernels.engine.scheduling.speculation import DraftCounts
+
+SMALL: dict[str, Any] = {
+    "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,
+    "max_model_len": 96,
+}  # fmt: skip
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Of few different tokens, so that some occur twice."""
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 16) for _ in range(rng.randrange(3, 50))] for _ in range(count)]
+
+
+def params(i: int, **given: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.8 * (i % 2), "max_tokens": 24, "ignore_eos": True, "seed": i, **given}
+    )
+
+
+def results(llm: LLM, given: Any, each: Any) -> list[Any]:
+    outputs = llm.generate(given, each, use_tqdm=False)
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+
+def counts(llm: LLM) -> DraftCounts:
+    return llm.llm_engine.scheduler.draft_counts
