@@ -174,7 +174,7 @@ class Engine(ABC):
         if isinstance(prompt, str):
             text, ids = prompt, self._encode(prompt, limit, side)
         else:
-            text, ids = None, _token_ids(prompt)
+            text, ids = None, token_ids(prompt)
             ids = ids if limit is None else tokenizer.cut(ids, limit, side)
         vocab = self.hf_config.vocab_size
         if not ids:
@@ -208,7 +208,7 @@ def make_engine(config: EngineConfig) -> Engine:
     return registry.load(RUNNERS[opened.runner].engine)(config, opened)
 
 
-def _token_ids(prompt: Any) -> list[int]:
+def token_ids(prompt: Any) -> list[int]:
     """Token ids as Python integers, from any kind of integer. Raises ValueError."""
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")
