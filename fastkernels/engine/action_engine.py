@@ -12,7 +12,7 @@ from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import Checkpoint, token_ids
 from fastkernels.engine.execution.act import ActInput
-from fastkernels.engine.images import is_image, rgb
+from fastkernels.engine.images import decode, is_image, rgb
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequest, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import SEEDS
 from fastkernels.engine.scheduling.encoding import BudgetScheduler
@@ -85,10 +85,9 @@ class ActionEngine(BudgetEngine):
         elif is_image(images):
             images = [images]
         if isinstance(images, (list, tuple)):
-            for i, image in enumerate(images):
-                if not is_image(image):
-                    raise ValueError(f"the input has {reprlib.repr(image)} as image {i}, which is no PIL image")
-            images = [rgb(image) for image in images]
+            if len(images) > (most := self.runner.model.most_images):  # before any is decoded
+                raise ValueError(f"the input has {len(images)} images, and at most {most} are allowed")
+            images = [_image(image, i) for i, image in enumerate(images)]
         made["images"], made["prompt"] = images, self._prompt(given.get("prompt"))
         return made
 
@@ -126,3 +125,15 @@ class ActionEngine(BudgetEngine):
             ActionRequestOutput(r.request_id, actions[: r.num_actions], r.seed, r.steps, r.num_tokens)
             for r, actions in zip(batch, found, strict=True)
         ]
+
+
+def _image(given: Any, i: int) -> Any:
+    """The RGB image of a PIL image or of a file's bytes. Raises ValueError."""
+    if isinstance(given, bytes):
+        try:
+            return decode(given)
+        except ValueError as error:
+            raise ValueError(f"the input has as image {i} {error}") from error
+    if not is_image(given):
+        raise ValueError(f"the input has {reprlib.repr(given)} as image {i}, which is no PIL image")
+    return rgb(given)

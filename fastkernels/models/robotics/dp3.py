@@ -284,7 +284,7 @@ class Conv(nn.Module):
 def convolve(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A convolution's result, by our op."""
     transposed = isinstance(conv, nn.ConvTranspose1d)
-    return convolution(x, conv.weight, conv.bias, conv.stride, conv.padding, transposed=transposed)
+    return convolution(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, transposed)
 
 
 class ConditionalResidualBlock1D(nn.Module):

@@ -42,7 +42,6 @@ from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_freque
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
 FIELDS = ("images", "state", "prompt")
-MOST_CAMERAS = 16
 STATISTICS = ("state_mean", "state_std", "actions_mean", "actions_std")
 
 
@@ -156,6 +155,7 @@ class PI0ForConditionalGeneration(nn.Module):
     """config: transformers.PI0Config. Raises Unsupported."""
 
     keeps_dtype = False
+    most_images = 16  # of an observation
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -247,8 +247,6 @@ class PI0ForConditionalGeneration(nn.Module):
         images = given.get("images")
         if not isinstance(images, (list, tuple)) or not images:
             raise ValueError(f"the input needs `images`, at least one of them, got {reprlib.repr(images)}")
-        if len(images) > MOST_CAMERAS:
-            raise ValueError(f"the input has {len(images)} images, and at most {MOST_CAMERAS} are allowed")
         ids = np.array(given.get("prompt") or [], np.int64)
         vocabulary = self.config.vlm_config.text_config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
