@@ -29,6 +29,7 @@ BANNED = (
     "fla",
     "torchrec",
     "torch_geometric",
+    "diffusion_policy_3d",
 )
 SERVERS = ("vllm", "sglang")
 
