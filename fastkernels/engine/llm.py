@@ -275,9 +275,7 @@ class LLM:
         given = params if params is not None else ActionParams()
         each = [given] * len(listed) if isinstance(given, ActionParams) else list(given)
         if len(each) != len(listed):
-            raise ValueError(
-                f"{len(listed)} observations and {len(each)} params: give one, or one for each"
-            )
+            raise ValueError(f"{len(listed)} observations and {len(each)} params: give one, or one for each")
         return self._run(listed, each, use_tqdm)
 
     def _check_kind(self, method: str, *kinds: str) -> None:

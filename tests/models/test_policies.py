@@ -1,4 +1,4 @@
-"""Pi0 and DP3: each denoising step against transformers and the paper's equations, key names, wrong configs and inputs."""
+"""Pi0 and DP3: each denoising step against transformers and the paper's equations, key names, wrong configs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fk_bench.info.verified import ACTIONS
 from safetensors.torch import load_file, save_file
 from support import policies
 
-from fastkernels import LLM
-from fastkernels.engine.scheduling.acting import ActionParams
+from fastkernels import LLM, ActionParams
 from fastkernels.models.common import build
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.robotics import dp3
-from fk_bench.info.verified import ACTIONS
 
 
-def pi0_steps(model: Any, ours: Any, observation: Any, seed: int, steps: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def pi0_steps(
+    model: Any, ours: Any, observation: Any, seed: int, steps: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """transformers' velocity in each step, and its actions."""
     row = {name: torch.from_numpy(value)[None] for name, value in observation.arrays.items()}
     cameras = row["pixels"].shape[1]
@@ -148,7 +149,9 @@ def compare(llm: LLM, given: list[dict[str, Any]], reference: Any, steps: int, o
     """Outputs of every step, and the actions, of a batch and of each observation alone."""
     engine = llm.llm_engine
     model = engine.runner.model
-    observations = [engine.make_request("-", g, ActionParams(seed=i)).observation for i, g in enumerate(given)]
+    observations = [
+        engine.make_request("-", g, ActionParams(seed=i)).observation for i, g in enumerate(given)
+    ]
     want = [reference(o, i) for i, o in enumerate(observations)]
     for rows in ([*range(len(given))], *([i] for i in range(len(given)))):
         for group in {observations[i].group for i in rows}:
@@ -162,7 +165,9 @@ def compare(llm: LLM, given: list[dict[str, Any]], reference: Any, steps: int, o
             for row, i in enumerate(own):
                 for step, made in enumerate(found):
                     one = made.unflatten(0, (len(own), -1))[row] if output == "action_out_proj" else made[row]
-                    torch.testing.assert_close(one.double(), want[i][0][step].double(), atol=ACTIONS, rtol=ACTIONS)
+                    torch.testing.assert_close(
+                        one.double(), want[i][0][step].double(), atol=ACTIONS, rtol=ACTIONS
+                    )
                 made = torch.from_numpy(outputs[row].actions).double()
                 torch.testing.assert_close(made, want[i][1].double(), atol=ACTIONS, rtol=ACTIONS)
 
@@ -186,7 +191,8 @@ def test_dp3_variant_equals_its_equations(tmp_path: Path, name: str) -> None:
     random = np.random.default_rng(1)
     width = config["shape_meta"]["obs"]["point_cloud"]["shape"][1]
     given = [
-        {"point_cloud": random.normal(size=(2, n, width)), "state": random.normal(size=(2, 7))} for n in (9, 70)
+        {"point_cloud": random.normal(size=(2, n, width)), "state": random.normal(size=(2, 7))}
+        for n in (9, 70)
     ]
     with LLM(str(tmp_path), device="cpu") as llm:
         model = llm.llm_engine.runner.model
@@ -205,7 +211,9 @@ def test_pi0_reads_the_names_of_all_checkpoints(pi0: tuple[Path, Any]) -> None:
     lerobot = {}
     for key, value in saved.items():
         key = key.replace("paligemma.model.language_model.model.embed_tokens", "paligemma.lm_head")
-        key = key.replace("language_model.model.", "language_model.").replace("vision_tower.", "vision_tower.vision_model.")
+        key = key.replace("language_model.model.", "language_model.").replace(
+            "vision_tower.", "vision_tower.vision_model."
+        )
         lerobot[f"model.{key}"] = value
     given, found = policies.observations("pi0", 1), []
     for state in (saved, lerobot, {k: v.contiguous() for k, v in model.state_dict().items()}):
@@ -223,7 +231,9 @@ def tokenizer() -> Any:
     words = ["<pad>", "<bos>", "<unk>", "pick", "the", "cube", "\n"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
+    )
 
 
 def test_pi0_inputs_equal_the_processor(pi0: tuple[Path, Any]) -> None:
@@ -236,7 +246,8 @@ def test_pi0_inputs_equal_the_processor(pi0: tuple[Path, Any]) -> None:
     with LLM(str(folder), device="cpu") as llm:
         plain = llm.act({**given, "prompt": [1]}, ActionParams(seed=1), use_tqdm=False)[0].actions
     statistics = {
-        "state_mean": [1.0, 2.0, 3.0], "state_std": [0.5, 1.0, 2.0], "actions_mean": [0.0, 5.0], "actions_std": [2.0, 3.0]
+        "state_mean": [1.0, 2.0, 3.0], "state_std": [0.5, 1.0, 2.0], "actions_mean": [0.0, 5.0],
+        "actions_std": [2.0, 3.0],
     }  # fmt: skip
     sides = {"max_height": 16, "max_width": 16}
     images = PI0ImageProcessor(size=sides, pad_size={"height": 16, "width": 16})
@@ -252,7 +263,9 @@ def test_pi0_inputs_equal_the_processor(pi0: tuple[Path, Any]) -> None:
         ids = want["input_ids"][0][2 * policies.IMAGE_TOKENS :]
         assert made["ids"].tolist() == list(ids) and len(ids) > 3
         torch.testing.assert_close(torch.from_numpy(made["state"]), want["state"][0])
-        scaled = llm.act({**given, "state": [1.05, 0.0, 9.0], "prompt": [1]}, ActionParams(seed=1), use_tqdm=False)
+        scaled = llm.act(
+            {**given, "state": [1.05, 0.0, 9.0], "prompt": [1]}, ActionParams(seed=1), use_tqdm=False
+        )
     # The same state in its own units, so the same actions
     np.testing.assert_allclose(scaled[0].actions, plain[:, :2] * [2.0, 3.0] + [0.0, 5.0], atol=1e-5)
 
@@ -271,7 +284,9 @@ def test_pi0_inputs_equal_the_processor(pi0: tuple[Path, Any]) -> None:
         ),
     ],
 )
-def test_wrong_statistics_are_refused(pi0: tuple[Path, Any], statistics: dict[str, Any], message: str) -> None:
+def test_wrong_statistics_are_refused(
+    pi0: tuple[Path, Any], statistics: dict[str, Any], message: str
+) -> None:
     (pi0[0] / "processor_config.json").write_text(json.dumps(statistics))
     with pytest.raises(CheckpointError, match=message):
         LLM(str(pi0[0]), device="cpu")
@@ -280,7 +295,10 @@ def test_wrong_statistics_are_refused(pi0: tuple[Path, Any], statistics: dict[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dit_config": {**policies.PI0["dit_config"], "num_hidden_layers": 2}}, "num_hidden_layers=2 must be 3"),
+        (
+            {"dit_config": {**policies.PI0["dit_config"], "num_hidden_layers": 2}},
+            "num_hidden_layers=2 must be 3",
+        ),
         ({"dit_config": {**policies.PI0["dit_config"], "head_dim": 8}}, "head_dim=8 must be 16"),
         ({"vlm_config": {**policies.PI0["vlm_config"], "projection_dim": 32}}, "projection_dim=32 must be"),
         ({"chunk_size": 0}, "config.chunk_size=0 is not supported"),
@@ -332,11 +350,19 @@ def test_dp3_repeats_points_and_one_observation(tmp_path: Path) -> None:
     import base64
 
     text = base64.b64encode(np.stack([cloud, cloud]).astype("<f4").tobytes()).decode()
-    clouds: list[Any] = [cloud, cloud[::-1].copy(), np.stack([cloud, cloud]), np.concatenate([cloud] * 3), text]
+    clouds: list[Any] = [
+        cloud,
+        cloud[::-1].copy(),
+        np.stack([cloud, cloud]),
+        np.concatenate([cloud] * 3),
+        text,
+    ]
     with LLM(str(tmp_path), device="cpu") as llm:
         given = [{"point_cloud": c, "state": state_of} for c in clouds]
         found = llm.act(given, ActionParams(seed=3), use_tqdm=False)
-        equal = llm.act({"point_cloud": np.zeros((5, 3)), "state": state_of}, ActionParams(seed=3), use_tqdm=False)
+        equal = llm.act(
+            {"point_cloud": np.zeros((5, 3)), "state": state_of}, ActionParams(seed=3), use_tqdm=False
+        )
     for one in found[1:]:
         np.testing.assert_allclose(one.actions, found[0].actions, atol=1e-6)
     assert found[0].actions.shape == (4, 4) and np.isfinite(equal[0].actions).all()
@@ -375,9 +401,33 @@ def test_wrong_parameters_are_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 llm.act(given, ActionParams(**params), use_tqdm=False)
-        with pytest.raises(ValueError, match="is for LLM.act and /v1/actions"):
+        with pytest.raises(ValueError, match=r"is for LLM\.act and /v1/actions"):
             llm.generate("text")
         with pytest.raises(ValueError, match="observations must be a dict or a list of dicts"):
             llm.act("text", use_tqdm=False)
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not supported for robot policies, only 1"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size 2 is not supported for robot policies, only 1"
+    ):
         LLM(str(tmp_path), device="cpu", tensor_parallel_size=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype", "atol"), [("pi0", "float32", 1e-3), ("pi0", "bfloat16", 0.15), ("dp3", "auto", 1e-3)]
+)
+def test_graphs_equal_the_cpu(tmp_path: Path, name: str, dtype: str, atol: float) -> None:
+    """Batches of one to eight: the first run is eager, later ones replay graphs with other values."""
+    getattr(policies, name)(tmp_path)
+    given = policies.observations(name, 8)
+    params = [ActionParams(seed=i) for i in range(8)]
+    with LLM(str(tmp_path), device="cpu", dtype="float32") as llm:
+        want = [o.actions for o in llm.act(given, params, use_tqdm=False)]
+    # cuDNN's convolutions and products in TF32 would differ more
+    with LLM(str(tmp_path), device="cuda", dtype=dtype) as llm:
+        graphs = llm.llm_engine.runner.graphs
+        for rows in ([0], [0, 2], [4, 6], [0, 2, 4], [2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], range(8)):
+            for _ in range(2):
+                found = llm.act([given[i] for i in rows], [params[i] for i in rows], use_tqdm=False)
+                for i, one in zip(rows, found, strict=True):
+                    np.testing.assert_allclose(one.actions, want[i], atol=atol, rtol=atol)
+        assert graphs.replays >= 8 and len(graphs) >= 3

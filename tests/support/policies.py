@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ def dp3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """{key: shape} of the state dict of the repository's SimpleDP3."""
     meta, made = config["shape_meta"], dict[str, tuple[int, ...]]()
     colored = config.get("use_pc_color", False)
-    points, state, action = 6 if colored else 3, meta["obs"]["agent_pos"]["shape"][0], meta["action"]["shape"][0]
+    points, state, action = (
+        6 if colored else 3,
+        meta["obs"]["agent_pos"]["shape"][0],
+        meta["action"]["shape"][0],
+    )
     out, step, k = config["encoder_output_dim"], config["diffusion_step_embed_dim"], config["kernel_size"]
 
     def layer(name: str, a: int, b: int, *window: int, turned: bool = False) -> None:
@@ -75,7 +80,7 @@ def dp3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         made[f"{name}.weight"] = made[f"{name}.bias"] = (size,)
 
     widths = [points, 64, 128, 256, *([512] if colored else [])]
-    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layer(f"obs_encoder.extractor.mlp.{3 * i}", a, b)
         if b != 512:
             norm(f"obs_encoder.extractor.mlp.{3 * i + 1}", b)
@@ -155,7 +160,13 @@ def observations(name: str, count: int) -> list[dict[str, Any]]:
     for i in range(count):
         if name == "pi0":
             prompt = [2, 5, 6, 9, 30][: 2 + i % 4]
-            made.append({"images": images(1 + i % 2, i), "state": random.normal(size=7 + i % 3).tolist(), "prompt": prompt})
+            made.append(
+                {
+                    "images": images(1 + i % 2, i),
+                    "state": random.normal(size=7 + i % 3).tolist(),
+                    "prompt": prompt,
+                }
+            )
         else:
             cloud, state = random.normal(size=(2, 40 - 7 * (i % 3), 3)), random.normal(size=(2, 7))
             made.append({"point_cloud": cloud.tolist(), "state": state.tolist()})

@@ -4,7 +4,7 @@ Every model of the runner Act has these attributes and methods:
 
     keeps_dtype   whether dtype 'auto' keeps the checkpoint's dtype on a GPU, too
     chunk         (actions, numbers of each): what a forward pass returns
-    num_actions   actions of an answer, unless a request asks for another number; at most chunk[0]
+    num_actions   actions of an answer, unless a request has another number; at most chunk[0]
     num_steps     denoising steps by default; the models check other numbers in check_steps(steps)
     read(given)   the checked Observation of a request. Raises ValueError, whose message begins with "the input"
     noise(seed, steps)       what denoising begins with, as one row of a batch, a numpy array
@@ -29,7 +29,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What a model reads of one request.
+    """The checked input of one request, as a model reads it.
 
     arrays  by the names of the model's `stack`
     size    its share of a step's tokens
@@ -65,7 +65,9 @@ def numbers(given: Any, name: str, shape: Sequence[int | None], what: str) -> np
             raise ValueError(f"the input needs `{name}`, {what}, got {reprlib.repr(given)}") from error
     if found.dtype.kind not in "fiu" or _has_bool(given):
         raise ValueError(f"the input needs `{name}`, {what}, got {reprlib.repr(given)}")
-    fits = found.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, found.shape, strict=True))
+    fits = found.ndim == len(shape) and all(
+        n is None or n == m for n, m in zip(shape, found.shape, strict=True)
+    )
     if not fits:
         raise ValueError(f"the input needs `{name}`, {what}, got numbers of shape {list(found.shape)}")
     if found.size == 0:

@@ -5,7 +5,8 @@ step through FiLM. Neither depends on the noisy actions, so that all scales and 
 step. Key names are those of the repository's state dict; config.json is ours, with the names of its `policy` section:
 
     {"architectures": ["SimpleDP3"], "model_type": "simple_dp3", "dtype": "float32",
-     "shape_meta": {"obs": {"point_cloud": {"shape": [512, 3]}, "agent_pos": {"shape": [24]}}, "action": {"shape": [26]}},
+     "shape_meta": {"obs": {"point_cloud": {"shape": [512, 3]}, "agent_pos": {"shape": [24]}},
+                    "action": {"shape": [26]}},
      "horizon": 16, "n_obs_steps": 2, "n_action_steps": 8, "num_inference_steps": 10, "down_dims": [128, 256, 384], ...}
 
 Fields that are left out are those of simple_dp3.yaml and its task adroit_hammer.
@@ -59,7 +60,8 @@ ONLY: dict[str, tuple[Any, ...]] = {  # values of fields that the model can have
     "use_pc_color": (True, False),
 }  # fmt: skip
 ONLY_SCHEDULER: dict[str, tuple[Any, ...]] = {
-    "_class_name": ("DDIMScheduler", "DDPMScheduler"), "beta_schedule": ("squaredcos_cap_v2", "linear", "scaled_linear"),
+    "_class_name": ("DDIMScheduler", "DDPMScheduler"),
+    "beta_schedule": ("squaredcos_cap_v2", "linear", "scaled_linear"),
     "clip_sample": (True, False), "set_alpha_to_one": (True, False), "prediction_type": ("sample", "epsilon"),
     "timestep_spacing": ("leading",), "variance_type": ("fixed_small",),
 }  # fmt: skip
@@ -164,6 +166,9 @@ def _scheduler(given: Any, steps: int) -> dict[str, Any]:
 class Affine(nn.Module):
     """y = x * scale + offset of one field; a checkpoint may have one number for all."""
 
+    scale: torch.Tensor
+    offset: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         for name in ("scale", "offset"):
@@ -191,8 +196,12 @@ class LinearNormalizer(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         points = 6 if config.use_pc_color else 3
-        self.params_dict = nn.ModuleDict(
-            {"point_cloud": Affine(points), "agent_pos": Affine(config.agent_pos), "action": Affine(config.action)}
+        self.params_dict: Any = nn.ModuleDict(
+            {
+                "point_cloud": Affine(points),
+                "agent_pos": Affine(config.agent_pos),
+                "action": Affine(config.action),
+            }
         )
 
 
@@ -264,7 +273,16 @@ class Conv1dBlock(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         conv, norm = self.block
         return conv1d_norm_mish(
-            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, norm.eps, scale, shift, residual
+            x,
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.num_groups,
+            norm.eps,
+            scale,
+            shift,
+            residual,
         )
 
 
@@ -284,7 +302,9 @@ class Conv(nn.Module):
 def convolve(conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A convolution's result, by our op."""
     transposed = isinstance(conv, nn.ConvTranspose1d)
-    return convolution(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, transposed)
+    return convolution(
+        x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, transposed
+    )
 
 
 class ConditionalResidualBlock1D(nn.Module):
@@ -298,7 +318,7 @@ class ConditionalResidualBlock1D(nn.Module):
         self.blocks = nn.ModuleList(
             [Conv1dBlock(channels, out, kernel_size, groups), Conv1dBlock(out, out, kernel_size, groups)]
         )
-        self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(conditions, 2 * out))
+        self.cond_encoder: Any = nn.Sequential(nn.Mish(), nn.Linear(conditions, 2 * out))
         self.residual_conv = nn.Conv1d(channels, out, 1) if channels != out else nn.Identity()
 
     def forward(self, x: torch.Tensor, film: torch.Tensor | None) -> torch.Tensor:
@@ -314,36 +334,36 @@ class ConditionalUnet1D(nn.Module):
         super().__init__()
         size, dims = config.diffusion_step_embed_dim, config.down_dims
         self.step_size = size
-        self.diffusion_step_encoder = nn.Sequential(
+        self.diffusion_step_encoder: Any = nn.Sequential(
             nn.Identity(), nn.Linear(size, 4 * size), nn.Mish(), nn.Linear(4 * size, size)
         )
         pairs = list(zip([config.action, *dims], dims, strict=False))
         conditions = size + observed
-        self.down_modules = nn.ModuleList()
+        self.down_modules: Any = nn.ModuleList()
         for i, (a, b) in enumerate(pairs):
             last = i + 1 == len(pairs)
             half = nn.Identity() if last else Conv(nn.Conv1d(b, b, 3, 2, 1))
             self.down_modules.append(
                 nn.ModuleList([ConditionalResidualBlock1D(a, b, config, conditions), half])
             )
-        self.mid_modules = nn.ModuleList(
+        self.mid_modules: Any = nn.ModuleList(
             [ConditionalResidualBlock1D(dims[-1], dims[-1], config, conditions)]
         )
         self.use_mid_condition: bool = config.use_mid_condition
-        self.up_modules = nn.ModuleList()
+        self.up_modules: Any = nn.ModuleList()
         for a, b in reversed(pairs[1:]):
             double = Conv(nn.ConvTranspose1d(a, a, 4, 2, 1))
             self.up_modules.append(
                 nn.ModuleList([ConditionalResidualBlock1D(2 * b, a, config, conditions), double])
             )
-        self.final_conv = nn.Sequential(
+        self.final_conv: Any = nn.Sequential(
             Conv1dBlock(dims[0], dims[0], config.kernel_size, 8), nn.Conv1d(dims[0], config.action, 1)
         )
 
     def residual_blocks(self) -> list[ConditionalResidualBlock1D]:
         """The blocks with FiLM in the order in which they run."""
         groups = (self.down_modules, [(block,) for block in self.mid_modules], self.up_modules)
-        return [part[0] for group in groups for part in group]  # type: ignore[union-attr]
+        return [part[0] for group in groups for part in group]
 
     def embed_steps(self, timesteps: torch.Tensor) -> torch.Tensor:
         """[steps, diffusion_step_embed_dim]."""
@@ -396,7 +416,9 @@ class SimpleDP3(nn.Module):
         self.film_sizes = [layer.out_features for layer in layers]
         weight, self._film_bias = torch.cat([x.weight for x in layers]), torch.cat([x.bias for x in layers])
         size = self.config.diffusion_step_embed_dim
-        self._of_step, self._of_observation = (part.contiguous() for part in weight.tensor_split([size], dim=1))
+        self._of_step, self._of_observation = (
+            part.contiguous() for part in weight.tensor_split([size], dim=1)
+        )
         self._schedules: dict[int, tuple[torch.Tensor, list[Step]]] = {}
 
     def read(self, given: Any) -> Observation:
@@ -433,7 +455,9 @@ class SimpleDP3(nn.Module):
         """See policy.py."""
         most = self.config.noise_scheduler["num_train_timesteps"]
         if steps > most:
-            raise ValueError(f"num_steps must be at most {most}, the steps of the model's schedule, got {steps}")
+            raise ValueError(
+                f"num_steps must be at most {most}, the steps of the model's schedule, got {steps}"
+            )
 
     def noise(self, seed: int, steps: int) -> np.ndarray:
         """See policy.py: [1 + steps, action, horizon], of the first step and, for DDPM, of those that follow."""
@@ -480,13 +504,11 @@ class SimpleDP3(nn.Module):
         )
         return features.view(len(points), -1)
 
-    def films(
-        self, steps: int, features: torch.Tensor
-    ) -> tuple[list[tuple[torch.Tensor, ...]], list[Step]]:
+    def films(self, steps: int, features: torch.Tensor) -> tuple[list[tuple[torch.Tensor, ...]], list[Step]]:
         """Scales and shifts [B, 2 * out] of each step's blocks, and the step itself."""
         if steps not in self._schedules:  # once, outside of graphs
-            timesteps, coefficients = schedule(self.config.noise_scheduler, steps)
-            self._schedules[steps] = torch.tensor(timesteps, device=features.device), coefficients
+            places, made = schedule(self.config.noise_scheduler, steps)
+            self._schedules[steps] = torch.tensor(places, device=features.device), made
         timesteps, coefficients = self._schedules[steps]
         of_steps = linear(F.mish(self.model.embed_steps(timesteps)), self._of_step, self._film_bias)
         of_rows = linear(F.mish(features), self._of_observation)
@@ -538,16 +560,16 @@ def schedule(scheduler: Mapping[str, Any], steps: int) -> tuple[list[int], list[
         now, after = products[t], products[t - jump] if t >= jump else last
         signal, noise = now**0.5, (1 - now) ** 0.5
         of_sample = scheduler["prediction_type"] == "sample"
-        sample = (0.0, 1.0) if of_sample else (1 / signal, -noise / signal)
+        of_x, of_output = (0.0, 1.0) if of_sample else (1 / signal, -noise / signal)
         if ddim:  # what the step keeps of the noise that the model has found, before the sample is clipped
             left = (1 - after) ** 0.5
             keep, add = (left / noise, -left * signal / noise) if of_sample else (0.0, left)
-            made.append(Step(*sample, limit, keep, add, after**0.5))
+            made.append(Step(of_x, of_output, limit, keep, add, after**0.5))
         else:
             beta = 1 - now / after
             keep, weight = (now / after) ** 0.5 * (1 - after) / (1 - now), after**0.5 * beta / (1 - now)
             variance = max((1 - after) / (1 - now) * beta, 1e-20)
-            made.append(Step(*sample, limit, keep, 0.0, weight, variance**0.5 if t else 0.0))
+            made.append(Step(of_x, of_output, limit, keep, 0.0, weight, variance**0.5 if t else 0.0))
     return timesteps, made
 
 

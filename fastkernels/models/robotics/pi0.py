@@ -104,7 +104,11 @@ class GemmaLayer(nn.Module):
         self.mlp = GemmaMLP(config)
 
     def project(
-        self, branch: torch.Tensor | None, residual: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+        self,
+        branch: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, and keys and values, of residual + branch; see GemmaAttention."""
         x = added(self.input_layernorm, branch, residual)
@@ -113,7 +117,7 @@ class GemmaLayer(nn.Module):
     def finish(
         self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """What this layer adds to the stream once its attention has been added."""
+        """The branch that the next layer adds to the stream, to which this one's attention has been added."""
         branch = self.self_attn.attend(q, kv, mask)
         return self.mlp(added(self.post_attention_layernorm, branch, residual))
 
@@ -130,7 +134,7 @@ class GemmaModel(nn.Module):
         super().__init__()
         if embeds:
             self.embed_tokens = VllmVocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
         if normed:
             self.norm = VllmGemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -139,7 +143,7 @@ class PaliGemmaModel(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.vision_tower = SiglipVisionModel(_headless(config.vision_config))
-        self.multi_modal_projector = nn.Module()
+        self.multi_modal_projector: Any = nn.Module()
         self.multi_modal_projector.linear = VllmReplicatedLinear(
             config.vision_config.hidden_size, config.projection_dim, return_bias=False
         )
@@ -228,9 +232,7 @@ class PI0ForConditionalGeneration(nn.Module):
                     self._folder, local_files_only=True, trust_remote_code=False
                 )
             sides = {"height": self.side, "width": self.side}
-            return PI0ImageProcessor(
-                size={"max_height": self.side, "max_width": self.side}, pad_size=sides
-            )
+            return PI0ImageProcessor(size={"max_height": self.side, "max_width": self.side}, pad_size=sides)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise CheckpointError(
                 f"the image processor of {self._folder} (preprocessor_config.json) cannot be used; it may need the"
@@ -251,7 +253,9 @@ class PI0ForConditionalGeneration(nn.Module):
         vocabulary = self.config.vlm_config.text_config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
             wrong = next(int(i) for i in ids if not 0 <= i < vocabulary)
-            raise ValueError(f"the input has the token id {wrong} in `prompt`: ids are from 0 to {vocabulary - 1}")
+            raise ValueError(
+                f"the input has the token id {wrong} in `prompt`: ids are from 0 to {vocabulary - 1}"
+            )
         size = len(images) * self.image_tokens + len(ids)
         if size > self.longest:
             raise ValueError(
@@ -268,13 +272,17 @@ class PI0ForConditionalGeneration(nn.Module):
             raise ValueError(f"the input needs `state`, a list of {own or f'up to {most}'} numbers")
         state = numbers(given, "state", (own,), f"a list of {own or f'up to {most}'} numbers")
         if len(state) > most:
-            raise ValueError(f"the input has {len(state)} numbers in `state`, and the model takes up to {most}")
+            raise ValueError(
+                f"the input has {len(state)} numbers in `state`, and the model takes up to {most}"
+            )
         if self.statistics:
             mean, std = self.statistics["state_mean"], self.statistics["state_std"]
             with np.errstate(over="ignore"):
                 state = (state - mean) / (std + np.float32(1e-8))
             if not np.isfinite(state).all():
-                raise ValueError("the input has numbers in `state` that are too far from the model's statistics")
+                raise ValueError(
+                    "the input has numbers in `state` that are too far from the model's statistics"
+                )
         return np.pad(state, (0, most - len(state)))
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
@@ -338,7 +346,9 @@ class PI0ForConditionalGeneration(nn.Module):
         """[B, cameras * image_tokens + tokens, hidden]: images, then the prompt."""
         batch, cameras, side, p = *pixels.shape[:2], self.side // self.patch, self.patch
         count, tokens = batch * cameras, self.image_tokens
-        patches = pixels.reshape(count, 3, side, p, side, p).permute(0, 2, 4, 1, 3, 5).reshape(count * tokens, -1)
+        patches = (
+            pixels.reshape(count, 3, side, p, side, p).permute(0, 2, 4, 1, 3, 5).reshape(count * tokens, -1)
+        )
         starts = torch.arange(0, (count + 1) * tokens, tokens, dtype=torch.int32, device=pixels.device)
         metadata = AttentionMetadata(
             slot_mapping=starts.new_empty(0), cu_seqlens_q=starts, seq_lens=starts.diff(),
@@ -430,7 +440,9 @@ def _check(config: Any) -> None:
         if one.model_type != "gemma":
             raise Unsupported(f"config.{name}.model_type={one.model_type!r} is not supported, only 'gemma'")
         if one.rope_parameters.get("rope_type", "default") != "default":
-            raise Unsupported(f"config.{name}.rope_parameters={one.rope_parameters!r}: rope_type must be 'default'")
+            raise Unsupported(
+                f"config.{name}.rope_parameters={one.rope_parameters!r}: rope_type must be 'default'"
+            )
     for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
         if getattr(text, name) != getattr(expert, name):
             raise Unsupported(
@@ -446,7 +458,9 @@ def _check(config: Any) -> None:
         raise Unsupported(f"config.dit_config.hidden_size={expert.hidden_size} must be even")
     for name in ("chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps"):
         if type(getattr(config, name)) is not int or getattr(config, name) < 1:
-            raise Unsupported(f"config.{name}={getattr(config, name)!r} is not supported, only integers above 0")
+            raise Unsupported(
+                f"config.{name}={getattr(config, name)!r} is not supported, only integers above 0"
+            )
 
 
 def _processor_of(folder: Path) -> Mapping[str, Any]:
@@ -465,7 +479,9 @@ def _statistics(folder: Path) -> dict[str, np.ndarray]:
     if not given:
         return {}
     if missing := [name for name in STATISTICS if name not in given]:
-        raise CheckpointError(f"{folder / 'processor_config.json'} has {', '.join(given)}, and no {missing[0]}")
+        raise CheckpointError(
+            f"{folder / 'processor_config.json'} has {', '.join(given)}, and no {missing[0]}"
+        )
     try:
         return {name: numbers(value, name, (None,), "a list of numbers") for name, value in given.items()}
     except ValueError as error:
@@ -495,5 +511,10 @@ ARCH = Architecture(
         "model.vlm.": "vlm.",
         "model.dit.": "dit.",
     },
-    unused=("*rotary_emb.inv_freq", "dit.embed_tokens.*", "vlm.language_model.norm.*", "vlm.vision_tower.head.*"),
+    unused=(
+        "*rotary_emb.inv_freq",
+        "dit.embed_tokens.*",
+        "vlm.language_model.norm.*",
+        "vlm.vision_tower.head.*",
+    ),
 )

@@ -1,7 +1,7 @@
 """Convolution over time, group norm and Mish, with FiLM and a residual: the block of diffusion policies' UNets.
 
-y = mish(group_norm(conv1d(x) + bias)) * scale + shift + residual, as in arXiv 2303.04137 and 2403.03954; FiLM, the scale
-and shift of each channel, is arXiv 1709.07871.
+y = mish(group_norm(conv1d(x) + bias)) * scale + shift + residual, as in arXiv 2303.04137 and 2403.03954. The scale and
+shift of each channel are FiLM, arXiv 1709.07871.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ class DiffusionPolicy3dConv1dBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm = self.block[0], self.block[1]
-        return conv1d_norm_mish(
-            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, norm.eps
-        )
+        return conv1d_norm_mish(x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, norm.eps)
 
 
 TARGETS = {
