@@ -185,11 +185,12 @@ def _triton(
     splits = min(max(1, multiprocessors(x.device) // tiles), cdiv(terms, 2 * block_k))
     per_split = cdiv(cdiv(terms, splits), block_k) * block_k
     splits = cdiv(terms, per_split)
+    exact = x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.allow_tf32)
     sums = torch.empty(splits, items, made, length, dtype=torch.float32, device=x.device)
     launch_kernel(
         _conv1d_sums_kernel, (cdiv(rows, block_m), cdiv(made, block_n), splits),
         x, weight.contiguous(), sums, rows, channels, made, length, *x.stride(), per_split,
-        K=window, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
+        K=window, PRECISION="ieee" if exact else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, num_warps=4, num_stages=4,
     )  # fmt: skip
     launch_kernel(
