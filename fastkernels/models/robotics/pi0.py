@@ -72,9 +72,14 @@ class GemmaAttention(nn.Module):
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """q [B * T, heads, D]; kv [B, S, 2 * kv_heads, D]; mask [B, 1, 1, S] or None. Returns [B * T, hidden]."""
-        q = q.unflatten(0, (len(kv), -1))
         k, v = kv[:, :, : self.kv_heads], kv[:, :, self.kv_heads :]
-        return self.o_proj(attention_dense(q, k, v, self.head_dim**-0.5, mask).flatten(2).flatten(0, 1))
+        if mask is not None and self.kv_heads == 1:
+            # Heads become rows, for which the mask is the same: PyTorch's fast kernels take no mask with grouped heads.
+            q = q.reshape(len(kv), -1, 1, self.head_dim)
+        else:
+            q = q.unflatten(0, (len(kv), -1))
+        found = attention_dense(q, k, v, self.head_dim**-0.5, mask)
+        return self.o_proj(found.view(-1, self.heads * self.head_dim))
 
 
 class GemmaMLP(nn.Module):
