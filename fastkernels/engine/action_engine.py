@@ -98,9 +98,7 @@ class ActionEngine(BudgetEngine):
             try:
                 return token_ids(prompt)
             except ValueError as error:
-                raise ValueError(
-                    str(error).replace("the prompt", "the input has a `prompt` that", 1)
-                ) from error
+                raise ValueError(f"the input cannot be read: {error}") from error
         if self.tokenizer is None:
             raise ValueError(
                 "the input has a `prompt` of text, and this engine has no tokenizer: give token ids"

@@ -63,7 +63,7 @@ def numbers(given: Any, name: str, shape: Sequence[int | None], what: str) -> np
             found = np.asarray(given, None if isinstance(given, np.ndarray) else np.float64)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the input needs `{name}`, {what}, got {reprlib.repr(given)}") from error
-    if found.dtype.kind not in "fiu" or _has_bool(given):
+    if found.dtype.kind not in "fiu" or (not isinstance(given, str) and _has_other(given)):
         raise ValueError(f"the input needs `{name}`, {what}, got {reprlib.repr(given)}")
     fits = found.ndim == len(shape) and all(
         n is None or n == m for n, m in zip(shape, found.shape, strict=True)
@@ -95,8 +95,8 @@ def _decoded(given: str, name: str, shape: Sequence[int | None], what: str) -> n
     return np.frombuffer(data, "<f4").reshape([-1 if n is None else n for n in shape])
 
 
-def _has_bool(given: Any) -> bool:
-    """Whether nested lists have true or false at their ends; numpy takes them as numbers."""
+def _has_other(given: Any) -> bool:
+    """Whether nested lists have true, false or text at their ends, which numpy takes as numbers."""
     if isinstance(given, (list, tuple)):
-        return any(map(_has_bool, given))
-    return isinstance(given, bool)
+        return any(map(_has_other, given))
+    return isinstance(given, (bool, str, bytes))

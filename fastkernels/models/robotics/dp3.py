@@ -404,8 +404,6 @@ class SimpleDP3(nn.Module):
         self.num_actions, self.num_steps = config.n_action_steps, config.num_inference_steps
         self.point_size = 6 if config.use_pc_color else 3
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     def ready(self, folder: Path, dummy: bool) -> None:
         """See policy.py."""
         self.refresh()
@@ -424,7 +422,7 @@ class SimpleDP3(nn.Module):
     def read(self, given: Any) -> Observation:
         """See policy.py. given: {"point_cloud": [observations, points, 3], "state": [observations, numbers]}.
 
-        One observation stands for all, as at the start of an episode. Points are read up to their sixth number.
+        One observation stands for all, as at the start of an episode. With colors, a point has 6 numbers.
         """
         check_fields(given, FIELDS)
         config, steps = self.config, self.config.n_obs_steps
@@ -475,8 +473,6 @@ class SimpleDP3(nn.Module):
         widths = [((0, 0), (0, most - cloud.shape[1]), (0, 0)) for cloud in clouds]
         points = np.stack([np.pad(c, w, mode="edge") for c, w in zip(clouds, widths, strict=True)])
         return {"points": points, "state": np.stack([o.arrays["state"] for o in observations])}
-
-    # --- the model ----------------------------------------------------------------------------------------------------
 
     def forward(
         self, steps: int, noise: torch.Tensor, points: torch.Tensor, state: torch.Tensor

@@ -188,8 +188,6 @@ class PI0ForConditionalGeneration(nn.Module):
         self.embed_scale = text.hidden_size**0.5
         self.statistics: dict[str, np.ndarray] = {}
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     def ready(self, folder: Path, dummy: bool) -> None:
         """See policy.py. The statistics of states and actions are in processor_config.json, where there are any."""
         self._folder = folder
@@ -254,12 +252,12 @@ class PI0ForConditionalGeneration(nn.Module):
         images = given.get("images")
         if not isinstance(images, (list, tuple)) or not images:
             raise ValueError(f"the input needs `images`, at least one of them, got {reprlib.repr(images)}")
-        ids = np.array(given.get("prompt") or [], np.int64)
+        ids = given.get("prompt") or []
         vocabulary = self.config.vlm_config.text_config.vocab_size
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
-            wrong = next(int(i) for i in ids if not 0 <= i < vocabulary)
+        wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
+        if wrong is not None:
             raise ValueError(
-                f"the input has the token id {wrong} in `prompt`: ids are from 0 to {vocabulary - 1}"
+                f"the input has the token id {reprlib.repr(wrong)} in `prompt`: ids are from 0 to {vocabulary - 1}"
             )
         size = len(images) * self.image_tokens + len(ids)
         if size > self.longest:
@@ -267,7 +265,11 @@ class PI0ForConditionalGeneration(nn.Module):
                 f"the input has {size} tokens, {self.image_tokens} for each image, and at most {self.longest} are"
                 " allowed by the model"
             )
-        arrays = {"pixels": self._pixels(images), "ids": ids, "state": self._state(given.get("state"))}
+        arrays = {
+            "pixels": self._pixels(images),
+            "ids": np.array(ids, np.int64),
+            "state": self._state(given.get("state")),
+        }
         return Observation(arrays, size, (len(images),))
 
     def _state(self, given: Any) -> np.ndarray:
@@ -325,8 +327,6 @@ class PI0ForConditionalGeneration(nn.Module):
             made["lengths"] = lengths + len(rows[0]["pixels"]) * self.image_tokens
         made["ids"] = np.stack([np.pad(row["ids"], (0, padded - len(row["ids"]))) for row in rows])
         return made
-
-    # --- the model ----------------------------------------------------------------------------------------------------
 
     def forward(
         self, steps: int, noise: torch.Tensor, pixels: torch.Tensor, state: torch.Tensor, ids: torch.Tensor,

@@ -123,6 +123,9 @@ BAD = {
         ({"images": [IMAGE], "state": [1.0]}, "input 0 needs `prompt`, a text or token ids"),
         ({"images": [IMAGE], "state": [1.0], "prompt": "pick"}, "this engine has no tokenizer: give token ids"),
         ({"images": [IMAGE], "state": [1.0], "prompt": [120]}, "has the token id 120 in `prompt`: ids are from 0"),
+        ({"images": [IMAGE], "state": [1.0], "prompt": [10**40]}, "has the token id 1000000"),
+        ({"images": [IMAGE], "state": [1.0], "prompt": [1.5]}, "input 0 cannot be read: prompt token id 1.5 is not"),
+        ({"images": [IMAGE], "state": ["1.5"], "prompt": [2]}, "input 0 needs `state`, a list of up to 9 numbers"),
         ({"images": [IMAGE], "state": [1.0], "prompt": [2] * 97}, "size of 101 tokens, and a request may have 100"),
     ],
     "dp3": [
