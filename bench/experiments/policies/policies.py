@@ -8,7 +8,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def ours(llm: LLM, observations: list[Observation], found: Found) -> None:
     found.add("fastkernels", lambda: runner.launch(step).result())
 
 
-def pi0(cameras: int, batch: int, found: Found) -> None:
+def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found) -> None:
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     config = PI0Config()
@@ -100,7 +100,7 @@ def pi0(cameras: int, batch: int, found: Found) -> None:
     with torch.inference_mode():
         found.add("eager", lambda: model.sample_actions(**given))
     with torch.no_grad():
-        for mode in ("reduce-overhead", "max-autotune"):
+        for mode in modes:
             torch._dynamo.reset()
             model.model.dit.forward = torch.compile(
                 type(model.model.dit).forward.__get__(model.model.dit), mode=mode
@@ -173,7 +173,7 @@ class Reference(nn.Module):
         return self.last(x).transpose(1, 2)
 
 
-def run_dp3(batch: int, found: Found) -> None:
+def run_dp3(batch: int, modes: Sequence[str], found: Found) -> None:
     from diffusers import DDIMScheduler
 
     random = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def run_dp3(batch: int, found: Found) -> None:
     with torch.inference_mode():
         found.add("eager", lambda: chunk(model))
     with torch.no_grad():
-        for mode in ("reduce-overhead", "max-autotune"):
+        for mode in modes:
             torch._dynamo.reset()
             unet = torch.compile(model, mode=mode)
             found.add(f"compiled_unet_{mode}", lambda unet=unet: chunk(lambda *a: unet(*a).clone()))
@@ -226,8 +226,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("pi0", "dp3"), help="default: both")
     parser.add_argument("--cameras", default="1,3", help="of Pi0")
     parser.add_argument("--batch", default="1,8,100", help="of DP3; Pi0 has 1")
+    parser.add_argument("--modes", default="reduce-overhead,max-autotune", help="of torch.compile")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args()
+    modes = args.modes.split(",")
     plan: list[tuple[str, dict[str, int]]] = []
     if args.only != "pi0":
         plan += [("dp3", {"batch": int(n)}) for n in args.batch.split(",")]
@@ -236,9 +238,9 @@ def main() -> None:
     for name, case in plan:
         found = Found(name, case)
         if name == "dp3":
-            run_dp3(case["batch"], found)
+            run_dp3(case["batch"], modes, found)
         else:
-            pi0(case["cameras"], case["batch"], found)
+            pi0(case["cameras"], case["batch"], modes, found)
         own, others = (
             found.times.get("fastkernels"),
             [t for p, t in found.times.items() if p != "fastkernels"],
