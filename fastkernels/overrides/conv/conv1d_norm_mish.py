@@ -263,7 +263,7 @@ SPEC = OpSpec(
     cases=(  # the UNet of simple DP3, for one environment and for 100
         _case("down_16", "model", 1, 128, 256, 8, weight=1, film=True),
         _case("down_16_residual", "model", 1, 256, 256, 8, weight=1, residual=True),
-        _case("middle", "model", 1, 384, 384, 4, weight=2, film=True),
+        _case("dp3_middle", "model", 1, 384, 384, 4, weight=2, film=True),
         _case("middle_residual", "model", 1, 384, 384, 4, weight=2, residual=True),
         _case("up", "model", 1, 768, 256, 4, weight=1, film=True),
         _case("last", "model", 1, 128, 128, 16, weight=1),
