@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "ActionParams": ".engine.scheduling.acting",
     "patch": ".patch",
     "patch_async": ".patch",
     "unpatch": ".patch",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
+    from fastkernels.engine.scheduling.acting import ActionParams
     from fastkernels.engine.scheduling.denoising import ImageParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan

@@ -59,7 +59,7 @@ QUICK_CASES = (  # at least one of each op
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
     "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3", "mamba_decode_32", "mamba2_decode_32", "gla_decode_32",
     "qwen3_next_decode_32", "kimi_linear_decode_32", "rwkv7_decode_32", "mobile_dw5", "efficient_10", "convnext_24",
-    "colbert_100", "dlrm_32", "dlrm_multi_32", "gowalla_layer", "gowalla_32",
+    "colbert_100", "dp3_middle", "dlrm_32", "dlrm_multi_32", "gowalla_layer", "gowalla_32",
 )  # fmt: skip
 EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
 LENGTHS = ("--input-len", "512", "--output-len", "128")

@@ -18,7 +18,6 @@ from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.denoising import ImageRequest
-from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
@@ -28,8 +27,9 @@ log = logging.getLogger("fastkernels")
 
 @dataclass
 class StepStats:
-    """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder.
+    """Metrics since the last take_stats(). Times in seconds.
 
+    encoded: finished requests of encoders, recommenders and robot policies
     denoise_steps: steps of single images; images: finished ones.
     """
 
@@ -38,7 +38,7 @@ class StepStats:
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
-    encoded: list[EncodeRequest] = field(default_factory=list)
+    encoded: list[Any] = field(default_factory=list)
     denoise_steps: int = 0
     images: list[ImageRequest] = field(default_factory=list)
 
@@ -174,7 +174,7 @@ class Engine(ABC):
         if isinstance(prompt, str):
             text, ids = prompt, self._encode(prompt, limit, side)
         else:
-            text, ids = None, _token_ids(prompt)
+            text, ids = None, token_ids(prompt)
             ids = ids if limit is None else tokenizer.cut(ids, limit, side)
         vocab = self.hf_config.vocab_size
         if not ids:
@@ -211,7 +211,7 @@ def make_engine(config: EngineConfig) -> Engine:
     return registry.load(kind.engine)(config, opened)
 
 
-def _token_ids(prompt: Any) -> list[int]:
+def token_ids(prompt: Any) -> list[int]:
     """Token ids as Python integers, from any kind of integer. Raises ValueError."""
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise ValueError(f"the prompt must be text or token ids, got {reprlib.repr(prompt)}")

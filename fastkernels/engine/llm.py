@@ -16,6 +16,7 @@ from fastkernels.engine.images import is_image
 from fastkernels.engine.media import data_of
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
@@ -247,6 +248,35 @@ class LLM:
             first.seeds += [seed for output in rest for seed in output.seeds]
             outputs.append(first)
         return outputs
+
+    def act(
+        self,
+        observations: dict[str, Any] | Sequence[dict[str, Any]],
+        params: ActionParams | Sequence[ActionParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[ActionRequestOutput]:
+        """Compute a robot's next actions: `actions` of each output is an array [actions, numbers].
+
+        observations  one for each robot. Of Pi0: {'images': PIL images, one for each camera, 'state': numbers,
+                      'prompt': text or token ids}; of DP3: {'point_cloud': [observations, points, 3],
+                      'state': [observations, numbers]}
+        params        one for all observations, or one for each (default: ActionParams())
+        use_tqdm      as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("act", "Act")
+        listed = [observations] if isinstance(observations, dict) else observations
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(
+                f"act: observations must be a dict or a list of dicts, got {reprlib.repr(observations)}"
+            )
+        given = params if params is not None else ActionParams()
+        each = [given] * len(listed) if isinstance(given, ActionParams) else list(given)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} observations and {len(each)} params: give one, or one for each")
+        return self._run(listed, each, use_tqdm)
 
     def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine

@@ -43,6 +43,11 @@ RUNNERS = {
         "fastkernels.engine.score_engine:ScoreEngine",
         "LLM.score and /v1/scores",
     ),
+    "Act": RunnerKind(
+        "fastkernels.engine.execution.act:Act",
+        "fastkernels.engine.action_engine:ActionEngine",
+        "LLM.act and /v1/actions",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

@@ -29,6 +29,7 @@ BANNED = (
     "fla",
     "torchrec",
     "torch_geometric",
+    "diffusion_policy_3d",
 )
 SERVERS = ("vllm", "sglang")
 
@@ -787,7 +788,14 @@ def graph_propagate(ns: Any) -> list[Any]:
     ]
 
 
-EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate)}
+def conv1d_norm_mish(ns: Any) -> list[Any]:
+    return [
+        filled(ns.Conv1dBlock(3, 8, 5, n_groups=2))(randn(2, 3, 7)),
+        filled(ns.Conv1dBlock(4, 8, 1))(randn(1, 4, 9)),
+    ]
+
+
+EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate, conv1d_norm_mish)}
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

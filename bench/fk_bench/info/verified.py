@@ -13,6 +13,7 @@ EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
 LATENTS = 1e-4  # and relative
+ACTIONS = 2e-5  # and relative, in each denoising step
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Score":
         test = "tests/integrations/test_recommenders.py::test_models_of_torchrec_and_torch_geometric"
         return Verified(f"{test}[{model.name}]", RECOMMENDATIONS)
+    if arch.runner == "Act":
+        test = "tests/models/test_policies.py::test_every_step_equals_the_reference"
+        return Verified(f"{test}[{model.name}]", ACTIONS)
     if arch.runner == "Denoise":
         return Verified(
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS

@@ -23,6 +23,7 @@ from fastkernels import __version__
 from fastkernels.engine.async_llm import AsyncLLM, EngineError
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import errors, schema, templates
+from fastkernels.engine.http.actions import Actions
 from fastkernels.engine.http.anthropic_api.routes import Messages
 from fastkernels.engine.http.audio_api.routes import Audio
 from fastkernels.engine.http.config import ServerConfig
@@ -52,6 +53,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
+    "Act": (Actions,),
     "Denoise": (Pictures,),
 }
 

@@ -67,8 +67,20 @@ def _upsample_conv(x: T, weight: T, bias: T | None = None) -> T:
     return F.conv2d(F.interpolate(x, scale_factor=2.0), weight, bias, padding=1)
 
 
+def _conv1d_norm_mish(
+    x: T, weight: T, bias: T | None, norm_weight: T, norm_bias: T, num_groups: int, eps: float = 1e-5,
+    scale: T | None = None, shift: T | None = None, residual: T | None = None,
+) -> T:  # fmt: skip
+    y = F.conv1d(x, weight, bias, padding=weight.shape[2] // 2)
+    y = F.mish(F.group_norm(y, num_groups, norm_weight, norm_bias, eps))
+    if scale is not None and shift is not None:
+        y = scale[:, :, None] * y + shift[:, :, None]
+    return y if residual is None else y + residual
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
+    "conv1d_norm_mish": (*from_torch(_conv1d_norm_mish), inductor("conv1d_norm_mish")),
     "conv_norm_act": (*from_torch(_conv_norm_act), inductor("conv_norm_act")),
     "convolution": from_torch(_convolution),
     "global_response_norm": (*from_torch(_global_response_norm), inductor("global_response_norm")),

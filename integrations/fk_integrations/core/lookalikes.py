@@ -18,6 +18,7 @@ PACKAGES = (
     "fla",
     "torchrec",
     "torch_geometric",
+    "diffusion_policy_3d",
 )  # hosts whose models may contain each other's
 
 

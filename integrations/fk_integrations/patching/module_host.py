@@ -13,27 +13,34 @@ from fk_integrations.patching.in_process import InProcessHost
 
 
 class ModuleAdapter(Adapter):
-    """Targets are the library's modules, and torch's classes. package: the library's name in Target.host."""
+    """Targets are the library's modules, and torch's classes.
+
+    package   the library's name in Target.host
+    checkout  the version of a library that is imported from a checkout, without an installation
+    """
 
     first_call = True
     trained = True
     several = True
 
-    def __init__(self, package: str) -> None:
-        self.host, self.version = package, versions.installed(package) or ""
+    def __init__(self, package: str, checkout: str = "") -> None:
+        self.host, self.version = package, versions.installed(package) or checkout
 
     def uncovered(self, model: Any) -> dict[Reason, int]:
         return {} if model is None else uncovered(self.host, model)
 
 
 class ModuleHost(InProcessHost):
-    """fastkernels.patch.Host for a torch module that contains modules of the library `name`."""
+    """fastkernels.patch.Host for a torch module that contains modules of the library `name`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    checkout: see ModuleAdapter
+    """
+
+    def __init__(self, name: str, checkout: str = "") -> None:
+        self.name, self._checkout = name, checkout
 
     def version(self) -> str | None:
-        return versions.installed(self.name)
+        return versions.installed(self.name) or self._checkout or None
 
     def matches(self, target: Any) -> bool:
         torch = sys.modules.get("torch")
@@ -42,4 +49,4 @@ class ModuleHost(InProcessHost):
         return first_package(target, PACKAGES) == self.name
 
     def adapter(self) -> Adapter:
-        return ModuleAdapter(self.name)
+        return ModuleAdapter(self.name, self._checkout)

@@ -1,0 +1,1 @@
+"""Policies of robots: observations in, a chunk of actions out."""

@@ -1,0 +1,1 @@
+"""Models of diffusion_policy_3d: the UNets of DP3."""
