@@ -25,8 +25,9 @@ class Architecture:
                     (see common/pipelines/pipeline.py)
     folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
                     with the folder's name
-    media           what prompts may hold next to tokens: 'image' (see common/media.py) or 'audio' (audio/whisper.py).
-                    The fields of the text model may be in its config's `text_config`
+    media           what prompts may hold next to tokens: 'image', 'video', 'audio' (see common/media.py), or 'audio'
+                    alone (audio/whisper.py). The fields of the text model may be in its config's `text_config`
+    within          the field that holds the config of this model, in that of a checkpoint with further models
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
                     by default
@@ -64,6 +65,7 @@ class Architecture:
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
     media: tuple[str, ...] = ()
+    within: str = ""
     folders: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)

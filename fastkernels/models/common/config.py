@@ -131,6 +131,11 @@ def text_model(config: Any) -> Any:
     """
     names = getattr(config, "architectures", None) or [""]
     found = registry.by_architecture().get(names[0])
+    if found is not None and found.arch.within and hasattr(config, found.arch.within):
+        own, dtype = getattr(config, found.arch.within), getattr(config, "dtype", None)
+        own.architectures = [found.arch.names[0]]
+        own.dtype = dtype if getattr(own, "dtype", None) is None else own.dtype
+        config = own
     if found is not None and found.arch.media and hasattr(config, "text_config"):
         return MediaConfig(config)
     if found is None or names[0] not in found.arch.text_of:
