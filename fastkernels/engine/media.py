@@ -191,8 +191,8 @@ class MediaReader:
             )
         if size > room:
             self._check_length("audio", i, self.most - room + size)
-        # Zeros behind it as in front of it: the last frames read as many samples beyond the end
-        padded = np.pad(samples, (0, extractor.n_fft + -len(samples) % hop))
+        # The last frames read samples beyond the end: zeros, as if it were padded to the longest audio
+        padded = np.pad(samples, (0, min(extractor.n_fft + -len(samples) % hop, most - len(samples))))
         found = extractor(
             padded, sampling_rate=rate, padding=False, truncation=False, return_tensors="pt"
         )["input_features"][0, :, :frames]
@@ -225,7 +225,7 @@ class MediaReader:
         shape = f"{len(frames)} frames of {frames.shape[2]} x {frames.shape[1]} pixels"
         try:
             tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
-            made = process(videos=[tensor], do_sample_frames=False, return_tensors="pt")
+            made = process(videos=[tensor], do_sample_frames=False, return_tensors="pt", **self._video_size)
             grid = tuple(made["video_grid_thw"][0].tolist())
             merged = self.model.merged(grid)
         except (ValueError, RuntimeError, ZeroDivisionError) as error:
@@ -233,6 +233,12 @@ class MediaReader:
         seconds = steps / found.rate
         values = made["pixel_values_videos"].to(self.dtype)
         return self._steps(values, grid, merged, frames, times, seconds)
+
+    @cached_property
+    def _video_size(self) -> dict[str, Any]:
+        """Limits of a frame's size that the whole processor has in place of the video processor's."""
+        own = getattr(self.processor, "videos_kwargs", None) or {}
+        return {"size": own["size"]} if "size" in own else {}
 
     def _steps(
         self, values: torch.Tensor, grid: Grid, merged: Grid, frames: np.ndarray, times: np.ndarray, seconds: float
@@ -298,7 +304,7 @@ class MediaReader:
         process = self.processor.video_processor
         steps = process.temporal_patch_size
         try:
-            patches = process.get_num_of_video_patches(max(frames + -frames % steps, steps), height, width)
+            patches = process.get_num_of_video_patches(max(frames + -frames % steps, steps), height, width, self._video_size)
         except (ValueError, ZeroDivisionError) as error:
             shape = f"{frames} frames of {width} x {height} pixels"
             raise ValueError(f"video {i} of {shape} cannot be processed: {error}") from error

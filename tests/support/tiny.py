@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -701,6 +703,20 @@ OMNI_TEMPLATE = (
     + "{% if 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@contextmanager
+def small_videos() -> Iterator[None]:
+    """Frames of a few pixels: the processor of Qwen2.5-Omni has limits of its own, whatever the checkpoint says."""
+    import transformers
+
+    cls = transformers.Qwen2_5OmniProcessor
+    before = cls.videos_kwargs
+    cls.videos_kwargs = {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}}
+    try:
+        yield
+    finally:
+        cls.videos_kwargs = before
 
 
 def make_tiny_omni(folder: str | Path, seed: int = 0, **fields: Any) -> Path:

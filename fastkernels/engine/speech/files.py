@@ -75,7 +75,7 @@ def recording(given: Any, rate: int, most: float = MAX_SECONDS) -> Recording:
         return _of_file(given, rate, most)
     samples, own = given if isinstance(given, tuple) and len(given) == 2 else (given, rate)
     try:
-        made, own = np.asarray(samples, np.float32), operator.index(own)
+        made, own = np.ascontiguousarray(samples, np.float32), operator.index(own)
     except (TypeError, ValueError) as error:
         raise AudioError(
             "the audio must be a path, the bytes of a file, samples, or (samples, their rate in Hz, an integer):"

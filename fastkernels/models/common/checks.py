@@ -54,6 +54,10 @@ def check_file(folder: Path) -> None:
             )
         return
     _check_dtype(file, raw)
+    if isinstance(raw.get(arch.within), dict):
+        raw = raw[arch.within]
+        kind = raw.get("model_type")
+        _check_dtype(file, raw)
     if names[0] in arch.text_of:
         raw = raw.get("text_config")
         if not isinstance(raw, dict):
@@ -101,8 +105,9 @@ def check(config: Any) -> None:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
     _check_layer_types(config)
-    if getattr(config, "vision_config", None) is not None:
-        check(config.vision_config)
+    for name in ("vision_config", "audio_config"):
+        if getattr(config, name, None) is not None:
+            check(getattr(config, name))
 
 
 def _check_layer_types(config: Any) -> None:
