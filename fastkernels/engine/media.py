@@ -53,7 +53,7 @@ class MediaPrompt:
 
 @dataclass(frozen=True)
 class Medium:
-    """What takes the place of a placeholder.
+    """Tokens and features in place of a placeholder.
 
     token_ids  of the text and the features
     items      start: from the first of these tokens
@@ -134,8 +134,8 @@ class MediaReader:
     def _check_length(self, kind: str, i: int, tokens: int) -> None:
         if tokens > self.most:
             raise ValueError(
-                f"the prompt has {tokens} tokens up to {kind} {i}, and the maximum context length is {self.most} tokens,"
-                " output included"
+                f"the prompt has {tokens} tokens up to {kind} {i}, and the maximum context length is {self.most}"
+                " tokens, output included"
             )
 
     def _read(self, kind: str, i: int, value: Any, room: int) -> Medium:
@@ -193,13 +193,14 @@ class MediaReader:
             self._check_length("audio", i, self.most - room + size)
         # The last frames read samples beyond the end: zeros, as if it were padded to the longest audio
         padded = np.pad(samples, (0, min(extractor.n_fft + -len(samples) % hop, most - len(samples))))
-        found = extractor(
-            padded, sampling_rate=rate, padding=False, truncation=False, return_tensors="pt"
-        )["input_features"][0, :, :frames]
+        found = extractor(padded, sampling_rate=rate, padding=False, truncation=False, return_tensors="pt")[
+            "input_features"
+        ][0, :, :frames]
         if tuple(found.shape) != (self.model.audio_bins, frames):
             raise ValueError(
                 f"the feature extractor makes {list(found.shape)}, and the model reads"
-                f" {[self.model.audio_bins, frames]}: the checkpoint's preprocessor_config.json belongs to another model"
+                f" {[self.model.audio_bins, frames]}: the checkpoint's preprocessor_config.json belongs to another"
+                " model"
             )
         if not torch.isfinite(found).all():
             raise ValueError(
@@ -241,7 +242,13 @@ class MediaReader:
         return {"size": own["size"]} if "size" in own else {}
 
     def _steps(
-        self, values: torch.Tensor, grid: Grid, merged: Grid, frames: np.ndarray, times: np.ndarray, seconds: float
+        self,
+        values: torch.Tensor,
+        grid: Grid,
+        merged: Grid,
+        frames: np.ndarray,
+        times: np.ndarray,
+        seconds: float,
     ) -> Medium:
         """A video as parts of some steps, each with features of its own. times: of the frames."""
         patches, size, frames_of = prod(grid[1:]), prod(merged[1:]), len(frames) // grid[0]
@@ -257,7 +264,9 @@ class MediaReader:
                 time = times[at * frames_of : (at + 1) * frames_of][[0, -1]].mean()
                 ids += self._stamp(time)
             part = values[at * patches : (at + n) * patches]
-            items.append(MediaItem("video", _digest(name, own.tobytes()), part, (n, *grid[1:]), len(ids), n * size))
+            items.append(
+                MediaItem("video", _digest(name, own.tobytes()), part, (n, *grid[1:]), len(ids), n * size)
+            )
             if stamped:
                 spans.append((len(ids), self.model.offsets((1, *merged[1:]))))
             ids += [token] * n * size
@@ -304,7 +313,9 @@ class MediaReader:
         process = self.processor.video_processor
         steps = process.temporal_patch_size
         try:
-            patches = process.get_num_of_video_patches(max(frames + -frames % steps, steps), height, width, self._video_size)
+            patches = process.get_num_of_video_patches(
+                max(frames + -frames % steps, steps), height, width, self._video_size
+            )
         except (ValueError, ZeroDivisionError) as error:
             shape = f"{frames} frames of {width} x {height} pixels"
             raise ValueError(f"video {i} of {shape} cannot be processed: {error}") from error
@@ -349,15 +360,15 @@ def _processor(folder: Path, kinds: Iterable[str]) -> Any:
     return found
 
 
-def data_of(url: str, i: int) -> bytes:
-    """The bytes of image i, given as a data URL in base64. Raises ValueError."""
+def data_of(url: str, name: str) -> bytes:
+    """The bytes of a medium, given as a data URL in base64. name: such as 'image 0'. Raises ValueError."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma or not head.endswith(";base64"):
-        raise ValueError(f"image {i} is not a data URL in base64: it begins with {head[:64]!r}")
+        raise ValueError(f"{name} is not a data URL in base64: it begins with {head[:64]!r}")
     try:
         return base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
     except ValueError as error:
-        raise ValueError(f"image {i} is not base64 behind the comma: {error}") from error
+        raise ValueError(f"{name} is not base64 behind the comma: {error}") from error
 
 
 def media_of(prompt: Any) -> tuple[Any, Mapping[str, Any]]:

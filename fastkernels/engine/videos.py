@@ -26,7 +26,7 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of a video before a frame is decoded. frames: their number; rate: of a second."""
+    """The size of a video, known before a frame is decoded. frames: their number; rate: of a second."""
 
     frames: int
     rate: float
@@ -71,7 +71,9 @@ def video(given: Any, sample: Sampler) -> Video:
         frames = frames.cpu().numpy()
     made = frames if isinstance(frames, np.ndarray) else _stacked(frames)
     if made.ndim != 4 or made.shape[3] != 3 or made.dtype != np.uint8:
-        raise VideoError(f"of shape {list(made.shape)} and {made.dtype}, which must be [n, H, W, 3] and uint8")
+        raise VideoError(
+            f"of shape {list(made.shape)} and {made.dtype}, which must be [n, H, W, 3] and uint8"
+        )
     if not made.size:
         raise VideoError("without frames")
     _check_pixels(len(made), made.shape[2], made.shape[1])
@@ -138,7 +140,9 @@ def _source(av: Any, container: Any, stream: Any, data: bytes) -> Source:
     if width < 1 or height < 1:
         raise VideoError("of an unknown size in pixels: the file is damaged")
     if width * height > MAX_PIXELS:
-        raise VideoError(f"of {width} x {height} pixels, and at most {MAX_PIXELS} pixels in a frame are possible")
+        raise VideoError(
+            f"of {width} x {height} pixels, and at most {MAX_PIXELS} pixels in a frame are possible"
+        )
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     seconds = None
     if stream.duration is not None and stream.time_base is not None:
@@ -159,7 +163,9 @@ def _source(av: Any, container: Any, stream: Any, data: bytes) -> Source:
     if not 0 < rate < math.inf:
         rate = frames / seconds if seconds else FPS
     if frames / rate > MAX_SECONDS:
-        raise VideoError(f"of {frames / rate:g} s, and at most {MAX_SECONDS} s are possible: cut it into parts")
+        raise VideoError(
+            f"of {frames / rate:g} s, and at most {MAX_SECONDS} s are possible: cut it into parts"
+        )
     return Source(frames, rate, width, height)
 
 

@@ -22,11 +22,11 @@ CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}
 WIDE = image(0, 40, 24)  # 15 tokens
 SHORT, LONG = tone(1, 0.53), tone(2, 1.27)  # 13 and 32 tokens; neither is a multiple of a chunk
 CLIP, TALL = clip(3, 6, 32, 24), clip(4, 3, 16, 56)  # 36 and 28 tokens
-I, V, A = OMNI["image"], OMNI["video"], OMNI["audio"]
+PICTURE, V, A = OMNI["image"], OMNI["video"], OMNI["audio"]
 PROMPTS = [
     prompt(f"Hear {A} it", audio=[SHORT]),
     prompt("No media at all"),
-    prompt(f"{A}{I} and {V}{A}?", audio=[LONG, SHORT], image=[WIDE], video=[CLIP]),
+    prompt(f"{A}{PICTURE} and {V}{A}?", audio=[LONG, SHORT], image=[WIDE], video=[CLIP]),
     prompt(f"{V} then {V}", video=[TALL, CLIP]),
 ]
 
@@ -113,7 +113,9 @@ def test_equal_audio_shares_blocks_and_features(oracle: MediaOracle, encoded: li
 
 def test_media_of_a_step_are_encoded_by_kind(oracle: MediaOracle, encoded: list[Any]) -> None:
     check(oracle, LLM(str(oracle.folder), **CPU), [PROMPTS[0], PROMPTS[2]])
-    assert [sorted(step) for step in encoded] == [[("audio", 13), ("audio", 32), ("image", 15), ("video", 36)]]
+    assert [sorted(step) for step in encoded] == [
+        [("audio", 13), ("audio", 32), ("image", 15), ("video", 36)]
+    ]
 
 
 @pytest.mark.slow
@@ -131,7 +133,9 @@ def test_files_and_other_rates_are_read(oracle: MediaOracle) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     found = llm.generate(given, params, use_tqdm=False)[0]
     want = oracle.logprobs(prompt("f" + A, audio=[samples]))[-2, found.prompt_token_ids[-1]]
-    assert found.prompt_logprobs[-1][found.prompt_token_ids[-1]].logprob == pytest.approx(float(want), abs=LOGITS)
+    assert found.prompt_logprobs[-1][found.prompt_token_ids[-1]].logprob == pytest.approx(
+        float(want), abs=LOGITS
+    )
     slow = llm.generate(prompt(A, audio=[(SHORT[::2], RATE // 2)]), params, use_tqdm=False)[0]
     assert len(slow.prompt_token_ids) == 13 + 2
 
@@ -152,14 +156,14 @@ def test_whole_checkpoint_has_the_thinker(oracle: MediaOracle, tmp_path: Path) -
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    (prompt("a", audio=[SHORT]), "0 placeholders of audios, and 1 audios are given: each audio needs one, <.audio_bos.>"),
+    (prompt("a", audio=[SHORT]), "0 placeholders of audios, and 1 audios are given: each audio needs one, <.audio_"),
     (prompt(A, audio=[tone(0, 4.01)]), r"audio 0 of the prompt cannot be read: the audio has 4\.01 s, and at most 4 s"),
     (prompt(A, audio=[(SHORT, 1)]), "a sampling rate of 1 Hz, and 4000 to 384000 are possible"),
     (prompt(A, audio=[b"no audio"]), "audio 0 of the prompt cannot be read: the file is damaged, or no audio file"),
     (prompt(A, audio=[tone(0, 0.01)]), r"audio 0 of the prompt has 0\.01 s, and 0\.04 s are the least"),
     (prompt(A, audio=[np.full(9999, np.nan, np.float32)]), "samples that are not finite numbers"),
     (prompt(A * 3, audio=[SHORT] * 3), "the prompt has 3 audios, and at most 2 are allowed"),
-    (prompt(V, video=[(CLIP, {"fps": 0})]), "video 0 of the prompt is one of frames with fps 0, which must be a number"),
+    (prompt(V, video=[(CLIP, {"fps": 0})]), "video 0 of the prompt is one of frames with fps 0, which must be"),
     (prompt(A, audio=[np.zeros((2, 9), np.float32)]), r"samples of one channel \[n\], got shape \[2, 9\]"),
 ]  # fmt: skip
 
@@ -198,10 +202,10 @@ def test_spectrum_is_that_of_padded_audio(oracle: MediaOracle) -> None:
     reader = LLM(str(oracle.folder), **CPU).llm_engine.media
     for seconds in (0.1, 0.53, 1.0, 3.99, 4.0):
         given = prompt(A, audio=[tone(7, seconds)])
-        item = reader.read(None, oracle.processor.tokenizer(A)["input_ids"], given["multi_modal_data"]).items[0]
+        item = reader.read(None, oracle.processor.tokenizer(A)["input_ids"], given["multi_modal_data"]).items[
+            0
+        ]
         made = oracle.inputs(given)
         frames = int(made["feature_attention_mask"].sum())
         assert item.grid[0] == frames
         assert np.abs(made["input_features"][0, :, :frames].numpy() - item.values.numpy()).max() < 1e-5
-
-

@@ -21,7 +21,10 @@ from fastkernels.models.common.media import grid_offsets, mrope_positions
 CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}
 VIDEO = IMAGE.replace("image", "video")
 WIDE = image(0, 40, 24)
-CLIP, TALL = clip(3, 6, 32, 80), clip(4, 3, 16, 56)  # 3 and 2 steps, the last one of a single frame. As high as long:
+CLIP, TALL = (
+    clip(3, 6, 32, 80),
+    clip(4, 3, 16, 56),
+)  # 3 and 2 steps, the last one of a single frame. As high as long:
 # behind a video, transformers goes on at its height or width, and its own description at the largest position
 PROMPTS = [
     prompt(f"See {VIDEO} move", video=[CLIP]),
@@ -81,7 +84,7 @@ def test_prompts_with_videos_equal_transformers(oracles: Any, kind: str) -> None
 
 
 def test_steps_of_a_video_are_encoded_apart(oracles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With timestamps each step, whose features another video with this step has, too; otherwise up to 1,024 features."""
+    """With timestamps each step, whose features other videos share; otherwise up to 1,024 features at once."""
     found: list[Any] = []
     prepare = MediaFeatures.prepare
 
@@ -156,7 +159,12 @@ def test_frames_of_other_kinds_are_read(omni: MediaOracle) -> None:
     ids = [7, 515, 8]
     found = [
         reader.read(None, ids, {"video": given})
-        for given in (frames, [Image.fromarray(f) for f in frames], torch.from_numpy(frames), [(frames, {"fps": 1})])
+        for given in (
+            frames,
+            [Image.fromarray(f) for f in frames],
+            torch.from_numpy(frames),
+            [(frames, {"fps": 1})],
+        )
     ]
     assert len({read.items[0].digest for read in found}) == 2
     assert all(np.array_equal(found[0].positions, read.positions) for read in found[:3])
@@ -195,7 +203,10 @@ BAD: list[tuple[Any, str]] = [
     (lambda: video_file(smooth(9, 48, 32))[:700], "video 0 of the prompt is one"),
     (lambda: wav(tone(0, 0.2)), "one that is damaged, or no file of a known format"),
     (lambda: long_file(4000), "one of 4000 s, and at most 3600 s are possible"),
-    (lambda: video_file(smooth(33, 64, 64)), "tokens up to video 0, and the maximum context length is 256 tokens"),
+    (
+        lambda: video_file(smooth(33, 64, 64)),
+        "tokens up to video 0, and the maximum context length is 256 tokens",
+    ),
     (np.zeros((0, 8, 8, 3), np.uint8), "video 0 of the prompt is one without frames"),
     (np.zeros((2, 8, 8), np.uint8), r"one of shape \[2, 8, 8\] and uint8, which must be \[n, H, W, 3\]"),
     ([WIDE, image(1, 8, 8)], "frames of several sizes"),
@@ -230,7 +241,7 @@ def test_limits_hold_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_size_of_the_whole_processor_counts(omni: MediaOracle, tmp_path: Path) -> None:
-    """Without the limits of the tests, frames have those of Qwen2.5-Omni's processor: 128 to 768 times 28 x 28 pixels."""
+    """Frames have the limits of Qwen2.5-Omni's processor, 128 to 768 times 28 x 28 pixels, not the checkpoint's."""
     from transformers import Qwen2_5OmniProcessor
 
     reader = LLM(str(omni.folder), **{**CPU, "max_model_len": 2048, "num_blocks": 200}).llm_engine.media

@@ -34,6 +34,8 @@ def verified(model: Model, architecture: str) -> Verified:
         return Verified(f"tests/models/test_text_models.py::test_text_model_equals_transformers[{kind}]", 0.0)
     if arch.media == ("audio",):
         return Verified("tests/engine/test_whisper.py::test_whisper_logits_equal_transformers", LOGITS)
+    if "audio" in arch.media:
+        return Verified("tests/engine/test_omni.py::test_omni_logits_equal_transformers", LOGITS)
     if arch.media:
         return Verified(
             f"tests/engine/test_media.py::test_logits_with_images_equal_transformers[{model.name}]", LOGITS

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's Thinker (arXiv 2503.20215): Qwen2.5-VL that hears, with positions of time for video and audio (TMRoPE)."""
+"""Qwen2.5-Omni's Thinker (arXiv 2503.20215): Qwen2.5-VL that reads audio, too, with positions of time (TMRoPE)."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ class Qwen2_5OmniAudioEncoder(nn.Module):
         self.chunk = 2 * config.n_window
         self.conv1 = nn.Conv1d(config.num_mel_bins, hidden, 3, padding=1)
         self.conv2 = nn.Conv1d(hidden, hidden, 3, stride=2, padding=1)
-        self.layers = nn.ModuleList(
-            whisper.WhisperEncoderLayer(config) for _ in range(config.encoder_layers)
-        )
+        self.layers = nn.ModuleList(whisper.WhisperEncoderLayer(config) for _ in range(config.encoder_layers))
         self.ln_post = VllmLayerNorm(hidden, whisper.EPS)
         self.proj = VllmReplicatedLinear(hidden, config.output_dim, return_bias=False)
         self._table: torch.Tensor | None = None
