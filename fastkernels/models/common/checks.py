@@ -54,14 +54,10 @@ def check_file(folder: Path) -> None:
             )
         return
     _check_dtype(file, raw)
-    if isinstance(raw.get(arch.within), dict):
-        raw = raw[arch.within]
-        kind = raw.get("model_type")
-        _check_dtype(file, raw)
     if names[0] in arch.text_of:
-        raw = raw.get("text_config")
+        raw = raw.get(arch.within)
         if not isinstance(raw, dict):
-            raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
+            raise CheckpointError(f"{file} has no {arch.within}, which {names[0]} needs")
         kind = raw.get("model_type")
         _check_dtype(file, raw)
     if kind is not None and kind not in (arch.model_type, *arch.aliases):

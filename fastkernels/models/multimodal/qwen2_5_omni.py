@@ -155,14 +155,13 @@ class Qwen2_5OmniThinkerForConditionalGeneration(vision.QwenVL):
 
 
 ARCH = Architecture(
-    names=(
-        "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel",
-    ),
+    names=("Qwen2_5OmniThinkerForConditionalGeneration",),
     category="multimodal",
     model="Qwen2_5OmniThinkerForConditionalGeneration",
     runner="Generate",
     model_type="qwen2_5_omni_thinker",
     media=("image", "video", "audio"),
+    text_of=("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"),
     within="thinker_config",
     packed={
         "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "qkv": ("q", "k", "v"),
