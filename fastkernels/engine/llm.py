@@ -393,12 +393,14 @@ def _with_media_apart(conversation: Sequence[Any]) -> tuple[list[Any], dict[str,
             if name not in MEDIA_PARTS:
                 parts.append(part)
                 continue
-            kind, given = MEDIA_PARTS[name], part[name]
+            kind, given = MEDIA_PARTS[name], part.get(name)
             own = media.setdefault(kind, [])
-            if name == "input_audio":
-                given = f"data:audio/wav;base64,{given['data']}"
-            elif isinstance(given, dict):
-                given = given["url"]
+            if isinstance(given, dict):
+                audio = name == "input_audio"
+                given = given.get("data" if audio else "url")
+                given = f"data:audio/wav;base64,{given}" if audio and given is not None else given
+            if given is None:
+                raise ValueError(f"{kind} {len(own)} of the conversation is empty: {reprlib.repr(part)}")
             own.append(data_of(given, f"{kind} {len(own)}") if isinstance(given, str) else given)
             parts.append({"type": kind})
         made.append({**message, "content": parts})

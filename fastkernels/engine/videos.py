@@ -112,8 +112,6 @@ def _of_file(data: bytes, sample: Sampler) -> Video:
         raise VideoError(
             "that cannot be read here: the package av is not installed (pip install 'fastkernels[audio]')"
         ) from error
-    if b"ftyp" not in data[:64] and data[:8] == b"\x89PNG\r\n\x1a\n":
-        raise VideoError("that is an image file: send it as image_url")
     try:
         # Only these formats: others, such as playlists, would open further files and addresses
         container = av.open(io.BytesIO(data), options=OPTIONS, metadata_errors="ignore")
@@ -170,7 +168,7 @@ def _source(av: Any, container: Any, stream: Any, data: bytes) -> Source:
 
 
 def _decoded(av: Any, container: Any, stream: Any, kept: Sequence[int], source: Source) -> list[np.ndarray]:
-    """These frames. The last frame stands for those that a damaged end lacks. Raises VideoError."""
+    """These frames. The last one stands for those that the header promised in vain. Raises VideoError."""
     found: list[np.ndarray] = []
     last: Any = None
     try:
@@ -181,8 +179,7 @@ def _decoded(av: Any, container: Any, stream: Any, kept: Sequence[int], source: 
             if len(found) == len(kept):
                 return found
     except av.error.FFmpegError as error:
-        if not found:
-            raise VideoError(f"that is damaged: {error}") from error
+        raise VideoError(f"that is damaged: {error}") from error
     if last is None:
         raise VideoError("without frames")
     rest = _array(last, source)

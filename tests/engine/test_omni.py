@@ -52,7 +52,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
     return found
 
 
-def check(oracle: MediaOracle, llm: LLM, prompts: list[dict[str, Any]], n: int = 6) -> list[Any]:
+def check(
+    oracle: MediaOracle, llm: LLM, prompts: list[dict[str, Any]], n: int = 6, tolerance: float = LOGITS
+) -> list[Any]:
     """Log-probabilities of each greedy token are those of transformers, which has no token that is more likely."""
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -61,8 +63,8 @@ def check(oracle: MediaOracle, llm: LLM, prompts: list[dict[str, Any]], n: int =
         ids = output.outputs[0].token_ids
         want = oracle.logprobs(given, ids)[-n - 1 : -1]
         got = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, ids, strict=True)]
-        assert got == pytest.approx(want[range(n), ids].tolist(), abs=LOGITS, rel=LOGITS)
-        assert got == pytest.approx(want.amax(-1).tolist(), abs=LOGITS, rel=LOGITS)
+        assert got == pytest.approx(want[range(n), ids].tolist(), abs=tolerance, rel=tolerance)
+        assert got == pytest.approx(want.amax(-1).tolist(), abs=tolerance, rel=tolerance)
     return outputs
 
 
@@ -116,6 +118,20 @@ def test_media_of_a_step_are_encoded_by_kind(oracle: MediaOracle, encoded: list[
     assert [sorted(step) for step in encoded] == [
         [("audio", 13), ("audio", 32), ("image", 15), ("video", 36)]
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+def test_media_on_the_gpu_equal_transformers(oracle: MediaOracle, eager: bool) -> None:
+    """With CUDA graphs for the decodes, and in steps of a few tokens."""
+    gpu = {**CPU, "device": "cuda", "dtype": "float32", "enforce_eager": eager}
+    check(oracle, LLM(str(oracle.folder), **gpu), PROMPTS, n=12, tolerance=2e-3)
+    check(
+        oracle,
+        LLM(str(oracle.folder), max_num_batched_tokens=16, max_num_seqs=4, **gpu),
+        PROMPTS,
+        tolerance=2e-3,
+    )
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def recording(given: Any, rate: int, most: float = MAX_SECONDS) -> Recording:
         return _of_file(given, rate, most)
     samples, own = given if isinstance(given, tuple) and len(given) == 2 else (given, rate)
     try:
-        made, own = np.ascontiguousarray(samples, np.float32), operator.index(own)
+        made, own = np.asarray(samples, np.float32), operator.index(own)
     except (TypeError, ValueError) as error:
         raise AudioError(
             "the audio must be a path, the bytes of a file, samples, or (samples, their rate in Hz, an integer):"
@@ -186,7 +186,8 @@ def _resampled(samples: np.ndarray, own: int, rate: int) -> Iterator[np.ndarray]
     av = _av()
     resampler = av.AudioResampler("flt", "mono", rate)
     for at in range(0, len(samples), own):
-        frame = av.AudioFrame.from_ndarray(samples[None, at : at + own], "flt", "mono")
+        block = np.ascontiguousarray(samples[None, at : at + own])
+        frame = av.AudioFrame.from_ndarray(block, "flt", "mono")
         frame.sample_rate, frame.pts = own, None
         yield from (made.to_ndarray()[0] for made in resampler.resample(frame))
     if len(samples):

@@ -56,26 +56,13 @@ def _mlp(config: Any, inner: int) -> d.Mlp:
 
 def tower(config: Any) -> Iterator[towers.Part]:
     """The modules of the encoder."""
-    hidden = config.d_model
-    yield from convolutions(config)
-    yield towers.Part("audio.embed_positions", "embedding", {"weight": (config.max_source_positions, hidden)})
-    yield from layers(config)
-    yield towers.layer_norm("audio.layer_norm", hidden)
-
-
-def convolutions(config: Any) -> Iterator[towers.Part]:
-    """The stem of an encoder of speech."""
-    hidden = config.d_model
+    hidden, inner, heads = config.d_model, config.encoder_ffn_dim, config.encoder_attention_heads
     for name, channels in (("conv1", config.num_mel_bins), ("conv2", hidden)):
         yield towers.Part(
             f"audio.{name}", "convolution", {"weight": (hidden, channels, 3), "bias": (hidden,)}
         )
         yield towers.activation(f"audio.{name}", "gelu")
-
-
-def layers(config: Any) -> Iterator[towers.Part]:
-    """The layers of an encoder of speech."""
-    hidden, inner, heads = config.d_model, config.encoder_ffn_dim, config.encoder_attention_heads
+    yield towers.Part("audio.embed_positions", "embedding", {"weight": (config.max_source_positions, hidden)})
     for i in range(config.encoder_layers):
         at = f"audio.layers.{i}"
         yield towers.layer_norm(f"{at}.self_attn_layer_norm", hidden)
@@ -88,6 +75,7 @@ def layers(config: Any) -> Iterator[towers.Part]:
         yield towers.linear(f"{at}.mlp.up_proj", inner, hidden, "columns")
         yield towers.activation(f"{at}.mlp.act_fn", config.activation_function)
         yield towers.linear(f"{at}.mlp.down_proj", hidden, inner, "rows")
+    yield towers.layer_norm("audio.layer_norm", hidden)
 
 
 def absent(config: Any) -> list[str]:

@@ -12,15 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastkernels.core import parallel
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.audio import whisper
-from fastkernels.models.common import activations, towers
+from fastkernels.models.common import activation_modules, activations, towers
 from fastkernels.models.common import description as d
 from fastkernels.models.common import qwen_vision as vision
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.encoder import attend_within
 from fastkernels.models.multimodal import qwen2_5_vl
-from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
+from fastkernels.overrides.linear.vllm import (
+    VllmColumnParallelLinear,
+    VllmQKVParallelLinear,
+    VllmReplicatedLinear,
+    VllmRowParallelLinear,
+)
 from fastkernels.overrides.norm.vllm import VllmLayerNorm
+
+EPS = 1e-5  # of the audio tower's norms
 
 
 def describe(config: Any) -> d.Decoder:
@@ -30,15 +38,31 @@ def describe(config: Any) -> d.Decoder:
 
 def audio_tower(own: Any) -> Iterator[towers.Part]:
     """The modules of the audio tower with this config."""
-    yield from whisper.convolutions(own)
-    yield from whisper.layers(own)
-    yield towers.layer_norm("audio.ln_post", own.d_model)
-    yield towers.linear("audio.proj", own.output_dim, own.d_model)
+    hidden, heads = own.d_model, own.encoder_attention_heads
+    for name, channels in (("conv1", own.num_mel_bins), ("conv2", hidden)):
+        yield towers.Part(
+            f"audio.{name}", "convolution", {"weight": (hidden, channels, 3), "bias": (hidden,)}
+        )
+        yield towers.activation(f"audio.{name}", "gelu")
+    for i in range(own.encoder_layers):
+        at = f"audio.layers.{i}"
+        yield towers.layer_norm(f"{at}.self_attn_layer_norm", hidden)
+        shapes: dict[str, tuple[int, ...]] = {"weight": (3 * hidden, hidden), "bias": (2 * hidden,)}
+        yield towers.Part(f"{at}.self_attn.qkv_proj", "linear", shapes, "heads")
+        sizes = {"num_heads": heads, "head_size": hidden // heads}
+        yield towers.Part(f"{at}.self_attn", "attention_dense", layout="heads", arguments=sizes)
+        yield towers.linear(f"{at}.self_attn.out_proj", hidden, hidden, "rows")
+        yield towers.layer_norm(f"{at}.final_layer_norm", hidden)
+        yield towers.linear(f"{at}.fc1", own.encoder_ffn_dim, hidden, "columns")
+        yield towers.activation(f"{at}.activation_fn", own.activation_function)
+        yield towers.linear(f"{at}.fc2", hidden, own.encoder_ffn_dim, "rows")
+    yield towers.layer_norm("audio.ln_post", hidden)
+    yield towers.linear("audio.proj", own.output_dim, hidden)
 
 
 def absent(config: Any) -> list[str]:
     """Patterns of the biases that a checkpoint leaves out: keys of the audio tower have none."""
-    return ["audio.*.self_attn.k_proj.bias"]
+    return ["audio*.self_attn.k_proj.bias"]
 
 
 def sinusoids(length: int, channels: int) -> torch.Tensor:
@@ -46,6 +70,40 @@ def sinusoids(length: int, channels: int) -> torch.Tensor:
     steps = torch.arange(channels // 2).float() * (math.log(1e4) / (channels // 2 - 1))
     angles = torch.arange(length)[:, None] * torch.exp(-steps)
     return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+class Qwen2_5OmniAudioAttention(nn.Module):
+    """Self-attention within the chunks of the forward context: hidden [T, H] to the same."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        heads, hidden = config.encoder_attention_heads, config.d_model
+        self.head_size = hidden // heads
+        self.num_heads = parallel.divide(heads, parallel.get_tp_size(), "heads of the audio tower")
+        self.qkv_proj = VllmQKVParallelLinear(hidden, self.head_size, heads, return_bias=False)
+        self.out_proj = VllmRowParallelLinear(hidden, hidden, return_bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden).view(-1, 3, self.num_heads, self.head_size)
+        return self.out_proj(attend_within(qkv).flatten(1))
+
+
+class Qwen2_5OmniAudioEncoderLayer(nn.Module):
+    """One layer with pre-normalization."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, inner = config.d_model, config.encoder_ffn_dim
+        self.self_attn_layer_norm = VllmLayerNorm(hidden, EPS)
+        self.self_attn = Qwen2_5OmniAudioAttention(config)
+        self.final_layer_norm = VllmLayerNorm(hidden, EPS)
+        self.fc1 = VllmColumnParallelLinear(hidden, inner, return_bias=False)
+        self.activation_fn = activation_modules.named(config.activation_function)
+        self.fc2 = VllmRowParallelLinear(inner, hidden, return_bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden))
+        return hidden + self.fc2(self.activation_fn(self.fc1(self.final_layer_norm(hidden))))
 
 
 class Qwen2_5OmniAudioEncoder(nn.Module):
@@ -61,8 +119,10 @@ class Qwen2_5OmniAudioEncoder(nn.Module):
         self.chunk = 2 * config.n_window
         self.conv1 = nn.Conv1d(config.num_mel_bins, hidden, 3, padding=1)
         self.conv2 = nn.Conv1d(hidden, hidden, 3, stride=2, padding=1)
-        self.layers = nn.ModuleList(whisper.WhisperEncoderLayer(config) for _ in range(config.encoder_layers))
-        self.ln_post = VllmLayerNorm(hidden, whisper.EPS)
+        self.layers = nn.ModuleList(
+            Qwen2_5OmniAudioEncoderLayer(config) for _ in range(config.encoder_layers)
+        )
+        self.ln_post = VllmLayerNorm(hidden, EPS)
         self.proj = VllmReplicatedLinear(hidden, config.output_dim, return_bias=False)
         self._table: torch.Tensor | None = None
 
@@ -167,9 +227,8 @@ ARCH = Architecture(
         "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "qkv": ("q", "k", "v"),
     },
     absent="fastkernels.models.multimodal.qwen2_5_omni:absent",
-    prefixes={"thinker.": ""},
-    renamed={"audio_tower.": "audio.", "model.language_model.": "model."},
-    parts={"fc1": "mlp.up_proj", "fc2": "mlp.down_proj", "out_proj": "o_proj"},
+    prefixes={"thinker.": "", "model.language_model.": "model.", "model.visual.": "visual."},
+    renamed={"audio_tower.": "audio."},
     unused=("*rotary_emb.inv_freq", "*audio_bos_eos_token.weight", "talker.*", "token2wav.*"),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={
