@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,12 +110,12 @@ class _Block(nn.Module):
 
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
-        self.attn_norm = nn.Module()
+        self.attn_norm: Any = nn.Module()
         self.attn_norm.linear = nn.Linear(c.width, 6 * c.width)
         self.attn = _Attention(c)
         inner = c.expansion * c.width
         up = nn.Sequential(nn.Linear(c.width, inner), VllmGELUTanh())
-        self.ff = nn.Module()
+        self.ff: Any = nn.Module()
         self.ff.ff = nn.ModuleList([up, nn.Identity(), nn.Linear(inner, c.width)])
 
     def forward(
@@ -134,15 +135,15 @@ class Estimator(nn.Module):
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
         self.head_size = c.head_size
-        self.time_embed = nn.Module()
+        self.time_embed: Any = nn.Module()
         self.time_embed.time_mlp = nn.Sequential(
             nn.Linear(TIMES, c.width), nn.SiLU(), nn.Linear(c.width, c.width)
         )
-        self.input_embed = nn.Module()
+        self.input_embed: Any = nn.Module()
         self.input_embed.proj = nn.Linear(4 * c.mel, c.width)
         self.input_embed.conv_pos_embed = _Positions(c)
         self.transformer_blocks = nn.ModuleList(_Block(c) for _ in range(c.depth))
-        self.norm_out = nn.Module()
+        self.norm_out: Any = nn.Module()
         self.norm_out.linear = nn.Linear(c.width, 2 * c.width)
         self.proj_out = nn.Linear(c.width, c.mel)
 
@@ -177,7 +178,7 @@ class SpeechFlow(nn.Module):
         self.input_embedding = nn.Embedding(c.vocab, c.mel)
         self.spk_embed_affine_layer = nn.Linear(c.speaker, c.mel)
         self.pre_lookahead_layer = _Lookahead(c)
-        self.decoder = nn.Module()
+        self.decoder: Any = nn.Module()
         self.decoder.estimator = Estimator(c)
         self._noise: torch.Tensor | None = None
 

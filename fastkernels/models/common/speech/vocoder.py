@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,7 @@ class Vocoder(nn.Module):
             _ResidualBlock(width, kernel, c.dilations) for width in channels[1:] for kernel in c.block_kernels
         )
         self.conv_post = nn.Conv1d(channels[-1], c.size + 2, 7)
-        self.m_source = nn.Module()
+        self.m_source: Any = nn.Module()
         self.m_source.l_linear = nn.Linear(c.harmonics + 1, 1)
         self.f0_predictor = _Pitch(c)
         self._seed = seed
