@@ -97,7 +97,7 @@ class MediaPrompts:
         """The bytes of a file, or the frames of a video of which each is an image file. Raises ValueError."""
         if kind == "video" and url.startswith(FRAMES):
             parts = url.removeprefix(FRAMES).split(",")
-            files = (data_of(f"data:image/jpeg;base64,{part}", name) for part in parts)
+            files = [data_of(f"data:image/jpeg;base64,{part}", name) for part in parts]
             try:
                 return decode_frames(files)
             except ValueError as error:

@@ -188,6 +188,7 @@ BAD = [
     ([{"type": "video_url", "video_url": {"url": "file:///etc/passwd"}}], "video 0 cannot be read: its URL begins"),
     ([{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA"}}], "video 0 is a video whose frame 0"),
     ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,***"}}], "video 0 is not base64 behind the"),
+    ([{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,***"}}], "video 0 is not base64 behind the"),
     ([{"type": "video_url"}], 'messages[0].content: a video must be {"type": "video_url"'),
     ([{"type": "input_audio", "input_audio": {"format": "wav"}}], "an audio must be {\"type\": \"input_audio\""),
     ([{"type": "sound"}], "or of type video_url, input_audio or audio_url"),
