@@ -10,7 +10,7 @@ from fastkernels.engine.scheduling.speculation import Speculation
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
-MEDIA = ("image",)
+MEDIA = ("image", "video", "audio")
 ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer", "reference")
 
 

@@ -25,6 +25,9 @@ from fastkernels.engine.speech.recognition import Options, Recognition, Transcri
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Progress: TypeAlias = "bool | Callable[..., Any]"
+MEDIA_PARTS = {  # {type of a content part: kind of medium}
+    "image_pil": "image", "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
 
 
 class LLM:
@@ -66,7 +69,8 @@ class LLM:
         """Generate text. Returns one output for each prompt, in order.
 
         prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these; for a model
-                         that reads images, with 'multi_modal_data': {'image': a PIL image, or a list of them}
+                         that reads media, with 'multi_modal_data': {'image': a PIL image, or a list of them}, and
+                         'video' and 'audio' in the same way (MediaReader.read)
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most, or
                          UnmaskParams() for a diffusion language model)
         use_tqdm         whether to show progress on standard error, or a callable that makes the progress bar, such
@@ -324,8 +328,8 @@ class LLM:
 
         use_tqdm  as in `generate`
         messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. Parts of a content may be
-                  images, for a model that reads them: {'type': 'image_pil', 'image_pil': a PIL image}, or
-                  {'type': 'image_url', 'image_url': {'url': a data URL}}
+                  media, for a model that reads them: {'type': 'image_pil', 'image_pil': a PIL image}, or
+                  {'type': 'image_url', 'image_url': {'url': a data URL}}; video_url, audio_url and input_audio, too
         template  keyword arguments of the tokenizer's chat template
 
         Raises ValueError for an unsupported request before anything runs.
@@ -335,7 +339,7 @@ class LLM:
             raise ValueError("chat needs a tokenizer with a chat template; use generate")
         prompts: list[Any] = []
         for conversation in _conversations(messages):
-            given, images = _with_images_apart(conversation)
+            given, media = _with_media_apart(conversation)
             made = tokenizer.apply_chat_template(
                 given,
                 add_generation_prompt=add_generation_prompt,
@@ -343,7 +347,7 @@ class LLM:
                 return_dict=True,
                 **template,
             )["input_ids"]
-            data = {"multi_modal_data": {"image": images}} if images else {}
+            data = {"multi_modal_data": media} if media else {}
             prompts.append({"prompt_token_ids": made, **data} if data else made)
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -404,9 +408,9 @@ def _unwrapped(prompt: Any) -> Any:
     return prompt
 
 
-def _with_images_apart(conversation: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(the messages with {'type': 'image'} in place of each image, the images). Raises ValueError."""
-    images: list[Any] = []
+def _with_media_apart(conversation: Sequence[Any]) -> tuple[list[Any], dict[str, list[Any]]]:
+    """(the messages with {'type': kind} in place of each medium, the media by kind). Raises ValueError."""
+    media: dict[str, list[Any]] = {}
     made = []
     for message in conversation:
         content = message.get("content")
@@ -415,18 +419,22 @@ def _with_images_apart(conversation: Sequence[Any]) -> tuple[list[Any], list[Any
             continue
         parts = []
         for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "image_pil":
-                images.append(part["image_pil"])
-            elif kind == "image_url":
-                given = part["image_url"]
-                images.append(data_of(given if isinstance(given, str) else given["url"], len(images)))
-            else:
+            name = part.get("type") if isinstance(part, dict) else None
+            if name not in MEDIA_PARTS:
                 parts.append(part)
                 continue
-            parts.append({"type": "image"})
+            kind, given = MEDIA_PARTS[name], part.get(name)
+            own = media.setdefault(kind, [])
+            if isinstance(given, dict):
+                audio = name == "input_audio"
+                given = given.get("data" if audio else "url")
+                given = f"data:audio/wav;base64,{given}" if audio and given is not None else given
+            if given is None:
+                raise ValueError(f"{kind} {len(own)} of the conversation is empty: {reprlib.repr(part)}")
+            own.append(data_of(given, f"{kind} {len(own)}") if isinstance(given, str) else given)
+            parts.append({"type": kind})
         made.append({**message, "content": parts})
-    return made, images
+    return made, media
 
 
 def _conversations(messages: Any) -> list[Any]:

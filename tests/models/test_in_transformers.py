@@ -8,7 +8,19 @@ import pytest
 import torch
 import transformers
 from support.hosts.leaves import state, unexplained
-from support.tiny import FLA, IMAGE, KINDS, MODELS, SIZES, VLMS, make_tiny_vlm
+from support.media_oracle import MediaOracle, clip, tone
+from support.tiny import (
+    FLA,
+    IMAGE,
+    KINDS,
+    MODELS,
+    OMNI,
+    SIZES,
+    VLMS,
+    make_tiny_omni,
+    make_tiny_vlm,
+    small_videos,
+)
 from support.vlm_oracle import VlmOracle, image
 
 import fastkernels
@@ -61,6 +73,26 @@ def test_vlm_with_patched_modules_equals_stock(kind: str, tmp_path: Path) -> Non
     visual = {name.partition("visual.")[2] for name in changed if "visual." in name}
     assert "patch_embed.proj" in visual and {"blocks.0.norm1", "blocks.1.norm2"} <= visual
     assert {"gelu", "patch_embedding", "rms_norm"} <= {row.op for row in report.active}
+    assert state(model).keys() == before.keys()
+
+
+def test_omni_with_patched_modules_equals_stock(tmp_path: Path) -> None:
+    """The same, with an audio tower."""
+    with small_videos():
+        oracle = MediaOracle(make_tiny_omni(tmp_path / "omni"))
+        media = {"audio": [tone(1, 0.53)], "video": [clip(2, 4, 32, 24)], "image": [image(0, 40, 24)]}
+        inputs = oracle.inputs({"prompt": "".join(OMNI[kind] for kind in media), "multi_modal_data": media})
+    model = oracle.model
+    before = state(model)
+    with torch.inference_mode():
+        stock = model(**inputs).logits
+        with fastkernels.patch(model, ops=registry.op_names()) as report:
+            torch.testing.assert_close(model(**inputs).logits, stock, atol=1e-4, rtol=1e-4)
+            changed = {name for name, now in state(model).items() if now != before[name]}
+            # A pool that transformers' forward does not call
+            assert unexplained(model, before, report.rows) == ["AvgPool1d (model.audio_tower.avg_pooler)"]
+    assert {"model.visual.patch_embed.proj", "model.visual.blocks.0.norm1"} <= changed
+    assert {"model.audio_tower.layers.0.final_layer_norm", "model.audio_tower.ln_post"} <= changed
     assert state(model).keys() == before.keys()
 
 

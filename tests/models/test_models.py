@@ -234,4 +234,5 @@ def test_every_language_model_is_tested() -> None:
     assert names == {name for arch in generators if not arch.media for name in arch.names}
     readers = {f"{prefix}ForConditionalGeneration" for prefix, *_ in VLMS.values()}  # in test_media.py
     readers.add("WhisperForConditionalGeneration")  # in test_whisper.py
+    readers.add("Qwen2_5OmniThinkerForConditionalGeneration")  # in test_omni.py
     assert readers == {name for arch in generators if arch.media for name in arch.names}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -680,13 +682,87 @@ def make_tiny_vlm(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -
     family = "Qwen3VL" if prefix.startswith("Qwen3") else "Qwen2VL"
     sizes = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
     least = {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}}
-    videos = getattr(transformers, f"{family}VideoProcessor")(**sizes)
+    videos = getattr(transformers, f"{family}VideoProcessor")(**sizes, **least, cap_pixels_per_frame=False)
     images = transformers.Qwen2VLImageProcessor(**sizes, **least)
     named = "Qwen2_5_VL" if prefix.startswith("Qwen2_5") else family
     processor = getattr(transformers, f"{named}Processor")(
         images, tokenizer, videos, chat_template=MEDIA_TEMPLATE
     )
     processor.save_pretrained(folder)
+    return Path(folder)
+
+
+OMNI = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>", "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+}  # fmt: skip
+OMNI_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}"
+    + "".join(f"{{% if part['type'] == '{kind}' %}}{text}{{% endif %}}" for kind, text in OMNI.items())
+    + "{% if 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@contextmanager
+def small_videos() -> Iterator[None]:
+    """Frames of a few pixels: the processor of Qwen2.5-Omni has limits of its own, whatever the checkpoint says."""
+    import transformers
+
+    cls = transformers.Qwen2_5OmniProcessor
+    before = cls.videos_kwargs
+    cls.videos_kwargs = {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}}
+    try:
+        yield
+    finally:
+        cls.videos_kwargs = before
+
+
+def make_tiny_omni(folder: str | Path, seed: int = 0, **fields: Any) -> Path:
+    """A random float32 Qwen2.5-Omni Thinker: an image has one token for 8 x 8 pixels, audio 25 a second, up to 4 s.
+
+    fields: of the text model
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    names = ("vision_bos", "vision_eos", "IMAGE", "VIDEO", "audio_bos", "audio_eos", "AUDIO")
+    tokens = {f"{name.lower()}_token": f"<|{name}|>" for name in names}
+    ids = dict(zip(tokens, range(VOCAB, VOCAB + len(tokens)), strict=True))
+    config = transformers.Qwen2_5OmniThinkerConfig(
+        text_config={k: v for k, v in {**_QWEN_TEXT, **fields}.items() if v is not None},
+        vision_config=VLMS["qwen2_5_vl"][2],
+        audio_config={
+            "num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 48, "output_dim": 64, "n_window": 10, "max_source_positions": 50,
+        },
+        image_token_index=ids["image_token"], video_token_index=ids["video_token"],
+        audio_token_index=ids["audio_token"], vision_start_token_id=ids["vision_bos_token"],
+        vision_end_token_id=ids["vision_eos_token"], audio_start_token_id=ids["audio_bos_token"],
+        audio_end_token_id=ids["audio_eos_token"], position_id_per_seconds=4,
+    )  # fmt: skip
+    model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.15, generator=generator)
+        model.get_input_embeddings().weight.normal_(0.0, 1.0, generator=generator)
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": list(tokens.values())})
+    assert tokenizer.convert_tokens_to_ids(list(tokens.values())) == list(ids.values())
+    tokenizer._set_model_specific_special_tokens(tokens)
+    tokenizer.chat_template = OMNI_TEMPLATE
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    least = {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}}
+    transformers.Qwen2_5OmniProcessor(
+        transformers.Qwen2VLImageProcessor(**sizes, **least),
+        transformers.Qwen2VLVideoProcessor(**sizes, **least, cap_pixels_per_frame=False),
+        transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=4, return_attention_mask=True),
+        tokenizer, chat_template=OMNI_TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
     return Path(folder)
 
 

@@ -221,7 +221,7 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     from fastkernels.models.common.registry import models
 
     given = _made("[served]", _Served, data["served"])
-    texts = (m for m in models().values() if m.arch.runner == "Generate" and "audio" not in m.arch.media)
+    texts = (m for m in models().values() if m.arch.runner == "Generate" and m.arch.media != ("audio",))
     found = {m.name: m for m in texts}
     named = {*given.fields, *(name for names in given.lacks.values() for name in names)}
     for what, values, known in (

@@ -30,11 +30,13 @@ class Verified:
 def verified(model: Model, architecture: str) -> Verified:
     """The test of one of the architectures that a model file declares."""
     arch = model.arch
-    if architecture in arch.text_of:
+    if architecture in arch.text_of and not arch.media:
         kind = arch.model_type.removesuffix("_text")
         return Verified(f"tests/models/test_text_models.py::test_text_model_equals_transformers[{kind}]", 0.0)
     if arch.media == ("audio",):
         return Verified("tests/engine/test_whisper.py::test_whisper_logits_equal_transformers", LOGITS)
+    if "audio" in arch.media:
+        return Verified("tests/engine/test_omni.py::test_omni_logits_equal_transformers", LOGITS)
     if arch.media:
         return Verified(
             f"tests/engine/test_media.py::test_logits_with_images_equal_transformers[{model.name}]", LOGITS

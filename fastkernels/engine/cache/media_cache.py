@@ -9,13 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MediaItem:
-    """A medium in a prompt, as the model's encoder takes it.
+    """A medium in a prompt, or a part of one, as the model's encoder takes it.
 
+    kind    'image', 'video' (some steps of one) or 'audio'
     digest  of its content: equal media have the same features
-    values  its patches [P, C * t * p * p], a tensor on the CPU in the model's dtype; grid: (steps, rows, columns)
+    values  its patches [P, C * t * p * p], a tensor on the CPU in the model's dtype; grid: (steps, rows, columns). Of
+            audio, the frames [bins, F] of its spectrum; grid: (F, 1, 1)
     start   its first token; size: the number of its tokens, which is that of its features
     """
 
+    kind: str
     digest: bytes
     values: Any
     grid: tuple[int, int, int]

@@ -50,9 +50,11 @@ class PromptTargets:
 class Encoding:
     """A medium to encode: see media_cache.MediaItem."""
 
+    kind: str
     digest: bytes
     values: Any
     grid: tuple[int, int, int]
+    size: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.media import MediaPrompts
-from fastkernels.engine.http.messages import image_urls
+from fastkernels.engine.http.messages import media_urls
 from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import ReasoningParser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat
@@ -56,13 +56,13 @@ class Context:
         side: str | None = None,
         **more: Any,
     ) -> Prompt:
-        """The prompt of a conversation, with its images. Raises ApiError. See Prompts.chat."""
-        urls = image_urls([m.content for m in body.messages])
-        self.media.check(urls, limit)
+        """The prompt of a conversation, with its media. Raises ApiError. See Prompts.chat."""
+        given = media_urls([m.content for m in body.messages])
+        self.media.check(given, limit)
         ids = await self.prompts.chat(body, special, limit, side, **more)
-        if not urls:
+        if not given:
             return Prompt(ids)
-        media = await self.media.read(ids, urls)
+        media = await self.media.read(ids, given)
         return Prompt(media.token_ids, media=media)
 
     async def open(self, requests: Sequence[Any]) -> OutputStream:

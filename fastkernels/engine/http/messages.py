@@ -10,27 +10,48 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from fastkernels.engine.http.unserved import field_error, shown
 
 IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+MEDIA_FORMS = {  # {type of a content part: (kind of medium, form)}
+    "image_url": ("image", IMAGE_FORM),
+    "video_url": ("video", '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}'),
+    "input_audio": ("audio", '{"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}'),
+    "audio_url": ("audio", '{"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,..."}}'),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def image_part(part: Any) -> dict[str, Any] | None:
-    """A content part with an image, as OpenAI has it; None for another part. Raises ValueError.
+def media_part(part: Any) -> dict[str, Any] | None:
+    """A content part with a medium, of type image_url, video_url or audio_url; None for another part.
 
-    `detail` has no effect: a model's images have one resolution.
+    Raises ValueError. `detail` has no effect: a model's images have one resolution. Nor has the `format` of an audio,
+    which its file tells.
     """
-    if not isinstance(part, dict) or part.get("type") != "image_url":
+    name = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(name, str) or name not in MEDIA_FORMS:
         return None
-    given = part.get("image_url")
-    given = {"url": given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or not isinstance(given.get("url"), str) or set(given) - {"url", "detail"}:
-        raise ValueError(f"an image must be {IMAGE_FORM}")
-    return {"type": "image_url", "image_url": {"url": given["url"]}}
+    kind, form = MEDIA_FORMS[name]
+    given = part.get(name)
+    if name == "input_audio":
+        if (
+            not isinstance(given, dict)
+            or not isinstance(given.get("data"), str)
+            or set(given) - {"data", "format"}
+        ):
+            raise ValueError(f"an audio must be {form}")
+        url = f"data:audio/{given.get('format') or 'wav'};base64,{given['data']}"
+    else:
+        given = {"url": given} if isinstance(given, str) else given
+        allowed = {"url", "detail"} if kind == "image" else {"url"}
+        if not isinstance(given, dict) or not isinstance(given.get("url"), str) or set(given) - allowed:
+            raise ValueError(f"{'a video' if kind == 'video' else f'an {kind}'} must be {form}")
+        url = given["url"]
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
-def image_urls(contents: Sequence[Any]) -> list[str]:
-    """The URLs of all images in the contents of messages, in order."""
+def media_urls(contents: Sequence[Any]) -> list[tuple[str, str]]:
+    """(kind, URL) of all media in the contents of messages, in order."""
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    kinds = [(part["type"].removesuffix("_url"), part) for part in parts if part["type"] != "text"]
+    return [(kind, part[part["type"]]["url"]) for kind, part in kinds]
 
 
 def _content(value: Any) -> str | list[dict[str, Any]] | None:
@@ -40,12 +61,15 @@ def _content(value: Any) -> str | list[dict[str, Any]] | None:
     parts = value if isinstance(value, list) else [value]
     found: list[dict[str, Any]] = []
     for part in parts:
-        if (image := image_part(part)) is not None:
-            found.append(image)
+        if (medium := media_part(part)) is not None:
+            found.append(medium)
         elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
             found.append({"type": "text", "text": part["text"]})
         else:
-            raise ValueError(f'must be a text, or a list of {{"type": "text", "text": ...}} and {IMAGE_FORM}')
+            raise ValueError(
+                f'must be a text, or a list of {{"type": "text", "text": ...}} and {IMAGE_FORM}, or of type'
+                " video_url, input_audio or audio_url"
+            )
     return found
 
 
@@ -69,7 +93,30 @@ _IMAGE = {
         },
     },
 }  # fmt: skip
-_PARTS = {"type": "array", "items": {"anyOf": [_PART, _IMAGE]}}
+_FILES = [
+    {
+        "type": "object", "required": ["type", name],
+        "properties": {
+            "type": {"const": name},
+            name: {
+                "type": "object", "required": ["url"], "additionalProperties": False,
+                "properties": {"url": {"type": "string"}},
+            },
+        },
+    }
+    for name in ("video_url", "audio_url")
+]  # fmt: skip
+_AUDIO = {
+    "type": "object", "required": ["type", "input_audio"],
+    "properties": {
+        "type": {"const": "input_audio"},
+        "input_audio": {
+            "type": "object", "required": ["data"], "additionalProperties": False,
+            "properties": {"data": {"type": "string"}, "format": {"type": "string"}},
+        },
+    },
+}  # fmt: skip
+_PARTS = {"type": "array", "items": {"anyOf": [_PART, _IMAGE, *_FILES, _AUDIO]}}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}
 _ARGUMENTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 

@@ -174,18 +174,18 @@ def _for_template(
 ) -> dict[str, Any]:
     """Convert a message to what the template reads, as vLLM does. Raises ApiError for an unknown role.
 
-    Parts become lines of one text, unless the template loops over parts; an image is {"type": "image"} then, and a
-    placeholder otherwise. A developer's message becomes a system
+    Parts become lines of one text, unless the template loops over parts; an image is {"type": "image"} then (and a
+    video or an audio in the same way), and a placeholder otherwise. A developer's message becomes a system
     message, unless the template names that role. Arguments of tool calls become objects.
     """
     found = message.for_template()
     found["role"] = _role(index, message.role, template)
     content = found["content"] or ""
     if isinstance(content, list):
-        parts = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
+        parts = [p if p["type"] == "text" else {"type": p["type"].removesuffix("_url")} for p in content]
         reads = templates.reads_parts(template)
-        # Without a placeholder the model takes no images, and the request is refused
-        content = parts if reads else "\n".join(p.get("text", placeholders.get("image", "")) for p in parts)
+        # Without a placeholder the model takes no such media, and the request is refused
+        content = parts if reads else "\n".join(p.get("text", placeholders.get(p["type"], "")) for p in parts)
     found["content"] = content
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if isinstance(found.get(name), str):  # templates use either name

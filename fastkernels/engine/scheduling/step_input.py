@@ -124,7 +124,7 @@ def _media(batch: Batch) -> StepMedia:
                 if first < last:
                     spans.append((token + first - start, item.digest, first - item.start, last - first))
         token += count
-    encodes = [Encoding(item.digest, item.values, item.grid) for item in batch.encodes]
+    encodes = [Encoding(m.kind, m.digest, m.values, m.grid, m.size) for m in batch.encodes]
     return StepMedia(
         batch.dropped,
         encodes,

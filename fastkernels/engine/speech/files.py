@@ -55,24 +55,24 @@ class Recording:
         return self._kept[:count]
 
 
-def recording(given: Any, rate: int) -> Recording:
+def recording(given: Any, rate: int, most: float = MAX_SECONDS) -> Recording:
     """A recording of a path, a file's bytes, a file, samples [n] of one channel, or (samples, their rate).
 
-    rate: in Hz, of the result. Raises AudioError, and MissingPackage without the extra `audio`.
+    rate: in Hz, of the result. most: seconds. Raises AudioError, and MissingPackage without the extra `audio`.
     """
     if isinstance(given, bytes):
         import io
 
-        return _of_file(io.BytesIO(given), rate)
+        return _of_file(io.BytesIO(given), rate, most)
     if isinstance(given, (str, os.PathLike)):
         try:
             file = Path(given).open("rb")  # noqa: SIM115
         except OSError as error:
             raise AudioError(f"the audio file cannot be opened: {error}") from error
-        found = _of_file(file, rate)
+        found = _of_file(file, rate, most)
         return Recording(_then_closed(found, file), rate)
     if hasattr(given, "read"):
-        return _of_file(given, rate)
+        return _of_file(given, rate, most)
     samples, own = given if isinstance(given, tuple) and len(given) == 2 else (given, rate)
     try:
         made, own = np.asarray(samples, np.float32), operator.index(own)
@@ -83,7 +83,7 @@ def recording(given: Any, rate: int) -> Recording:
         ) from error
     if made.ndim != 1:
         raise AudioError(f"the audio must be samples of one channel [n], got shape {list(made.shape)}")
-    _check(own, 1, len(made) / own if own else None)
+    _check(own, 1, len(made) / own if own else None, most)
     return Recording(iter([made]) if own == rate else _resampled(made, own, rate), rate)
 
 
@@ -92,16 +92,16 @@ def _then_closed(found: Recording, file: Any) -> Iterator[np.ndarray]:
         yield from found.blocks
 
 
-def _check(rate: int, channels: int, seconds: float | None) -> None:
+def _check(rate: int, channels: int, seconds: float | None, most: float = MAX_SECONDS) -> None:
     if not MIN_RATE <= rate <= MAX_RATE:
         raise AudioError(
             f"the audio has a sampling rate of {rate} Hz, and {MIN_RATE} to {MAX_RATE} are possible"
         )
     if not 1 <= channels <= MAX_CHANNELS:
         raise AudioError(f"the audio has {channels} channels, and at most {MAX_CHANNELS} are possible")
-    if seconds is not None and seconds > MAX_SECONDS:
+    if seconds is not None and seconds > most:
         raise AudioError(
-            f"the audio has {_duration(seconds)}, and at most {_duration(MAX_SECONDS)} are possible: cut it into parts"
+            f"the audio has {_duration(seconds)}, and at most {_duration(most)} are possible: cut it into parts"
         )
 
 
@@ -118,7 +118,7 @@ def _av() -> Any:
     return av
 
 
-def _of_file(file: Any, rate: int) -> Recording:
+def _of_file(file: Any, rate: int, most: float) -> Recording:
     av = _av()
     # Playlists and scripts, which name other files and URLs, are no audio
     options = {"format_whitelist": FORMATS.replace(" ", ""), "protocol_whitelist": ""}
@@ -138,7 +138,7 @@ def _of_file(file: Any, rate: int) -> Recording:
         seconds = float(stream.duration * stream.time_base)
     elif container.duration is not None:
         seconds = container.duration / av.time_base
-    _check(codec.sample_rate, codec.channels, seconds)
+    _check(codec.sample_rate, codec.channels, seconds, most)
     return Recording(_decoded(av, container, stream, rate), rate)
 
 
@@ -186,7 +186,8 @@ def _resampled(samples: np.ndarray, own: int, rate: int) -> Iterator[np.ndarray]
     av = _av()
     resampler = av.AudioResampler("flt", "mono", rate)
     for at in range(0, len(samples), own):
-        frame = av.AudioFrame.from_ndarray(samples[None, at : at + own], "flt", "mono")
+        block = np.ascontiguousarray(samples[None, at : at + own])
+        frame = av.AudioFrame.from_ndarray(block, "flt", "mono")
         frame.sample_rate, frame.pts = own, None
         yield from (made.to_ndarray()[0] for made in resampler.resample(frame))
     if len(samples):

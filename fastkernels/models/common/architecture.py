@@ -25,15 +25,15 @@ class Architecture:
                     (see common/pipelines/pipeline.py)
     folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
                     with the folder's name
-    media           what prompts may hold next to tokens: 'image' (see common/media.py) or 'audio' (audio/whisper.py).
-                    The fields of the text model may be in its config's `text_config`
+    media           what prompts may hold next to tokens: 'image', 'video', 'audio' (see common/media.py), or 'audio'
+                    alone (audio/whisper.py). The fields of the text model may be in its config's `text_config`
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
                     by default
     experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
     absent          "module:function" that maps a config to patterns (fnmatch) of checkpoint keys that its checkpoints
                     leave out: those parts of our parameters are zero
-    text_of         architectures with images or sound whose text model this is; its config is their `text_config`
+    text_of         architectures with images or sound whose text model this is; its config is their field `within`
     prefixes        {prefix of a checkpoint key of these: prefix of the key in a checkpoint of this one}
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
@@ -71,6 +71,7 @@ class Architecture:
     absent: str = ""
     unneeded: str = ""
     text_of: tuple[str, ...] = ()
+    within: str = "text_config"
     prefixes: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)

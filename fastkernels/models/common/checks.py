@@ -55,9 +55,9 @@ def check_file(folder: Path) -> None:
         return
     _check_dtype(file, raw)
     if names[0] in arch.text_of:
-        raw = raw.get("text_config")
+        raw = raw.get(arch.within)
         if not isinstance(raw, dict):
-            raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
+            raise CheckpointError(f"{file} has no {arch.within}, which {names[0]} needs")
         kind = raw.get("model_type")
         _check_dtype(file, raw)
     if kind is not None and kind not in (arch.model_type, *arch.aliases):
@@ -101,8 +101,9 @@ def check(config: Any) -> None:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
     _check_layer_types(config)
-    if getattr(config, "vision_config", None) is not None:
-        check(config.vision_config)
+    for name in ("vision_config", "audio_config"):
+        if getattr(config, name, None) is not None:
+            check(getattr(config, name))
 
 
 def _check_layer_types(config: Any) -> None:

@@ -131,17 +131,21 @@ def text_model(config: Any) -> Any:
     """
     names = getattr(config, "architectures", None) or [""]
     found = registry.by_architecture().get(names[0])
-    if found is not None and found.arch.media and hasattr(config, "text_config"):
-        return MediaConfig(config)
     if found is None or names[0] not in found.arch.text_of:
-        return config
-    text = config.text_config
+        return _with_media(config, found)
+    own = getattr(config, found.arch.within)
     for name in ("dtype", "quantization_config", "eos_token_id", "tie_word_embeddings"):
         if getattr(config, name, None) is not None:
-            setattr(text, name, getattr(config, name))
-    text.architectures = [found.arch.names[0]]
-    log.info("%s: only the text model %s is used", names[0], text.architectures[0])
-    return text
+            setattr(own, name, getattr(config, name))
+    own.architectures = [found.arch.names[0]]
+    log.info("%s: only its %s is used", names[0], own.architectures[0])
+    return _with_media(own, found)
+
+
+def _with_media(config: Any, found: registry.Model | None) -> Any:
+    """The config of a model that reads media, whose text model has one within."""
+    has = found is not None and found.arch.media and hasattr(config, "text_config")
+    return MediaConfig(config) if has else config
 
 
 def _with_own_config(kind: Any) -> Architecture | None:

@@ -19,7 +19,7 @@ from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.models.common.decoder import Decoder
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.encoder import attend_within, size_of
-from fastkernels.models.common.media import Grid
+from fastkernels.models.common.media import Grid, grid_offsets
 from fastkernels.overrides.activation.vllm import VllmGELU
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (
@@ -143,9 +143,15 @@ class QwenVL(Decoder):
 
     tower_class  built from the tower's config: patches [P, C * t * p * p] and grids to features
     sizes        fields of that config: channels of a patch's hidden state, and of a feature
+    rate         positions of a second of video; 0: each step of a video is one position
     """
 
-    placeholders: Mapping[str, str] = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+    placeholders: Mapping[str, str] = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
+    timestamps = False
+    rate: float = 0
     tower_class: type[nn.Module]
     sizes: tuple[str, str]
 
@@ -173,7 +179,7 @@ class QwenVL(Decoder):
                 f" hidden_size={config.hidden_size}"
             )
         super().__init__(config)
-        self.token_ids = {"image": config.image_token_id}
+        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
         self.merge = own.spatial_merge_size
         self.patch_channels = own.in_channels * own.temporal_patch_size * own.patch_size**2
         self.visual = self.tower_class(own)
@@ -186,6 +192,10 @@ class QwenVL(Decoder):
                 f"a grid of {steps} x {rows} x {columns} patches has no blocks of {self.merge} x {self.merge}"
             )
         return steps, rows // self.merge, columns // self.merge
+
+    def offsets(self, grid: Grid, seconds: float | None = None) -> np.ndarray:
+        """Positions [3, n] of the features of a grid, from that of the first one. See media.py."""
+        return grid_offsets(grid, self.rate * seconds if self.rate and seconds else 1.0)
 
     def encode(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Features of media [sum of merged grids, n * H]."""

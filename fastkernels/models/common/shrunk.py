@@ -21,7 +21,7 @@ MOST: dict[str, int] = {
     "index_n_heads": 12, "index_head_dim": 24, "sliding_window": 8, "max_position_embeddings": 512, "rotary_dim": 8,
     "time_step_rank": 8, "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_num_heads": 4, "linear_head_dim": 16, "out_hidden_size": 64,
+    "linear_num_heads": 4, "linear_head_dim": 16, "out_hidden_size": 64, "output_dim": 64,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3, "type_vocab_size": 2,
 }  # fmt: skip

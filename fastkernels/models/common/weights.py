@@ -169,8 +169,9 @@ def packed_parts(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, S
     """{their module name: (our module name, shard id)}. Shard ids are vLLM's: 'q', 'k', 'v', or 0, 1, ..."""
     parts: dict[str, tuple[str, Shard]] = {}
     for ours, theirs in mapping.items():
+        lettered = ours == "qkv_proj" or tuple(theirs) == ("q", "k", "v")
         for i, part in enumerate(theirs):
-            parts[part] = (ours, part[0] if ours == "qkv_proj" else i)
+            parts[part] = (ours, part[0] if lettered else i)
     return parts
 
 

@@ -145,6 +145,10 @@ class Qwen2_5_VLForConditionalGeneration(vision.QwenVL):
     tower_class = Qwen2_5_VisionTransformer
     sizes = ("hidden_size", "out_hidden_size")
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rate = config.vision_config.tokens_per_second
+
 
 ARCH = Architecture(
     names=("Qwen2_5_VLForConditionalGeneration",),
@@ -152,7 +156,7 @@ ARCH = Architecture(
     model="Qwen2_5_VLForConditionalGeneration",
     runner="Generate",
     model_type="qwen2_5_vl",
-    media=("image",),
+    media=("image", "video"),
     prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={

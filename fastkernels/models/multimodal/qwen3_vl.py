@@ -149,6 +149,7 @@ class Qwen3VLForConditionalGeneration(vision.QwenVL):
 
     tower_class = Qwen3VisionTransformer
     sizes = ("hidden_size", "out_hidden_size")
+    timestamps = True
 
 
 ARCH = Architecture(
@@ -157,7 +158,7 @@ ARCH = Architecture(
     model="Qwen3VLForConditionalGeneration",
     runner="Generate",
     model_type="qwen3_vl",
-    media=("image",),
+    media=("image", "video"),
     renamed={"model.language_model.": "model.", "model.visual.": "visual."},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={

@@ -222,7 +222,7 @@ BAD = [
     ([part(data_url(WIDE)), {"type": "text", "text": IMAGE}], "2 placeholders of images, and 1 images are given"),
     ([part(data_url(image(0, 1, 300)))], "image 0 of 1 x 300 pixels cannot be processed"),
     ([{"type": "image_url"}], 'messages[0].content: an image must be {"type": "image_url"'),
-    ([{"type": "video_url"}], 'must be a text, or a list of {"type": "text", "text": ...} and {"type": "image_url"'),
+    ([{"type": "picture"}], 'must be a text, or a list of {"type": "text", "text": ...} and {"type": "image_url"'),
 ]  # fmt: skip
 
 

@@ -1,0 +1,207 @@
+"""A mel spectrogram to sound: CosyVoice3's vocoder, a causal HiFTNet (arXiv 2309.09493)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SLOPE = 0.1  # of leaky ReLUs
+LIMIT = 0.99  # of samples
+LOUDEST = 100.0  # magnitude
+SINE, NOISE, VOICED = 0.1, 0.003, 10.0  # amplitudes of the source, and the pitch in Hz from which it has one
+
+
+@dataclass(frozen=True)
+class VocoderConfig:
+    """Sizes of CosyVoice3's vocoder.
+
+    rates, kernels    of the layers that repeat frames; hop, bins: of the spectrum that the last one makes
+    dilations         of the residual blocks, of which there is one for each of block_kernels
+    source_kernels    of the residual blocks of the source
+    ahead             frames that the first convolution reads; pitch_ahead: those that the pitch needs
+    """
+
+    mel: int = 80
+    width: int = 512
+    pitch_width: int = 512
+    harmonics: int = 8
+    rate: int = 24_000
+    rates: tuple[int, ...] = (8, 5, 3)
+    kernels: tuple[int, ...] = (16, 11, 7)
+    hop: int = 4
+    size: int = 16
+    block_kernels: tuple[int, ...] = (3, 7, 11)
+    source_kernels: tuple[int, ...] = (7, 7, 11)
+    dilations: tuple[int, ...] = (1, 3, 5)
+    ahead: int = 4
+    pitch_ahead: int = 3
+
+    @property
+    def samples(self) -> int:
+        """Samples of a frame."""
+        return math.prod(self.rates) * self.hop
+
+
+class _Snake(nn.Module):
+    """x + sin(alpha * x)^2 / alpha, with an alpha for each channel: [B, C, T]."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alpha = self.alpha[:, None]
+        return x + (1.0 / (alpha + 1e-9)) * torch.sin(x * alpha) ** 2
+
+
+def _causal(layer: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+    """The convolution of x [B, C, T] with zeros in front."""
+    reach = layer.kernel_size[0] - layer.stride[0] if layer.stride[0] == 1 else layer.stride[0] - 1
+    return layer(F.pad(x, (reach * layer.dilation[0], 0)))
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
+        super().__init__()
+        self.convs1 = nn.ModuleList(nn.Conv1d(channels, channels, kernel, dilation=d) for d in dilations)
+        self.convs2 = nn.ModuleList(nn.Conv1d(channels, channels, kernel) for _ in dilations)
+        self.activations1 = nn.ModuleList(_Snake(channels) for _ in dilations)
+        self.activations2 = nn.ModuleList(_Snake(channels) for _ in dilations)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = zip(self.activations1, self.convs1, self.activations2, self.convs2, strict=True)
+        for first, wide, second, narrow in layers:
+            assert isinstance(wide, nn.Conv1d) and isinstance(narrow, nn.Conv1d)
+            x = x + _causal(narrow, second(_causal(wide, first(x))))
+        return x
+
+
+class _Pitch(nn.Module):
+    """Frames [B, mel, T + 3] to their pitch in Hz, [B, T]. Computed in float64: later chunks must find the same."""
+
+    def __init__(self, c: VocoderConfig) -> None:
+        super().__init__()
+        sizes = [(c.mel, c.pitch_ahead + 1), *[(c.pitch_width, 3)] * 4]
+        layers = [(nn.Conv1d(channels, c.pitch_width, kernel), nn.ELU()) for channels, kernel in sizes]
+        self.condnet = nn.ModuleList(module for pair in layers for module in pair)
+        self.classifier = nn.Linear(c.pitch_width, 1)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        x = frames.double()
+        for i, layer in enumerate(self.condnet):
+            if not isinstance(layer, nn.Conv1d):
+                x = layer(x)
+                continue
+            x = x if i == 0 else F.pad(x, (layer.kernel_size[0] - 1, 0))
+            bias = None if layer.bias is None else layer.bias.double()
+            x = F.conv1d(x, layer.weight.double(), bias)
+        last = self.classifier
+        return F.linear(x.transpose(1, 2), last.weight.double(), last.bias.double())[..., 0].abs()
+
+
+class Vocoder(nn.Module):
+    """config: sizes. Parameters have the names of CosyVoice3's hift.pt; `folded` makes them of its weight norms."""
+
+    def __init__(self, config: VocoderConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = c = config
+        channels = [c.width >> i for i in range(len(c.rates) + 1)]
+        self.conv_pre = nn.Conv1d(c.mel, c.width, c.ahead + 1)
+        self.ups = nn.ModuleList(
+            nn.Conv1d(channels[i], channels[i + 1], kernel) for i, kernel in enumerate(c.kernels)
+        )
+        self.source_downs = nn.ModuleList()
+        for i, width in enumerate(channels[1:]):
+            down = math.prod(c.rates[i + 1 :])
+            kernel = 1 if down == 1 else 2 * down
+            self.source_downs.append(nn.Conv1d(c.size + 2, width, kernel, down))
+        self.source_resblocks = nn.ModuleList(
+            _ResidualBlock(width, kernel, c.dilations)
+            for width, kernel in zip(channels[1:], c.source_kernels, strict=True)
+        )
+        self.resblocks = nn.ModuleList(
+            _ResidualBlock(width, kernel, c.dilations) for width in channels[1:] for kernel in c.block_kernels
+        )
+        self.conv_post = nn.Conv1d(channels[-1], c.size + 2, 7)
+        self.m_source: Any = nn.Module()
+        self.m_source.l_linear = nn.Linear(c.harmonics + 1, 1)
+        self.f0_predictor = _Pitch(c)
+        self._seed = seed
+        self._noise = torch.empty(0)
+
+    @torch.inference_mode()
+    def forward(self, frames: torch.Tensor, final: bool = True) -> torch.Tensor:
+        """Samples [n] of frames [T, mel].
+
+        final: False if further frames follow. The last eight have no samples then, and later calls with more frames
+        give the same samples for those in front of them.
+        """
+        c = self.config
+        x = frames.T[None]
+        pitch = self.f0_predictor(F.pad(x, (0, c.pitch_ahead)) if final else x).to(x.dtype)
+        source = self._spectrum(self.source(pitch))
+        if final:
+            x = F.pad(x, (0, c.ahead))
+        else:
+            x = x[:, :, : -c.pitch_ahead]
+            source = source[:, :, : -math.prod(c.rates) * c.ahead]
+        x = self.conv_pre(x)
+        blocks = len(c.block_kernels)
+        for i, up in enumerate(self.ups):
+            assert isinstance(up, nn.Conv1d)
+            x = _causal(up, F.leaky_relu(x, SLOPE).repeat_interleave(c.rates[i], dim=2))
+            if i == len(c.rates) - 1:
+                x = F.pad(x, (1, 0), mode="reflect")
+            down = self.source_downs[i]
+            assert isinstance(down, nn.Conv1d)
+            x = x + self.source_resblocks[i](_causal(down, source))
+            x = sum(self.resblocks[i * blocks + j](x) for j in range(blocks)) / blocks
+        x = _causal(self.conv_post, F.leaky_relu(x))
+        magnitude, phase = x[:, : c.size // 2 + 1].exp().clamp(max=LOUDEST), x[:, c.size // 2 + 1 :].sin()
+        window = torch.hann_window(c.size, dtype=x.dtype, device=x.device)
+        made = torch.istft(torch.polar(magnitude, phase), c.size, c.hop, c.size, window=window)[0]
+        return (made if final else made[: -c.samples]).clamp(-LIMIT, LIMIT)
+
+    def source(self, pitch: torch.Tensor) -> torch.Tensor:
+        """The excitation [B, n] of a pitch [B, T]: harmonics, and noise from a fixed sequence."""
+        c = self.config
+        harmonics = pitch[..., None] * torch.arange(
+            1, c.harmonics + 2, device=pitch.device, dtype=pitch.dtype
+        )
+        phase = torch.cumsum((harmonics / c.rate) % 1, dim=1) * 2 * math.pi * c.samples
+        sines = (phase.sin() * SINE).repeat_interleave(c.samples, dim=1)  # [B, n, harmonics]
+        voiced = (pitch > VOICED).to(pitch.dtype).repeat_interleave(c.samples, dim=1)[..., None]
+        noise = (voiced * NOISE + (1 - voiced) * SINE / 3) * self.noise(sines.shape[1]).to(sines)
+        return torch.tanh(self.m_source.l_linear(sines * voiced + noise))[..., 0]
+
+    def noise(self, samples: int) -> torch.Tensor:
+        """[samples, harmonics] uniform in [0, 1), the beginning of one sequence however long it is."""
+        if len(self._noise) < samples:
+            count = 1 << max(samples - 1, 1).bit_length()
+            generator = torch.Generator().manual_seed(self._seed)
+            self._noise = torch.rand(count, self.config.harmonics + 1, generator=generator)
+        return self._noise[:samples]
+
+    def _spectrum(self, samples: torch.Tensor) -> torch.Tensor:
+        """Real, then imaginary parts [B, size + 2, frames] of samples [B, n]."""
+        c = self.config
+        window = torch.hann_window(c.size, dtype=samples.dtype, device=samples.device)
+        found = torch.stft(samples, c.size, c.hop, c.size, window=window, return_complex=True)
+        return torch.cat([found.real, found.imag], dim=1)
+
+
+def folded(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint without weight norms: a matrix is its direction times its length."""
+    made = dict(weights)
+    for length in [name for name in weights if name.endswith(".parametrizations.weight.original0")]:
+        direction = length[:-1] + "1"
+        own = made.pop(direction)
+        norm = own.flatten(1).norm(dim=1).view(-1, *[1] * (own.dim() - 1))
+        made[length.replace(".parametrizations.weight.original0", ".weight")] = made.pop(length) * own / norm
+    return made
