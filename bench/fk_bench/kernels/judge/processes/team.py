@@ -148,6 +148,10 @@ class Team:
         except RunnerError as error:
             raise self.blame({rank: error}, (), 0.0) from None
 
+    @property
+    def stopped(self) -> bool:
+        return all(side.stopped for side in self.ranks)
+
     def stop(self) -> None:
         """Stop all ranks. Raises RunnerError."""
         for rank, side in enumerate(self.ranks):
