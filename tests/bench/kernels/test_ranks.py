@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fk_bench.cli import app
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels.judge import Judge, Options
@@ -79,6 +80,30 @@ def test_hanging_rank_is_named(judge: Judge, tmp_path: Path) -> None:
     assert row.status is Status.TIMEOUT and "rank 1 gave no answer" in row.reason, row.reason
 
 
+PEERS = """
+    pid = torch.tensor([os.getpid()])
+    open(f"/tmp/here-{os.getpid()}", "w").close()
+    pids = torch.zeros(comm.size, dtype=pid.dtype)
+    dist.all_gather_into_tensor(pids, pid, group=comm.process_group)
+    assert len(set(pids.tolist())) == comm.size, pids
+    for other in pids.tolist():
+        assert os.path.exists(f"/tmp/here-{other}") and os.path.exists(f"/proc/{other}/stat"), other
+        with open(f"/tmp/here-{other}", "a") as file:
+            file.write("x")
+"""
+
+
+def test_ranks_of_a_side_share_processes_and_files(judge: Judge, tmp_path: Path) -> None:
+    """Libraries pass each other GPU memory over sockets in /tmp that are named after processes."""
+    row = verdict(judge, tmp_path, f"    import torch\n{PEERS}")
+    assert row.status is Status.OK, row.reason
+
+
+def test_first_rank_that_dies_is_named(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 0:\n        os._exit(7)\n")
+    assert row.status is Status.CRASH and "rank 0: its process ended: exit status 7" in row.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.collective_names())
 def test_family_over_ranks(judge: Judge, name: str) -> None:
@@ -96,9 +121,17 @@ def test_family_over_ranks(judge: Judge, name: str) -> None:
         (["rms_norm", "--ranks", "2"], "--ranks is for collectives: all_gather, all_gather_linear"),
         (["rms_norm", "all_reduce", "--ranks", "2", "--device", "cpu"], "rms_norm is none"),
         (["all_reduce", "--ranks", "1"], "--ranks 2"),
+        (
+            ["all_reduce", "--ranks", "3", "--device", "cuda"],
+            "--ranks 3 needs a GPU for each rank, and 2 can be used",
+        ),
     ],
 )
-def test_command_says_what_to_type(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_command_says_what_to_type(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in arguments)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = CliRunner().invoke(app, ["kernels", *arguments, "--out", str(tmp_path / "run")])
     assert result.exit_code != 0 and says in result.output, result.output
 
