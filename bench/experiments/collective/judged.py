@@ -90,7 +90,7 @@ def judged(
 
 
 def check_judge(options: Options, out: Path) -> list[str]:
-    """Problems of the judge itself: a cheat that it misses, an honest twin that it refuses, a rank that it does not name."""
+    """Problems of the judge: a cheat that it misses, an honest twin that it refuses, a rank that it does not name."""
     problems = []
     for cheat in json.loads((CHEATS / "catalogue.json").read_text()):
         name = cheat["name"]

@@ -186,7 +186,7 @@ def test_slope_and_calls_alone_have_the_ranks_times(clock: Clock, files: list[in
     ("result", "says"),
     [
         (lambda args: [summed(args)[0], torch.zeros_like(args[1][0])], "rank 1: output 0"),
-        (lambda args: [a[0].clone() for a in args], "in a timed call: rank 0"),
+        (lambda args: [a[0].clone() for a in args], "in a timed call: rank"),
 (last_bit_of_rank_1, "bits"),
     ],
     ids=["first rank only", "no exchange", "other bits"],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import secrets
 import time
 from collections.abc import Iterator
 
@@ -139,18 +138,19 @@ class RankBatches:
         """One timed batch; returns what sampled calls wrote, among them the last one."""
         start, count = part(self.segments, self.n, long)
         last = start + count - 1
-        slots = {last, *(start + secrets.randbelow(count) for _ in range(sampled - 1))}
-        poisoned = slots | set(RANDOM.sample(range(start, start + count), min(count, POISONED)))
+        others = RANDOM.sample(range(start, last), min(sampled, count) - 1)
+        poisoned = {last, *others, *RANDOM.sample(range(start, last), min(count - 1, POISONED))}
         with self._queued(lane, [start], [count]) as (tickets,):
             self._give(lane, range(0, 2 * self.n), poisoned)
             begin, _ = self._pass(lane, tickets)
-            got = {slot: lane.written(slot) for slot in slots}
+            got = {last: lane.written(last)}
             seconds = rank_gates.clock() - begin
             lane.team.stop()
-        for slot, written in got.items():
-            unchanged(lane, slot, written)
+        unchanged(lane, last, got[last])
+        got |= {slot: lane.written(slot) for slot in others}
         if lane is self.candidate:
-            check_written([v for s in poisoned for r in range(lane.team.size) for v in lane.outputs_of(r, s)])
+            for rank in range(lane.team.size):
+                check_written([v for slot in poisoned for v in lane.outputs_of(rank, slot)])
         if into is not None:
             into.add(long, seconds, None, count)
         return got
