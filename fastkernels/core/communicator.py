@@ -195,7 +195,7 @@ class Communicator:
     meeting        shared memory of ranks on one machine, or None
     symmetric      on GPUs: the buffers of all ranks in PyTorch's symmetric memory, or None
     without        why there is no meeting, or no symmetric memory: {'meeting' | 'symmetric': reason}
-    faster         {op: bytes of a message up to which its kernels over symmetric memory were measured to be faster here}
+    faster         {op: bytes up to which its kernels over symmetric memory were measured to be faster in this group}
     """
 
     def __init__(

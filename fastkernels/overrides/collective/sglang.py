@@ -21,7 +21,8 @@ TARGETS = {
     "all_reduce": (
         Target(
             "sglang", "sglang.srt.distributed.parallel_state:GroupCoordinator", "SGLangGroupCoordinator",
-            "communicator", "", False, "only all_reduce of the live group is replaced, where it was measured to be faster",
+            "communicator", "", False,
+            "only all_reduce of the live group is replaced, where it was measured to be faster",
         ),
     ),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.capture.replay import captured_cases
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches
@@ -41,7 +42,7 @@ HELD_OUT = 2  # cases of unseen sizes
 
 
 def trials(spec: OpSpec, options: Options) -> list[Trial]:
-    """The cases of a collective that so many ranks can have: its own, and unseen sizes.
+    """The cases of a collective that so many ranks can have: its own, those of captured runs, and unseen sizes.
 
     Each is checked in all situations of its ranks.
     """
@@ -54,6 +55,8 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
         varied = [spec.vary(c, rng) for c in rng.sample(here, min(HELD_OUT, len(here)))]
         held = [replace(c, dims={**c.dims, spec.ranks: options.ranks}) for c in varied]
         found += [Trial("held-out", c, maker(spec, c)) for c in held]
+    if not options.task and "captured" in options.cases:
+        found += [Trial("captured", c, maker(spec, c)) for c in _captured(spec, options)]
     if not options.task and "random" not in options.cases:
         found = [t for t in found if t.source != "random"]
     found = [t for t in found if not options.names or t.case.name in options.names]
@@ -62,6 +65,16 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
         sources = dict.fromkeys(t.source for t in runs)
         found = [t for s in sources for t in [t for t in runs if t.source == s][: options.most]]
     return found
+
+
+def _captured(spec: OpSpec, options: Options) -> list[Case]:
+    """The message sizes of captured runs, with the number of their calls. Values are new: each rank has its own."""
+    found: dict[tuple[Any, ...], Case] = {}
+    for captured in captured_cases(spec.name, options.captures):
+        case = replace(captured.case, dims={**captured.case.dims, spec.ranks: options.ranks})
+        key = case.dtype, *case.dims.items()
+        found[key] = replace(case, weight=case.weight + found[key].weight) if key in found else case
+    return sorted(found.values(), key=lambda c: -c.weight)
 
 
 @dataclass
