@@ -13,7 +13,7 @@ from fastkernels.overrides.collective.all_reduce import all_reduce
 
 @dataclass(frozen=True)
 class Ours:
-    """What a patched communicator of a host has as `fastkernels_collective`.
+    """The attribute `fastkernels_collective` of a patched communicator of a host.
 
     group  the name of its Communicator; most: bytes of the largest message that is ours
     """

@@ -84,7 +84,7 @@ def _unsupported(made: Communicator, op: str) -> str:
 
 
 def agreed(cpu_group: Any, mine: _Found) -> _Found:
-    """What all ranks have found: the first reason, or of each message the longest times."""
+    """Combine the findings of all ranks: the first reason, or the longest times of each message."""
     every: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(every, mine, group=cpu_group)
     for rank, found in enumerate(every):

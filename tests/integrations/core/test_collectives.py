@@ -17,7 +17,7 @@ from fastkernels.overrides.collective.in_hosts import Ours, summed
 
 
 class Host:
-    """What our seam needs of a host's communicator. Its sums are in place, and counted."""
+    """The attributes of a host's communicator that our seam needs. Its sums are in place, and counted."""
 
     def __init__(self, rank: int, size: int):
         self.cpu_group = self.device_group = dist.group.WORLD
