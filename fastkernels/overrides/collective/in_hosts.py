@@ -30,5 +30,6 @@ def summed(communicator: Any, x: torch.Tensor) -> torch.Tensor:
     ours: Ours = communicator.fastkernels_collective
     if ours.takes(x):
         return all_reduce(x, ours.group)
-    theirs: torch.Tensor = type(communicator).__base__.all_reduce(communicator, x)
+    host: Any = type(communicator).__base__
+    theirs: torch.Tensor = host.all_reduce(communicator, x)
     return theirs
