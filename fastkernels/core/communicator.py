@@ -195,6 +195,7 @@ class Communicator:
     meeting        shared memory of ranks on one machine, or None
     symmetric      on GPUs: the buffers of all ranks in PyTorch's symmetric memory, or None
     without        why there is no meeting, or no symmetric memory: {'meeting' | 'symmetric': reason}
+    faster         {op: bytes up to which its kernels over symmetric memory were measured to be faster in this group}
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class Communicator:
         self.meeting: Meeting | None = None
         self.symmetric: Symmetric | None = None
         self.without: dict[str, str] = {}
+        self.faster: dict[str, int] = {}
         self._known: set[str] = set()
         self._buffer_bytes = buffer_bytes
         if size == 1:

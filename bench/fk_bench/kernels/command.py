@@ -331,13 +331,19 @@ def _check_ranks(names: list[str], options: Any) -> None:
     what = collectives[0] if len(names) == 1 else f"--family {registry.COLLECTIVE}"
     if options.ranks < 2:
         raise ValueError(
-            f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device cpu"
+            f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device {options.device}"
         )
     if len(collectives) < len(names):
         other = next(n for n in names if n not in collectives)
         raise ValueError(f"--ranks is for collectives, but {other} is none: judge it in a run of its own")
     if options.device == "cuda":
-        raise ValueError("--ranks is judged on the CPU only so far: add --device cpu (docs/parallel.md)")
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < options.ranks:
+            instead = f"--ranks {gpus} or --device cpu" if gpus > 1 else "--device cpu"
+            raise ValueError(
+                f"--ranks {options.ranks} needs a GPU for each rank, and {gpus} can be used: give {instead}"
+            )
     if options.values or options.starts > 1 or options.deployment:
         raise ValueError("--ranks: --values, --starts and --deployment are for ops of one process")
 

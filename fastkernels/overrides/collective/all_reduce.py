@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fastkernels.core import parallel
-from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 
@@ -59,12 +59,20 @@ def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
     return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
 
 
+def _measured(x: torch.Tensor, group: str = "tp") -> str | None:
+    """For groups in which a patch has measured these kernels."""
+    if x.nbytes > parallel.communicator(group).faster.get("all_reduce", -1):
+        return ForOthers("not measured to be faster in this group")
+    return exchange.unsupported(x, group, 1, True)
+
+
 all_reduce = define(
     'all_reduce(Tensor x, str group="tp") -> Tensor',
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("all_reduce", _shared),
+        Provider("measured", _triton, supports=_measured),
         *exchange.over_group(_process_group),
         Provider(
             "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),

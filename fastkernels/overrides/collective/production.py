@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from fastkernels.core import parallel
 from fastkernels.core.baseline import Baseline, Function, provider
 from fastkernels.core.communicator import Communicator
-from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T
+from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T, empty_as, vllm_ops
 
 MOST_SHOT = 8 << 20  # bytes of the buffer that PyTorch's symmetric memory has here
 
@@ -68,6 +69,43 @@ def _too_large(x: T, *_: Any) -> str | None:
     return None
 
 
+def _pynccl() -> Function:
+    """NCCL as vLLM calls it: into a new tensor, without the copy that torch.distributed needs."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    @cache
+    def of(group: str) -> Any:
+        return PyNcclCommunicator(
+            torch.distributed.new_group(backend="gloo"), parallel.communicator(group).device
+        )
+
+    return lambda x, group=parallel.TP: of(group).all_reduce(x)
+
+
+def _then_norm(reduce: Callable[[], Function]) -> Callable[[], Function]:
+    """A host's all-reduce, then vLLM's norm with the residual, which is what its compiled graphs run."""
+
+    def make() -> Function:
+        all_reduce, ops = reduce(), vllm_ops()
+
+        def all_reduce_rms_norm(
+            x: T, weight: T, eps: float, residual: T | None = None, group: str = parallel.TP
+        ) -> T:
+            summed = all_reduce(x, group)
+            if residual is not None:
+                ops.fused_add_rms_norm(summed, residual, weight, eps)
+                return summed
+            out = empty_as(summed)
+            ops.rms_norm(out, summed, weight, eps)
+            return out
+
+        if (capturing := getattr(all_reduce, "capturing", None)) is not None:
+            all_reduce_rms_norm.capturing = capturing  # type: ignore[attr-defined]
+        return all_reduce_rms_norm
+
+    return make
+
+
 def _custom(module: str) -> Any:
     """A host's custom all-reduce, in a group of its own: it exchanges addresses over gloo."""
 
@@ -94,15 +132,15 @@ def _custom(module: str) -> Any:
     return make
 
 
+_VLLM = _custom("vllm.distributed.device_communicators.custom_all_reduce")
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "all_gather": _group("all_gather"),
     "all_gather_linear": _composed("all_gather_linear"),
     "all_reduce": (
         *_group("all_reduce"),
-        Baseline(
-            "vllm", "host", _custom("vllm.distributed.device_communicators.custom_all_reduce"), ("vllm",),
-            refuses=_too_large,
-        ),
+        Baseline("vllm", "host", _VLLM, ("vllm",), refuses=_too_large),
+        Baseline("pynccl", "host", _pynccl, ("vllm",)),
         Baseline(
             "sglang", "host", _custom("sglang.srt.distributed.device_communicators.custom_all_reduce"), ("sglang",),
             refuses=_too_large,
@@ -110,7 +148,11 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         Baseline("symm_mem_one_shot", "library", _symm_mem(False), refuses=_too_large),
         Baseline("symm_mem_two_shot", "library", _symm_mem(True), refuses=_too_large),
     ),
-    "all_reduce_rms_norm": _composed("all_reduce_rms_norm"),
+    "all_reduce_rms_norm": (
+        *_composed("all_reduce_rms_norm"),
+        Baseline("vllm", "host", _then_norm(_VLLM), ("vllm",), refuses=_too_large),
+        Baseline("pynccl", "host", _then_norm(_pynccl), ("vllm",)),
+    ),
     "all_to_all": _group("all_to_all"),
     "ep_combine": _composed("ep_combine"),
     "ep_dispatch": _composed("ep_dispatch"),

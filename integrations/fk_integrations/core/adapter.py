@@ -97,6 +97,10 @@ class Adapter:
         """The process group, for tensors on the CPU, of the ranks that must run the same kernels; None: one process."""
         return None
 
+    def communicators(self) -> Iterable[Any]:
+        """The objects through which this process adds tensors of its tensor-parallel ranks; of several ranks only."""
+        return ()
+
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
         pinned = vars(module).get("_forward_method")

@@ -18,7 +18,7 @@ from fastkernels.core.dispatch import Op, fusions_of, proving
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.live_class import is_ours, parts
-from fk_integrations.live.tally import Counts, Tally, add_new, counted
+from fk_integrations.live.tally import Counts, Tally, add_new, counted, parts_of
 
 
 class EngineCounts(Counts):
@@ -148,7 +148,7 @@ class EngineCounts(Counts):
 def _outermost(tally: Tally, rows: list[Tally]) -> int:
     """The modules of a row that are not inside of a module of another row with the same op."""
     others = [m for t in rows if t is not tally and t.op == tally.op for m in t.modules]
-    inside = {id(part) for module in others for part in module.modules() if part is not module}
+    inside = {id(part) for module in others for part in parts_of(module) if part is not module}
     return sum(id(module) not in inside for module in tally.modules)
 
 

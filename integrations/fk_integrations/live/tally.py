@@ -27,6 +27,11 @@ _CALLED = "_fastkernels_called"  # {name of a function that an object's methods 
 State = list[tuple[Op, int, int, int, dict[str, int], dict[str, int]]]
 
 
+def parts_of(module: Any) -> Iterable[Any]:
+    """A row's module with all modules inside of it; an object of a host that is none has no others."""
+    return module.modules() if isinstance(module, torch.nn.Module) else (module,)
+
+
 class Tally:
     """The calls in one row's modules since the patch, or since `clear`.
 
@@ -94,7 +99,7 @@ class Tally:
 
     def has(self, other: Tally) -> bool:
         """Whether a module of another row is inside one of these modules, which may compute it."""
-        inside = {id(part) for module in self.modules for part in module.modules() if part is not module}
+        inside = {id(part) for module in self.modules for part in parts_of(module) if part is not module}
         return other is not self and any(id(module) in inside for module in other.modules)
 
 

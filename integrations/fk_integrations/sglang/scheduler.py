@@ -65,6 +65,12 @@ class SglangAdapter(Adapter):
 
         return get_tp_group().cpu_group
 
+    def communicators(self) -> list[Any]:
+        from sglang.srt.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        return [group] if self.model_runner is not None and group.world_size > 1 else []
+
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         return relatives(self, op, model)
 

@@ -36,7 +36,7 @@ from fk_integrations.signatures.surface import Package
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
-    "apply_scaled_mm", "apply_weights", "run", "__call__",
+    "apply_scaled_mm", "apply_weights", "run", "__call__", "all_reduce",
 )  # fmt: skip
 CALLS = (
     "forward",
@@ -47,6 +47,7 @@ CALLS = (
     "apply_weights",
     "run",
     "__call__",
+    "all_reduce",
 )
 MAX_HOPS = 8  # re-exports to follow until a name's definition
 
@@ -247,7 +248,8 @@ def named(host: str) -> list[str]:
     """Every path that a target names for the host."""
     from fastkernels.core import registry
 
-    return [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]
+    names = *registry.op_names(), *registry.collective_names()
+    return [t.path for op in names for t in registry.get(op).targets_for(host)]
 
 
 def _compact(entry: dict[str, Any]) -> str:

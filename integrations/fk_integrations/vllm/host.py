@@ -90,6 +90,13 @@ class VllmAdapter(Adapter):
 
         return None if self.worker is None else parallel_state.get_tp_group().cpu_group
 
+    def communicators(self) -> list[Any]:
+        from vllm.distributed import parallel_state
+
+        if self.worker is None or (group := parallel_state.get_tp_group()).world_size == 1:
+            return []
+        return [group.device_communicator]
+
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         of_transformers = lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
         return {**relatives(self, op, model), **of_transformers, **flat_models.not_reached(op, model)}

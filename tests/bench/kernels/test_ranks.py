@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fk_bench.cli import app
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.processes.sides import Sides
-from fk_bench.kernels.judge.rows import judging
+from fk_bench.kernels.judge.rows import judging, rank_pair
 from fk_bench.kernels.judge.rows.judging import sides_of
+from support import ranks
 from typer.testing import CliRunner
 
+from fastkernels import capture as recording
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
+from fastkernels.overrides.collective.all_reduce import all_reduce
 
 OPTIONS = Options(device="cpu", ranks=2, most=1, cases=("random",), rounds=3, timeout=60)
 HEAD = """
@@ -79,11 +83,35 @@ def test_hanging_rank_is_named(judge: Judge, tmp_path: Path) -> None:
     assert row.status is Status.TIMEOUT and "rank 1 gave no answer" in row.reason, row.reason
 
 
+PEERS = """
+    pid = torch.tensor([os.getpid()])
+    open(f"/tmp/here-{os.getpid()}", "w").close()
+    pids = torch.zeros(comm.size, dtype=pid.dtype)
+    dist.all_gather_into_tensor(pids, pid, group=comm.process_group)
+    assert len(set(pids.tolist())) == comm.size, pids
+    for other in pids.tolist():
+        assert os.path.exists(f"/tmp/here-{other}") and os.path.exists(f"/proc/{other}/stat"), other
+        with open(f"/tmp/here-{other}", "a") as file:
+            file.write("x")
+"""
+
+
+def test_ranks_of_a_side_share_processes_and_files(judge: Judge, tmp_path: Path) -> None:
+    """Libraries pass each other GPU memory over sockets in /tmp that are named after processes."""
+    row = verdict(judge, tmp_path, f"    import torch\n{PEERS}")
+    assert row.status is Status.OK, row.reason
+
+
+def test_first_rank_that_dies_is_named(judge: Judge, tmp_path: Path) -> None:
+    row = verdict(judge, tmp_path, "    if comm.rank == 0:\n        os._exit(7)\n")
+    assert row.status is Status.CRASH and "rank 0: its process ended: exit status 7" in row.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.collective_names())
 def test_family_over_ranks(judge: Judge, name: str) -> None:
-    for ranks in (2, 3):
-        found = rows(judge, name, dataclasses.replace(OPTIONS, ranks=ranks, most=0))
+    for size in (2, 3):
+        found = rows(judge, name, dataclasses.replace(OPTIONS, ranks=size, most=0))
         assert {r.status for r in found} <= {Status.OK, Status.SKIPPED}, [r.reason for r in found]
 
 
@@ -96,9 +124,17 @@ def test_family_over_ranks(judge: Judge, name: str) -> None:
         (["rms_norm", "--ranks", "2"], "--ranks is for collectives: all_gather, all_gather_linear"),
         (["rms_norm", "all_reduce", "--ranks", "2", "--device", "cpu"], "rms_norm is none"),
         (["all_reduce", "--ranks", "1"], "--ranks 2"),
+        (
+            ["all_reduce", "--ranks", "3", "--device", "cuda"],
+            "--ranks 3 needs a GPU for each rank, and 2 can be used",
+        ),
     ],
 )
-def test_command_says_what_to_type(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_command_says_what_to_type(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in arguments)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = CliRunner().invoke(app, ["kernels", *arguments, "--out", str(tmp_path / "run")])
     assert result.exit_code != 0 and says in result.output, result.output
 
@@ -133,3 +169,26 @@ def test_times_over_two_ranks(tmp_path: Path) -> None:
         assert row.metrics["bus_gb_per_s"] == pytest.approx(sent / row.metrics["time_us_p50"] / 1e3)
     else:
         assert row.case["untimed"], row.reason
+
+
+def recorded(rank: int, folder: str) -> None:
+    recording.start(recording.Limits())
+    for tokens, times in ((1, 5), (7, 2)):
+        for _ in range(times):
+            all_reduce(torch.ones(tokens, 576), "tp")
+    made = recording.stop()
+    if rank == 0:
+        made.save(f"{folder}/tiny", {"host": "fastkernels", "model": "tiny"})
+
+
+def test_messages_of_a_run_become_captured_cases(judge: Judge, tmp_path: Path) -> None:
+    ranks.run(2, recorded, str(tmp_path))
+    spec = registry.get("all_reduce")
+    options = dataclasses.replace(OPTIONS, cases=("captured",), captures=tmp_path, most=0, ranks=3)
+    found = rank_pair.trials(spec, options)
+    sizes = [
+        (t.case.dims["tokens"], t.case.dims["hidden"], t.case.dims["ranks"], t.case.weight) for t in found
+    ]
+    assert sizes == [(1, 576, 3, 5), (7, 576, 3, 2)] and {t.source for t in found} == {"captured"}
+    (row, _) = rows(judge, "all_reduce", dataclasses.replace(options, ranks=2, timed=False))
+    assert row.status is Status.OK and row.case["source"] == "captured" and row.case["weight"] == 5

@@ -24,6 +24,15 @@ def test_two_ranks(candidate):
             assert [(r.rank, r.modules) for r in rows] == [(0, 2), (1, 2)]
             assert all(r.calls == 2 * 2 * 8 * len(PROMPTS) and not r.fallbacks for r in rows)
         assert generate(engine) == stock
+        with fastkernels.patch(engine, ops=["all_reduce"]) as report:
+            report.reset()
+            assert ids(generate(engine)) == ids(stock)
+            rows = report.refresh().active
+            assert [(r.rank, r.host_class, r.modules) for r in rows] == [
+                (rank, "GroupCoordinator", 1) for rank in (0, 1)
+            ]
+            assert rows[0].calls == rows[1].calls > 0
+        assert ids(generate(engine)) == ids(stock)
         with pytest.raises(PatchError, match=r"another rank failed.*not on this rank"):
             fastkernels.patch(engine, candidates={"rms_norm": candidate(ONLY_RANK_1_FAILS)})
         assert ids(generate(engine)) == ids(

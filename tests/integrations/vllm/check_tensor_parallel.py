@@ -37,3 +37,20 @@ def test_a_failure_on_one_rank_undoes_the_other(llm, candidate):
         fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(ONLY_RANK_1_FAILS)})
     assert generate(llm) == stock
     fastkernels.patch(llm, ops=["rms_norm"]).undo()
+
+
+def test_sums_are_ours_in_both_workers(llm):
+    stock = generate(llm)
+    report = fastkernels.patch(llm, ops=["all_reduce", "rms_norm"])
+    patched = generate(llm)
+    report.refresh()
+    rows = {r.rank: r for r in report.active if r.op == "all_reduce"}
+    assert sorted(rows) == [0, 1] and len({r.calls for r in rows.values()}) == 1
+    assert all(r.host_class == "CpuCommunicator" and r.modules == 1 and r.calls for r in rows.values())
+    assert first_logprobs(patched) == pytest.approx(first_logprobs(stock), abs=0.1)
+    report.undo()
+    assert generate(llm) == stock
+    again = fastkernels.patch(llm, ops=["all_reduce"])
+    assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
+    again.undo()
+    assert generate(llm) == stock

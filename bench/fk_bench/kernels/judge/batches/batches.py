@@ -259,19 +259,27 @@ class Batches:
     # -- lengths
 
     def _segments(self) -> list[list[int]]:
-        """Secret cuts of the slots into graphs of up to GRAPH_CALLS calls, and of one call behind 2n."""
-        most = max(1, min(GRAPH_CALLS, self.n // 4))
-        cuts, at = {0, self.n, 2 * self.n}, 0
-        while at < 2 * self.n:
-            at += RANDOM.randint(-(-most // 2), most)
-            cuts |= {min(at, 2 * self.n)}
-        ordered = [*sorted(cuts), *range(2 * self.n + 1, self.slots.count + 1)]
-        return [[a, b] for a, b in itertools.pairwise(ordered)]
+        return cut(self.n, self.slots.count)
 
     def _span(self, long: bool) -> tuple[int, int]:
-        """(start, count) of a batch: all slots, or a secret part of about half of them."""
-        if long:
-            return 0, 2 * self.n
-        start = RANDOM.choice([s for s, _ in self.segments if s <= self.n])
-        ends = [e for _, e in self.segments if 0.75 * self.n <= e - start <= self.n]
-        return (start, RANDOM.choice(ends) - start) if ends else (0, self.n)
+        return part(self.segments, self.n, long)
+
+
+def cut(n: int, count: int) -> list[list[int]]:
+    """Secret cuts of 2n slots into graphs of up to GRAPH_CALLS calls, and of one call behind them."""
+    most = max(1, min(GRAPH_CALLS, n // 4))
+    cuts, at = {0, n, 2 * n}, 0
+    while at < 2 * n:
+        at += RANDOM.randint(-(-most // 2), most)
+        cuts |= {min(at, 2 * n)}
+    ordered = [*sorted(cuts), *range(2 * n + 1, count + 1)]
+    return [[a, b] for a, b in itertools.pairwise(ordered)]
+
+
+def part(segments: list[list[int]], n: int, long: bool) -> tuple[int, int]:
+    """(start, count) of a batch: all of 2n slots, or a secret part of about half of them."""
+    if long:
+        return 0, 2 * n
+    start = RANDOM.choice([s for s, _ in segments if s <= n])
+    ends = [e for _, e in segments if 0.75 * n <= e - start <= n]
+    return (start, RANDOM.choice(ends) - start) if ends else (0, n)

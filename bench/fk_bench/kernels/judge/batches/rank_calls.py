@@ -18,17 +18,14 @@ import torch
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.batches.calls import NO_CALL
 from fk_bench.kernels.judge.batches.lane import Timed
+from fk_bench.kernels.judge.batches.rank_gates import passed, unchanged
 from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
-from fk_bench.kernels.judge.correctness.checks import Wrong, same_bits
 from fk_bench.kernels.judge.correctness.rank_checks import LATE_S, Lane, RankChecks
 from fk_bench.kernels.judge.processes import priority
-from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 RANDOM = random.SystemRandom()
-NAP_S = 2e-5  # between looks at the gates
 SITUATIONS = ("", "", "", "repeated rank", "repeated others", "zero rank", "equal ranks")
 EXTENDED = 3  # times as many rounds while the machine seems to disturb them
-LOOK_S = 0.05
 LATE = 1  # calls of a round that are not timed, because a rank is late
 
 
@@ -72,7 +69,7 @@ class RankCalls:
                     seconds = self._call(lane, tickets, slot, slot in late)
                     if own:
                         got[slot] = lane.written(slot)
-                        self._unchanged(lane, slot, got[slot])
+                        unchanged(lane, slot, got[slot])
                     lane.team.stop()
                     if slot not in late:
                         times.setdefault((own, True), []).append(seconds)
@@ -100,7 +97,7 @@ class RankCalls:
             assert side.gate is not None
             tickets.append([side.gate.ticket() for _ in range(len(asked) + 1)])
             side.begin("calls", slots=asked, tickets=tickets[-1])
-        self._passed(lane, [t[0] for t in tickets])
+        passed(team, [t[0] for t in tickets])
         team.stop()
         left = [t[1:] for t in tickets]
         try:
@@ -132,48 +129,4 @@ class RankCalls:
         if late:
             time.sleep(RANDOM.uniform(0, LATE_S))
             order[0].resume()
-        return self._passed(lane, now) - begin
-
-    def _passed(self, lane: Lane, tickets: list[int]) -> float:
-        """Wait until all ranks have reported these tickets; returns when the last one did. Raises RunnerError."""
-        team, start = lane.team, time.perf_counter()
-        waiting, limit, looked = dict(enumerate(tickets)), team.limit, start
-        try:
-            while True:
-                for rank in [r for r, t in waiting.items() if team.ranks[r].gate.passed(t, 0.0)]:  # type: ignore[union-attr]
-                    del waiting[rank]
-                now = time.perf_counter()
-                if not waiting:
-                    return now
-                if now - looked > LOOK_S:
-                    looked = now
-                    if failed := [r for r in waiting if team.ranks[r].channel.readable()]:
-                        self._failed(lane, failed, list(waiting), now - start)
-                if now - start > limit:
-                    raise team.blame({}, sorted(waiting), now - start)
-                time.sleep(NAP_S)
-        finally:
-            team.spend(time.perf_counter() - start)
-
-    @staticmethod
-    def _failed(lane: Lane, failed: list[int], waiting: list[int], waited: float) -> None:
-        """Some ranks answered before their calls were made: they failed, or are to be blamed. Raises RunnerError."""
-        team, errors = lane.team, {}
-        for rank in failed:
-            try:
-                team.ranks[rank].end()
-                raise Wrong(f"in a timed call: rank {rank} answered before its calls were made")
-            except RunnerError as error:
-                errors[rank] = error
-        found = team.blame(errors, [r for r in waiting if r not in failed], waited)
-        team.kill()  # the other ranks wait in the middle of their calls
-        raise RunnerError(found.status, str(found), True, found.who)
-
-    @staticmethod
-    def _unchanged(lane: Lane, slot: int, before: list[list[torch.Tensor]]) -> None:
-        """Nothing may change any more once the last rank has reported its end."""
-        for rank, (mine, old) in enumerate(zip(lane.written(slot), before, strict=True)):
-            if not all(map(same_bits, mine, old)):
-                raise Wrong(
-                    f"in a timed call: rank {rank}: an output changes after the call has reported its end"
-                )
+        return passed(team, now) - begin

@@ -22,12 +22,16 @@ UNIT = {
 
 @dataclass(frozen=True)
 class Peaks:
-    """One GPU: device memory in GB/s, L2 in MB, tflops by unit ('bf16', 'fp16', 'fp8', 'tf32', 'fp32', 'fp64')."""
+    """One GPU: device memory in GB/s, L2 in MB, tflops by unit ('bf16', 'fp16', 'fp8', 'tf32', 'fp32', 'fp64').
+
+    link_gb_per_s  what it can send to other GPUs: NVLink in one direction, or PCIe where it has none; 0: unknown
+    """
 
     name: str
     gb_per_s: float
     l2_mb: float
     tflops: Mapping[str, float] = field(default_factory=dict)
+    link_gb_per_s: float = 0.0
 
     def flops_per_s(self, dtype: str) -> float | None:
         """The highest peak for operations on that dtype; None if unknown."""
@@ -47,27 +51,30 @@ _HOPPER_SXM = _tflops(989.4, 1978.9, 494.7, 66.9, 66.9)
 _AMPERE = _tflops(312.0, None, 156.0, 19.5, 19.5)
 # Words of the device's name, specific names first: the first entry with all its words in the name matches.
 _KNOWN: tuple[tuple[str, Peaks], ...] = (
-    ("gb200", Peaks("GB200", 8000.0, 126.0, _tflops(2500.0, 5000.0, 1250.0, 80.0, 40.0))),
-    ("b200", Peaks("B200", 8000.0, 126.0, _tflops(2250.0, 4500.0, 1125.0, 75.0, 37.0))),
-    ("h200 nvl", Peaks("H200 NVL", 4800.0, 50.0, _tflops(835.5, 1671.0, 417.5, 60.0, 60.0))),
-    ("h200", Peaks("H200", 4800.0, 50.0, _HOPPER_SXM)),
-    ("gh200 480gb", Peaks("GH200", 4000.0, 50.0, _HOPPER_SXM)),
-    ("gh200", Peaks("GH200", 4900.0, 50.0, _HOPPER_SXM)),
-    ("h100 pcie", Peaks("H100 PCIe", 2039.0, 50.0, _tflops(756.0, 1513.0, 378.0, 51.2, 51.2))),
-    ("h100 nvl", Peaks("H100 NVL", 3938.0, 50.0, _tflops(835.5, 1671.0, 417.5, 60.0, 60.0))),
-    ("h100", Peaks("H100 SXM", 3352.0, 50.0, _HOPPER_SXM)),
-    ("h20", Peaks("H20", 4000.0, 60.0, _tflops(148.0, 296.0, 74.0, 44.0, 1.0))),
-    ("a100 sxm4 40gb", Peaks("A100 SXM 40GB", 1555.0, 40.0, _AMPERE)),
-    ("a100 pcie 40gb", Peaks("A100 PCIe 40GB", 1555.0, 40.0, _AMPERE)),
-    ("a100 pcie", Peaks("A100 PCIe 80GB", 1935.0, 40.0, _AMPERE)),
-    ("a100", Peaks("A100 SXM 80GB", 2039.0, 40.0, _AMPERE)),
-    ("l40s", Peaks("L40S", 864.0, 96.0, _tflops(362.1, 733.0, 183.0, 91.6, 1.43))),
-    ("l4", Peaks("L4", 300.0, 48.0, _tflops(121.0, 242.5, 60.5, 30.3, 0.47))),
-    ("a10g", Peaks("A10G", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98))),
-    ("a10", Peaks("A10", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98))),
+    ("gb200", Peaks("GB200", 8000.0, 126.0, _tflops(2500.0, 5000.0, 1250.0, 80.0, 40.0), 900.0)),
+    ("b200", Peaks("B200", 8000.0, 126.0, _tflops(2250.0, 4500.0, 1125.0, 75.0, 37.0), 900.0)),
+    ("h200 nvl", Peaks("H200 NVL", 4800.0, 50.0, _tflops(835.5, 1671.0, 417.5, 60.0, 60.0), 450.0)),
+    ("h200", Peaks("H200", 4800.0, 50.0, _HOPPER_SXM, 450.0)),
+    ("gh200 480gb", Peaks("GH200", 4000.0, 50.0, _HOPPER_SXM, 450.0)),
+    ("gh200", Peaks("GH200", 4900.0, 50.0, _HOPPER_SXM, 450.0)),
+    ("h100 pcie", Peaks("H100 PCIe", 2039.0, 50.0, _tflops(756.0, 1513.0, 378.0, 51.2, 51.2), 300.0)),
+    ("h100 nvl", Peaks("H100 NVL", 3938.0, 50.0, _tflops(835.5, 1671.0, 417.5, 60.0, 60.0), 300.0)),
+    ("h100", Peaks("H100 SXM", 3352.0, 50.0, _HOPPER_SXM, 450.0)),
+    ("h20", Peaks("H20", 4000.0, 60.0, _tflops(148.0, 296.0, 74.0, 44.0, 1.0), 450.0)),
+    ("a100 sxm4 40gb", Peaks("A100 SXM 40GB", 1555.0, 40.0, _AMPERE, 300.0)),
+    ("a100 pcie 40gb", Peaks("A100 PCIe 40GB", 1555.0, 40.0, _AMPERE, 300.0)),
+    ("a100 pcie", Peaks("A100 PCIe 80GB", 1935.0, 40.0, _AMPERE, 300.0)),
+    ("a100", Peaks("A100 SXM 80GB", 2039.0, 40.0, _AMPERE, 300.0)),
+    ("l40s", Peaks("L40S", 864.0, 96.0, _tflops(362.1, 733.0, 183.0, 91.6, 1.43), 32.0)),
+    ("l4", Peaks("L4", 300.0, 48.0, _tflops(121.0, 242.5, 60.5, 30.3, 0.47), 32.0)),
+    ("a10g", Peaks("A10G", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98), 32.0)),
+    ("a10", Peaks("A10", 600.0, 6.0, _tflops(125.0, None, 62.5, 31.2, 0.98), 32.0)),
     # GeForce: half the rate if bf16 and fp8 accumulate in float32; the floor uses the higher one.
-    ("rtx 4090", Peaks("RTX 4090", 1008.0, 72.0, _tflops(165.2, 660.6, 82.6, 82.6, 1.29, fp16=330.3))),
-    ("rtx 5090", Peaks("RTX 5090", 1792.0, 96.0, _tflops(209.5, 838.0, 104.8, 104.8, 1.64, fp16=419.0))),
+    ("rtx 4090", Peaks("RTX 4090", 1008.0, 72.0, _tflops(165.2, 660.6, 82.6, 82.6, 1.29, fp16=330.3), 32.0)),
+    (
+        "rtx 5090",
+        Peaks("RTX 5090", 1792.0, 96.0, _tflops(209.5, 838.0, 104.8, 104.8, 1.64, fp16=419.0), 64.0),
+    ),
 )
 
 

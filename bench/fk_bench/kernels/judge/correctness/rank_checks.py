@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,32 +34,57 @@ def lateness(size: int) -> list[float]:
     return [RANDOM.uniform(0, LATE_S) for _ in range(size)]
 
 
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a GPU is the current one; no other device needs it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @dataclass
 class Lane:
-    """One side of a case: its ranks, and the memory that the judge shares with each of them."""
+    """One side of a case: its ranks, and the memory that the judge shares with each of them.
+
+    outputs  of each rank, by slot, if they are not in its arena: where captured calls put them
+    """
 
     team: Team
     arenas: list[Arena]
+    outputs: list[list[list[torch.Tensor]]] = field(default_factory=list)
 
-    def publish(self, slot: int) -> None:
+    def publish(self, slot: int, count: int | None = 1) -> None:
         for arena in self.arenas:
-            arena.publish(slot, 1)
+            with on(arena.bytes.device):
+                arena.publish(slot, count)
+
+    def outputs_of(self, rank: int, slot: int) -> list[torch.Tensor]:
+        return self.outputs[rank][slot] if self.outputs else self.arenas[rank].output_views(slot)
 
     def poison(self, slot: int) -> None:
+        """Overwrite a call's outputs, except memory that is also an argument."""
+        for rank, arena in enumerate(self.arenas):
+            first, size = arena.bytes.data_ptr(), arena.out_start
+            views = self.outputs_of(rank, slot)
+            poison([v for v in views if not self.outputs or not 0 <= v.data_ptr() - first < size])
+
+    def wait(self) -> None:
+        """Wait for the judge's own work on the ranks' GPUs."""
         for arena in self.arenas:
-            poison(arena.output_views(slot))
+            if arena.bytes.is_cuda:
+                torch.cuda.synchronize(arena.bytes.device)
 
     def written(self, slot: int) -> list[list[torch.Tensor]]:
         """Copies of what each rank has written in a call: outputs, then arguments."""
-        return [
-            [v.clone() for v in (*a.output_views(slot), *(a.args_of(slot)[i] for i in sorted(a.slots.may_change)))]
-            for a in self.arenas
+        found = [
+            [v.clone() for v in (*self.outputs_of(r, slot), *(a.args_of(slot)[i] for i in sorted(a.slots.may_change)))]
+            for r, a in enumerate(self.arenas)
         ]  # fmt: skip
+        self.wait()
+        return found
 
     def call(self, slot: int) -> list[list[torch.Tensor]]:
         """Make an eager call to which some ranks come late; returns what all wrote. Raises RunnerError, Wrong."""
         self.publish(slot)
         self.poison(slot)
+        self.wait()
         late = lateness(self.team.size)
         self.replies = self.team.ask("call", late=late, slot=slot, out=slot)
         self.team.stop()
@@ -76,6 +103,7 @@ class RankChecks:
     of_baseline: Errors = field(default_factory=Errors)
     errors: Errors = field(default_factory=Errors)
     passed_over: dict[str, str] = field(default_factory=dict)
+    estimates: dict[str, float] = field(default_factory=dict)  # rough seconds of a call of each baseline
     last: Args | None = None
 
     def fill(self, slot: int, situation: str = "") -> None:
@@ -97,7 +125,7 @@ class RankChecks:
                 raise Wrong(f"{where}rank {rank}: an argument was written, but the op does not write it")
         if self.values.spec.same_bits:
             for rank, mine in enumerate(got[1:], 1):
-                if not all(map(same_bits, got[0], mine)):
+                if not all(map(same_bits, self.values.home(got[0]), self.values.home(mine))):
                     raise Wrong(f"{where}ranks 0 and {rank} differ in their bits, but all must get the same")
 
     # -- the baseline
@@ -127,6 +155,7 @@ class RankChecks:
                 if error.fatal:
                     raise
                 continue
+            self.estimates[name] = seconds
             if not best.name or seconds < best.seconds:
                 best = Chosen(name, errors, max(seconds, 1e-9))
         if best.name:
@@ -157,6 +186,7 @@ class RankChecks:
             self.fill(0)
             lane.publish(0)
             lane.poison(0)
+            lane.wait()
             lane.team.ask("compiled", slot=0, out=0)
             lane.team.stop()
             self.verdict(lane, 0, lane.written(0), "under torch.compile(fullgraph=True): ")
@@ -186,6 +216,7 @@ class RankChecks:
                         if t.numel():
                             t.view(WORDS[t.element_size()]).bitwise_xor_(1)
             lane.poison(slot)
+            lane.wait()
             lane.team.ask("copy", out=slot)
             lane.team.stop()
             for rank, arena in enumerate(lane.arenas):

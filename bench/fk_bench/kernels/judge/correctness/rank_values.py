@@ -16,16 +16,21 @@ from fk_bench.kernels.judge.memory.slots import Out, scalable, written_arguments
 Args = list[list[Any]]  # the arguments of each rank
 
 
-class RankSlots:
-    """One rank's arguments of `count` calls, as `Arena` publishes them."""
+def place(device: str, rank: int) -> str:
+    """The device of a rank: ranks on GPUs have one each."""
+    return f"{device}:{rank}" if device == "cuda" else device
 
-    def __init__(self, spec: OpSpec, first: list[Any], outs: list[Out], count: int, device: str):
-        self.count, self.device, self.outs = count, device, outs
+
+class RankSlots:
+    """One rank's arguments of `count` calls, as `Arena` publishes them. device: its kind; where: the rank's own."""
+
+    def __init__(self, spec: OpSpec, first: list[Any], outs: list[Out], count: int, where: str):
+        self.count, self.device, self.where, self.outs = count, where.partition(":")[0], where, outs
         self.may_change = {i for i in written_arguments(spec) if i < len(first) and first[i] is not None}
         self.layout = layout.describe(first, 1 << 62, self.may_change)
         self.plan, self.out_bytes = self.layout.to_json(), sum(o.nbytes for o in outs)
         self.private = torch.zeros(
-            max(self.layout.arena_bytes(count), layout.ALIGN), dtype=torch.uint8, device=device
+            max(self.layout.arena_bytes(count), layout.ALIGN), dtype=torch.uint8, device=where
         )
         self.grid = self.private[: count * self.layout.stride].view(count, self.layout.stride)
 
@@ -43,29 +48,34 @@ class RankSlots:
 
 
 class Values:
-    """The calls of a case over all ranks."""
+    """The calls of a case over all ranks. Each rank's values are on its own device, the oracle is on rank 0's."""
 
     def __init__(self, spec: OpSpec, case: Case, count: int, device: str):
         self.spec, self.case, self.device = spec, case, device
         self.size = int(case.dims[spec.ranks])
+        self.places = [place(device, rank) for rank in range(self.size)]
         first = self.draw()
         self.mutated = [i for i in written_arguments(spec) if i < len(first[0]) and first[0][i] is not None]
         outs = [
             [Out(t.dtype, tuple(t.shape)) for t in outputs]
             for outputs, _ in (self.split(r) for r in self.results(first))
         ]
-        self.ranks = [RankSlots(spec, first[r], outs[r], count, device) for r in range(self.size)]
+        self.ranks = [RankSlots(spec, first[r], outs[r], count, where) for r, where in enumerate(self.places)]
+
+    def home(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors on the oracle's device."""
+        return [t.to(self.places[0]) for t in tensors]
 
     def draw(self) -> Args:
         """New arguments of one call, from secret seeds; replicated ones are rank 0's."""
         made = []
-        for _ in range(self.size):
-            generator = torch.Generator(self.device).manual_seed(secrets.randbits(62))
-            made.append(self.spec.inputs(self.case, self.device, generator))
+        for where in self.places:
+            generator = torch.Generator(where).manual_seed(secrets.randbits(62))
+            made.append(self.spec.inputs(self.case, where, generator))
         for name in self.spec.replicated:
             i = self.spec.position(name)
-            for args in made[1:]:
-                args[i] = made[0][i] if made[0][i] is None else made[0][i].clone()
+            for args, where in zip(made[1:], self.places[1:], strict=True):
+                args[i] = made[0][i] if made[0][i] is None else made[0][i].to(where, copy=True)
         return made
 
     def put(self, slot: int, args: Args) -> None:
@@ -81,7 +91,8 @@ class Values:
         """The results of the reference for each rank, from copies of the arguments; wide: in float64."""
 
         def copied(t: torch.Tensor) -> torch.Tensor:
-            return t.to(torch.float64, copy=True) if wide and t.is_floating_point() else t.clone()
+            dtype = torch.float64 if wide and t.is_floating_point() else t.dtype
+            return t.to(self.places[0], dtype, copy=True)
 
         lists = []
         for values in zip(*args, strict=True):
@@ -117,7 +128,7 @@ class Values:
             outputs, written = self.split(want[rank])
             dtypes = [o.dtype for o in self.ranks[rank].outs] + [args[rank][i].dtype for i in written]
             expected = Expected(outputs, written, run(rank), dtypes)
-            errors = compare(self.spec, self.case, list(mine), expected, allowed, (), baseline)
+            errors = compare(self.spec, self.case, self.home(mine), expected, allowed, (), baseline)
             if errors.problem:
                 errors.problem = f"rank {rank}: {errors.problem}"
                 return errors

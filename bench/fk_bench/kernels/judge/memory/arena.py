@@ -27,35 +27,52 @@ def memory_file() -> int:
 class Arena:
     """The slots of a case as one side sees them; `publish` copies values from the judge's private slots.
 
-    fd   the memfd that this side has (CPU); on a GPU each arena is memory of its own
-    fds  GPU: the file descriptor that the side maps it by
+    fd      the memfd that this side has (CPU); on a GPU each arena is memory of its own, of the current device
+    fds     GPU: the file descriptor that the side maps it by
+    theirs  GPU: a trusted side allocates it, and `attach` maps it here. Hosts' collectives exchange addresses of
+            inputs, which the driver allows for memory of their own process only
     """
 
     @PHASES.of("memory")
-    def __init__(self, slots: Slots, out_slots: int, fd: int):
+    def __init__(self, slots: Slots, out_slots: int, fd: int, theirs: bool = False):
         self.slots, self.out_slots = slots, out_slots
+        self.device = torch.device(slots.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         places = slots.count + slots.count // SPARE + 1
         self.cells = secrets.SystemRandom().sample(range(places), slots.count)
         self._free = next(iter(set(range(places)) - set(self.cells)))
         self.out_start = slots.layout.arena_bytes(places)
         total = max(self.out_start + out_slots * slots.out_bytes, layout.ALIGN)
         self._allocation: ipc.Memory | None = None
-        if slots.device == "cuda":
+        self._mapping = ipc.Mapping() if theirs else None
+        self.place = {"nbytes": total, "cells": places, "outputs": self.out_start, "out_slots": out_slots}
+        self._places, self._bound = places, dict[int, list[Any]]()
+        self._read_only = slots.read_only()
+        if theirs:
+            self.place["theirs"] = True
+        elif slots.device == "cuda":
             self._allocation = ipc.Memory(total)
-            self.bytes = self._allocation.bytes
+            self._use(self._allocation.bytes)
         else:
             if os.fstat(fd).st_size < total:  # it only grows, because the process may have mapped it
                 os.ftruncate(fd, total)
-            self.bytes = torch.frombuffer(mmap.mmap(fd, total), dtype=torch.uint8)
+            self._use(torch.frombuffer(mmap.mmap(fd, total), dtype=torch.uint8))
         self.fds = () if self._allocation is None else (self._allocation.fd,)
-        self.place = {"nbytes": total, "cells": places, "outputs": self.out_start, "out_slots": out_slots}
-        self._places, self._bound = places, dict[int, list[Any]]()
-        stride = slots.layout.stride
-        self._grid = self.bytes[: places * stride].view(places, stride)
+
+    def _use(self, memory: torch.Tensor) -> None:
+        self.bytes, stride = memory, self.slots.layout.stride
+        self._grid = memory[: self._places * stride].view(self._places, stride)
         # Indexing copies word by word; a slot without bytes of its own (all arguments are shared) has no words.
         self._words = self._grid.view(torch.int64) if stride else None
-        self._index = torch.tensor(self.cells, device=slots.device)
-        self._read_only = slots.read_only()
+        self._index = torch.tensor(self.cells, device=memory.device)
+
+    def attach(self, handle: str, offset: int) -> None:
+        """Use this allocation of the side. Raises RuntimeError if it cannot be mapped."""
+        assert self._mapping is not None
+        self._use(
+            self._mapping.bytes_at({"handle": handle, "offset": offset, "nbytes": self.place["nbytes"]})
+        )
 
     def publish(self, start: int = 0, count: int | None = None) -> None:
         """Copy the values of `count` slots from `start` (None: to the last), and those that all slots share, from the
@@ -133,3 +150,5 @@ class Arena:
         self._bound.clear()
         if self._allocation is not None:
             self._allocation.close()
+        if self._mapping is not None:
+            self._mapping.close()

@@ -45,6 +45,7 @@ class CageOptions:
     core            the only core that the runner and its children use; None: those of the judge
     home            PRIVATE's variables, for trusted code; None: private directories
     loopback        bring the loopback device of the own network up: engines talk to their workers over it
+    user_of         number of another child, whose user id it has, because they share files; 0: one of its own
     calls           system calls that seccomp allows, which no kernel needs: an engine sets timers and cores
     """
 
@@ -68,6 +69,7 @@ class CageOptions:
     core: int | None = None
     home: Mapping[str, str] | None = None
     loopback: bool = False
+    user_of: int = 0
     calls: tuple[str, ...] = ()
 
     @classmethod
@@ -98,7 +100,7 @@ def _step(report: Report, name: str, asked: bool) -> bool:
 def leave(options: CageOptions, spaces: Mapping[str, int] | None = None) -> Report:
     """Supervisor: enter the namespaces. Its next child is process 1 of the new PID namespace.
 
-    spaces  {'net' | 'user': fd} of another rank's namespaces, which this one shares; see `namespaces`
+    spaces  {'net' | 'pid' | 'mounts' | 'user': fd} of another rank's namespaces, which it shares; see `namespaces`
     """
     report: Report = {}
     wanted = [n for n in ("net", "ipc", "uts", "mounts", "pid") if _step(report, n, getattr(options, n))]
@@ -112,6 +114,11 @@ def leave(options: CageOptions, spaces: Mapping[str, int] | None = None) -> Repo
             report["user"] = "on"
         root = True  # in that user namespace
         wanted.remove("net")
+        if "pid" in wanted and "pid" in spaces:
+            linux.enter_namespace(spaces["pid"])
+            wanted.remove("pid")
+        if "mounts" in wanted and "mounts" in spaces:
+            wanted.remove("mounts")  # entered by `settle`
     for name in wanted if root else ():
         try:
             linux.unshare(linux.CLONE[name])
@@ -133,17 +140,20 @@ def leave(options: CageOptions, spaces: Mapping[str, int] | None = None) -> Repo
 SPACE = "namespace:"  # of a file descriptor's name
 
 
-def namespaces(supervisor: int, report: Report) -> dict[str, int]:
-    """{name of a file descriptor: it} of the network that a cage with this report has, for the other ranks of a side.
+def namespaces(supervisor: int, runner: int, report: Report) -> dict[str, int]:
+    """{name of a file descriptor: it} of what the other ranks of a side share with the cage with this report.
 
-    Without a network namespace there is nothing to share: all ranks see the machine's network. The caller closes them.
+    Its network, and, so that libraries can pass each other GPU memory, its processes and its files. Without a network
+    namespace there is nothing to share: all ranks see the machine's network. The caller closes them.
     """
     if not report.get("net", "").startswith("on"):
         return {}
-    found = {f"{SPACE}net": os.open(f"/proc/{supervisor}/ns/net", os.O_RDONLY | os.O_CLOEXEC)}
+    files = {"net": f"{supervisor}/ns/net"}
     if os.geteuid() != 0:
-        found[f"{SPACE}user"] = os.open(f"/proc/{supervisor}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    return found
+        files["user"] = f"{supervisor}/ns/user"
+    if report["pid"] == "on" and report["mounts"].startswith("on"):
+        files |= {"pid": f"{runner}/ns/pid", "mounts": f"{runner}/ns/mnt"}
+    return {f"{SPACE}{n}": os.open(f"/proc/{f}", os.O_RDONLY | os.O_CLOEXEC) for n, f in files.items()}
 
 
 def _user_namespace(wanted: list[str], report: Report) -> None:
@@ -163,9 +173,15 @@ def _user_namespace(wanted: list[str], report: Report) -> None:
             file.write(text)
 
 
-def settle(options: CageOptions, report: Report, room: str) -> None:
-    """Init: the new root. `room` is an empty directory of this child, which holds its files without a new root."""
+def settle(options: CageOptions, report: Report, room: str, space: int = -1) -> None:
+    """Init: the new root. `room` is an empty directory of this child, which holds its files without a new root.
+
+    space  file descriptor of another rank's mount namespace, which has its root already
+    """
     if report["mounts"] != "on":
+        return
+    if space >= 0:
+        linux.enter_namespace(space)
         return
     try:
         left_open = mounts.build(

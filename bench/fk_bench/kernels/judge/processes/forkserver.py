@@ -30,6 +30,7 @@ HEADER = struct.Struct(">Q")
 MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
+_LINGER_S = 0.5  # of the first rank's process 1, once its runner has ended
 _PART = 1 << 14  # bytes read at once from a file of /proc
 _PRIORITY = -10  # of a supervisor (root): it must get CPU time even next to a fork bomb
 _HALTED = ("T", "t", "Z", "X")  # states of a task in /proc
@@ -146,11 +147,12 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     options = request["options"] = cage.CageOptions.of(request["options"])
-    number = cage.slot(zygote, request["number"])
+    number = cage.slot(zygote, options.user_of or request["number"])
     names = dict(zip(request["fds"], extra, strict=True))
     spaces = {n: names.pop(n) for n in list(names) if n.startswith(cage.SPACE)}
     request["fds"], extra = list(names), list(names.values())
     report = cage.leave(options, {n.removeprefix(cage.SPACE): fd for n, fd in spaces.items()})
+    request["space"] = spaces.pop(f"{cage.SPACE}mounts", -1)
     for fd in spaces.values():
         os.close(fd)
     own_pids = report["pid"] == "on"
@@ -305,7 +307,7 @@ def _init(
 ) -> None:
     """Process 1 of the cage: when it ends, the kernel ends all others. Reports how the runner ended."""
     linux.die_with_parent(0, signal.SIGKILL)
-    cage.settle(request["options"], report, request["room"])
+    cage.settle(request["options"], report, request["room"], request["space"])
     report["settled"] = "yes"
     runner = os.fork()
     if runner == 0:
@@ -316,6 +318,10 @@ def _init(
         if pid == runner:
             end = {"status": status, "maxrss": usage.ru_maxrss * 1024}
             os.write(write, json.dumps(end).encode())
+            if request[
+                "options"
+            ].loopback:  # other ranks' processes end with this one: it shall be seen first
+                time.sleep(_LINGER_S)
             return
 
 
@@ -325,7 +331,7 @@ def _runner(
     """In the cage: lock it, then run the entry with (channel, config, fds)."""
     options: cage.CageOptions = request["options"]
     if not report.pop("settled", ""):
-        cage.settle(options, report, request["room"])
+        cage.settle(options, report, request["room"], request["space"])
     parent = os.getppid()
     os.setsid()  # a signal to its own group reaches no other process
     _keep_open(0, 1, 2, channel, *extra)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from fastkernels.core import candidate, registry
@@ -36,6 +36,9 @@ class Implementation:
             None  # the candidate's function of the op, as its file has it
         )
         self.device = "cpu"
+        self.around: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext  # of a capture, as the host has it
+        )
         self._blocks: Any = None  # fastkernels.models.common.block_tasks, if blocks of a model are judged
         self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
 
@@ -58,7 +61,7 @@ class Implementation:
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
-        self.building = None
+        self.building, self.around = None, nullcontext
         self.production, self.missing = [], {}
         self.device, self.spec = device, registry.get(op)
         self.overload = self.spec.op.overload if self.spec.op is not None else None
@@ -154,7 +157,7 @@ class Implementation:
 
     def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
         """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
-        chosen, self.building = self.baselines.get(baseline), None
+        chosen, self.building, self.around = self.baselines.get(baseline), None, nullcontext
         if chosen is None:  # a module on installed baselines, or another candidate
             return {"prepares": bool(self.prepared)}
         if args is not None and (reason := chosen.supports(*args)) is not None:
@@ -165,6 +168,7 @@ class Implementation:
             self.building = self.made[baseline]
             return {"unchecked": chosen.unchecked}
         self._put(self.spec.name, self.made[baseline], baseline)
+        self.around = getattr(self.made[baseline], "capturing", nullcontext)
         return {"unchecked": chosen.unchecked, "prepares": bool(chosen.prepares)}
 
     def _ready(self, baseline: Any) -> Callable[..., Any]:

@@ -47,6 +47,12 @@ class Done(Message):
     pass
 
 
+class Mapped(Message):
+    """memory: of a trusted side that has allocated the slots itself."""
+
+    memory: Place | None = None
+
+
 class Loaded(Message):
     """compilers, production: the baselines of these kinds; missing: {a baseline of production: its packages}."""
 
@@ -104,7 +110,7 @@ class Stored(Message):
 
 
 SCHEMAS: dict[str, type[Message]] = {
-    "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
+    "load": Loaded, "use": Used, "case": Mapped, "free": Done, "call": Called, "copy": Done, "prepare": Done,
     "estimate": Estimated,
     "capture": Captured, "run": Ran, "calls": Done, "queue": Done, "trace": Traced, "compiled": Done,
     "deployment": Deployed, "store": Stored, "join": Done,

@@ -33,6 +33,10 @@ from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed
 ESTIMATES = 20  # replays
 # Up to so many slots are called eagerly or compiled; their arguments then have separate storages
 APART = 32
+OWN_BYTES = 64 << 20  # least bytes of slots that a trusted side allocates
+NO_MULTICAST = {  # NVLink multicast is never used; a program that ends in the wrong moment can disable a host's GPUs
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1",
+}  # fmt: skip
 _clock, _synchronize = time.perf_counter, torch.cuda.synchronize
 _Tensor, _copy = torch.Tensor, torch.Tensor.copy_
 
@@ -62,6 +66,7 @@ class RunnerState(Implementation):
         super().__init__()
         self.channel, self.fds = channel, fds
         self.arena: ipc.Memory | None = None  # GPU: what is mapped of the judge's memory
+        self.own: torch.Tensor | None = None  # GPU: slots in memory of this process, kept for later cases
         self.gate = Gate(fds["gate"]) if "gate" in fds else None
         self.free()
 
@@ -81,13 +86,19 @@ class RunnerState(Implementation):
         from fastkernels.core import parallel
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a cage cannot resolve its host's name
+        os.environ.update(NO_MULTICAST)
         limit = timedelta(seconds=late_s)
         if device == "cuda":
             torch.cuda.set_device(rank)
         where = f"cuda:{rank}" if device == "cuda" else device
-        backend = "nccl" if device == "cuda" else "gloo"
+        backend, now = "gloo", dict[str, Any]()
+        if device == "cuda":  # connected now, because the first collective may be captured
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            # A rank that waits in vain only leaves its call, so that the judge sees which rank did not answer.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+            backend, now = "nccl", {"device_id": torch.device(where)}
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, **now)
         parallel.init(rank, size, device=where, timeout=late_s, memory=self.fds["group"])
         return {}
 
@@ -139,7 +150,8 @@ class RunnerState(Implementation):
     ) -> dict[str, Any]:
         """Map this side's memory and build the call of every slot; none of this is timed.
 
-        cells  the place of each slot in the arena, which has arena['cells'] places
+        cells  the place of each slot in the arena, which has arena['cells'] places; arena['theirs']: it is allocated
+               here, and the reply says where
         """
         self.free()
         self.plan = plan
@@ -158,7 +170,7 @@ class RunnerState(Implementation):
                 views.append(raw.view(o["shape"]))
                 offset += o["nbytes"]
             self.out_slots.append(views)
-        return {}
+        return {"memory": {**ipc.share(memory), "stride": [1]}} if arena.get("theirs") else {}
 
     def _make_calls(self) -> None:
         self.calls = [self._call(a) for a in self.args]
@@ -184,6 +196,13 @@ class RunnerState(Implementation):
         return {}
 
     def _map(self, arena: dict[str, Any]) -> torch.Tensor:
+        if arena.get("theirs"):
+            # Peers keep what a host's kernel has mapped, so it is allocated anew for a much larger case only.
+            if self.own is None or self.own.nbytes < arena["nbytes"]:
+                self.own = None
+                size = 1 << max(arena["nbytes"] - 1, OWN_BYTES - 1).bit_length()
+                self.own = torch.empty(size, dtype=torch.uint8, device="cuda")
+            return self.own[: arena["nbytes"]]
         if self.device == "cuda":
             self.arena = ipc.Memory(arena["nbytes"], self.channel.fds.pop())
             return self.arena.bytes
@@ -344,7 +363,7 @@ class RunnerState(Implementation):
         self._sync()
         try:
             # The outer context restores the stream even if the capture fails; torch's graph() does not.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            with self.around(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 if before is not None:
                     before()
                 results = [self._outputs(call()) for call in calls]
@@ -404,14 +423,20 @@ class RunnerState(Implementation):
             self.metas(result)
         return {}
 
-    def do_queue(self, slots: list[int], tickets: list[int]) -> dict[str, Any]:
-        """GPU: queue the graphs of slots, each behind its gate, which the judge opens while this process is stopped."""
+    def do_queue(
+        self, slots: list[int], tickets: list[int], counts: list[int] | None = None
+    ) -> dict[str, Any]:
+        """GPU: queue the graphs of slots, each behind its gate, which the judge opens while this process is stopped.
+
+        counts  calls behind each gate, from its slot on; None: one
+        """
         assert self.gate is not None
         stream = torch.cuda.current_stream().cuda_stream
-        graphs = dict(self.graphs)
-        for slot, ticket in zip(slots, tickets, strict=True):
+        for slot, count, ticket in zip(slots, counts or [1] * len(slots), tickets, strict=True):
             self.gate.wait(stream, ticket)
-            graphs[slot].replay()
+            for first, graph in self.graphs:
+                if slot <= first < slot + count:
+                    graph.replay()
             self.gate.report(stream, ticket)
         return {}
 

@@ -60,6 +60,7 @@ class Seat:
     """Where a process runs: its core (None: any), the memfds of its gate and arena, and more file descriptors by name.
 
     loopback  its network, which it may share with others, has a loopback device
+    user_of   number of the process whose user it has; 0: it has one of its own
     """
 
     core: int | None
@@ -67,6 +68,7 @@ class Seat:
     arena: int = -1
     fds: Mapping[str, int] = field(default_factory=dict)
     loopback: bool = False
+    user_of: int = 0
 
 
 class Sides:
@@ -128,7 +130,7 @@ class Sides:
                 packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
                 address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=seat.core,
-                loopback=seat.loopback,
+                loopback=seat.loopback, user_of=seat.user_of,
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)

@@ -38,16 +38,17 @@ class Team:
         self._files = [*self.arenas, *(gates := [memory_file() for _ in range(size)]), group := memory_file()]
         self.ranks: list[RunnerProcess] = []
         spaces: dict[str, int] = {}
+        user = 0
         cores = sorted(os.sched_getaffinity(0))
         try:
             for rank in range(size):
                 core = cores[rank % len(cores)] if sides.device == "cpu" else None
-                seat = Seat(
-                    core, gates[rank], self.arenas[rank], {"group": group, **spaces}, loopback=rank == 0
-                )
+                seat = Seat(core, gates[rank], self.arenas[rank], {"group": group, **spaces}, rank == 0, user)
                 self.ranks.append(sides.spawn(who, files, seat))
                 if rank == 0 and files:
-                    spaces = cage.namespaces(self.ranks[0].child.pid, self.ranks[0].cage)
+                    first = self.ranks[0]
+                    spaces = cage.namespaces(first.child.pid, first.pid, first.cage)
+                    user = first.child.number
         except BaseException:
             self.close()
             raise
@@ -148,6 +149,10 @@ class Team:
         except RunnerError as error:
             raise self.blame({rank: error}, (), 0.0) from None
 
+    @property
+    def stopped(self) -> bool:
+        return all(side.stopped for side in self.ranks)
+
     def stop(self) -> None:
         """Stop all ranks. Raises RunnerError."""
         for rank, side in enumerate(self.ranks):
@@ -185,4 +190,4 @@ class Team:
 def _waited(error: RunnerError) -> bool:
     """Whether a rank reports that another one did not come: it can only name one of its own side."""
     text = str(error)
-    return text.startswith("CollectiveError:") or "gloo" in text.lower()
+    return text.startswith("CollectiveError:") or any(name in text.lower() for name in ("gloo", "nccl"))

@@ -87,10 +87,11 @@ class Child:
     """One runner. `channel` is the judge's end of a private socket pair."""
 
     def __init__(
-        self, pid: int, channel: socket.socket, output: int, status: int, room: Path, group: Group | None = None
+        self, pid: int, channel: socket.socket, output: int, status: int, room: Path, group: Group | None = None,
+        number: int = 0,
     ):  # fmt: skip
         self.pid, self.channel, self.room = pid, channel, room
-        self.group = group or Group.none()
+        self.group, self.number = group or Group.none(), number
         self.exit: Exit | None = None
         self.output_bytes = 0
         self._status = status
@@ -382,7 +383,7 @@ class Zygote:
             theirs.close()
             os.close(write)
             os.close(status_write)
-        return Child(pid, channel, read, status, room, group)
+        return Child(pid, channel, read, status, room, group, self._count)
 
     def close(self) -> None:
         self._stop()

@@ -136,7 +136,7 @@ class Judge:
             return
         pair: Pair | RankPair
         if spec.ranks:
-            pair = RankPair(self.sides, self.options, spec, mine)
+            pair = RankPair(self.sides, self.options, spec, mine, self._gpu())
         else:
             pair = Pair(self.sides, self.options, spec, mine, gpu=self._gpu())
         around = self._judge_cases(pair, found)

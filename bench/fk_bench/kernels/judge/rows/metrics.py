@@ -28,6 +28,10 @@ def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, i
             sent = spec.traffic(cost)
             for name, of in (("bus_gb_per_s", "time_us_p50"), ("baseline_bus_gb_per_s", "baseline_us_p50")):
                 row.metrics[name] = sent / row.metrics[of] / 1e3
+            if seen.link_gb_per_s:
+                row.metrics["link_gb_per_s"] = seen.link_gb_per_s
+    if seen.estimates:
+        row.case["baselines_us"] = {n: round(1e6 * s, 2) for n, s in seen.estimates.items()}
 
 
 def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor: float) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.capture.replay import captured_cases
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.batches.lane import Timed
+from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches
 from fk_bench.kernels.judge.batches.rank_calls import RankCalls
+from fk_bench.kernels.judge.clock import roofline
 from fk_bench.kernels.judge.correctness.cases import Trial, maker
 from fk_bench.kernels.judge.correctness.checks import Wrong
-from fk_bench.kernels.judge.correctness.rank_checks import Lane, RankChecks
+from fk_bench.kernels.judge.correctness.rank_checks import Lane, RankChecks, on
 from fk_bench.kernels.judge.correctness.rank_values import Values
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.processes.calling import calling
@@ -28,13 +34,15 @@ from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 DEATHS = 3  # after so many deaths the candidate's ranks are not restarted for the op's other cases
-SLOTS = 6  # timed calls of a round
-MOST_ROUNDS = 6
+SLOTS = 6  # of checked calls; on a CPU also the timed calls of a round
+ROUNDS = {"cpu": (3, 6), "cuda": (5, 30)}  # least and most
+BATCH_S, MOST_CALLS = 4e-3, 256  # GPUs: target seconds of N calls, and the largest N
+SLOWER = 4  # a batch of the slower side may last so many times the target
 HELD_OUT = 2  # cases of unseen sizes
 
 
 def trials(spec: OpSpec, options: Options) -> list[Trial]:
-    """The cases of a collective that so many ranks can have: its own, and unseen sizes.
+    """The cases of a collective that so many ranks can have: its own, those of captured runs, and unseen sizes.
 
     Each is checked in all situations of its ranks.
     """
@@ -47,6 +55,8 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
         varied = [spec.vary(c, rng) for c in rng.sample(here, min(HELD_OUT, len(here)))]
         held = [replace(c, dims={**c.dims, spec.ranks: options.ranks}) for c in varied]
         found += [Trial("held-out", c, maker(spec, c)) for c in held]
+    if not options.task and "captured" in options.cases:
+        found += [Trial("captured", c, maker(spec, c)) for c in _captured(spec, options)]
     if not options.task and "random" not in options.cases:
         found = [t for t in found if t.source != "random"]
     found = [t for t in found if not options.names or t.case.name in options.names]
@@ -55,6 +65,16 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
         sources = dict.fromkeys(t.source for t in runs)
         found = [t for s in sources for t in [t for t in runs if t.source == s][: options.most]]
     return found
+
+
+def _captured(spec: OpSpec, options: Options) -> list[Case]:
+    """The message sizes of captured runs, with the number of their calls. Values are new: each rank has its own."""
+    found: dict[tuple[Any, ...], Case] = {}
+    for captured in captured_cases(spec.name, options.captures):
+        case = replace(captured.case, dims={**captured.case.dims, spec.ranks: options.ranks})
+        key = case.dtype, *case.dims.items()
+        found[key] = replace(case, weight=case.weight + found[key].weight) if key in found else case
+    return sorted(found.values(), key=lambda c: -c.weight)
 
 
 @dataclass
@@ -69,7 +89,11 @@ class RankPair:
 
     provisional = ""
 
-    def __init__(self, sides: Sides, options: Options, spec: OpSpec, candidates: Mapping[str, Path]):
+    def __init__(
+        self, sides: Sides, options: Options, spec: OpSpec, candidates: Mapping[str, Path],
+        gpu: str | None = None,
+    ) -> None:  # fmt: skip
+        self._peaks = roofline.peaks(gpu)
         self._sides, self.options, self.spec, self.candidates = sides, options, spec, candidates
         self.calling = calling(spec, candidates.get(spec.name))
         self.choice: tuple[str, dict[str, Any]] | None = None
@@ -143,6 +167,7 @@ class RankPair:
         if self._failure is not None:
             return Evidence(failure=self._failure), None
         seen = Evidence(wants_times=trial.timed and self.options.timed)
+        self._limits(trial.case, seen)
         teams: tuple[Team, ...] = ()
         try:
             teams = self._open()
@@ -157,19 +182,27 @@ class RankPair:
             seen.failure = error
         except RuntimeError as error:  # in the judge itself: no memory for the oracle
             seen.broken = f"{type(error).__name__}: {str(error)[:300]}"
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()  # both sides need what the oracle has used
         if seen.failure is not None or seen.wrong:
             # A rank may still be in the middle of a call that the others have left.
             self._lost(seen.failure, loading="candidate" not in self.loaded)
         return seen, RankRun(trial.case)
 
+    def _limits(self, case: Case, seen: Evidence) -> None:
+        """Note what the GPU and its link allow."""
+        spec = self.spec
+        memory = roofline.floor_us(spec.bytes_moved(case), spec.flops(case), case.dtype, self._peaks) or 0.0
+        link = self._peaks.link_gb_per_s if self._peaks is not None else 0.0
+        sent = spec.traffic(case) / link / 1e3 if spec.traffic is not None and link else 0.0
+        seen.floor_s, seen.link_gb_per_s = 1e-6 * max(memory, sent), link
+
     def _judge(self, trial: Trial, teams: tuple[Team, ...], seen: Evidence) -> None:
         values = Values(self.spec, trial.case, SLOTS, self.options.device)
-        lanes = [self._lane(team, values) for team in teams]
-        try:
-            checks = RankChecks(values)
-            seen.passed_over = checks.passed_over
+        checks, own = RankChecks(values), 0.0
+        with self._lanes(teams, values) as (candidate, baseline):
+            seen.passed_over, seen.estimates = checks.passed_over, checks.estimates
             seen.has_output = any(o.bytes for r in values.ranks for o in r.outs)
-            candidate, baseline = lanes
             candidate.team.stop()
             loaded = self.loaded["baseline"]
             seen.chosen = checks.choose(baseline, list(loaded.baselines) or [self.options.against])
@@ -180,30 +213,78 @@ class RankPair:
                 seen.checked = checks.first(candidate, not self._compiled)
                 self._compiled = True
                 seen.wants_times = seen.wants_times and seen.has_output
-                if seen.wants_times and seen.chosen.seconds:
-                    rounds = max(3, min(self.options.rounds, MOST_ROUNDS))
-                    seen.timed = RankCalls(checks, candidate, baseline, SLOTS, rounds).run()
+                timed = seen.wants_times and seen.chosen.seconds > 0
+                if timed and self.options.device == "cpu":
+                    calls = RankCalls(checks, candidate, baseline, SLOTS, self._rounds())
+                    seen.timed = calls.run()
+                elif timed:
+                    own = max(r.seconds for r in candidate.team.ask("estimate", calls=SLOTS))
             finally:
                 if seen.checked is not None:
                     seen.checked.errors = checks.errors
+        if own:
+            seen.timed = self._batches(trial.case, teams, checks, (seen.chosen.seconds, max(own, 1e-6)))
+
+    def _rounds(self) -> int:
+        least, most = ROUNDS[self.options.device]
+        return max(least, min(self.options.rounds, most))
+
+    def _batches(
+        self, case: Case, teams: tuple[Team, ...], checks: RankChecks, estimates: tuple[float, float]
+    ) -> Timed:
+        """GPUs: the times of both sides, in slots of their own. estimates: rough seconds of a call of each."""
+        one, fast, slow = checks.values.ranks[0], min(estimates), max(estimates)
+        fits = self._sides.memory // max(3 * one.layout.stride + 2 * one.out_bytes, 1) - SINGLES
+        wanted = min(int(BATCH_S / fast), int(SLOWER * BATCH_S / slow), MOST_CALLS, fits // 2)
+        values = Values(self.spec, case, 2 * max(wanted, 2) + SINGLES, self.options.device)
+        again = replace(checks, values=values, last=None)
+        try:
+            with self._lanes(teams, values, checked=False) as (candidate, baseline):
+                return RankBatches(again, candidate, baseline, max(wanted, 2), self._rounds()).run()
+        finally:
+            checks.errors = again.errors
+
+    @contextlib.contextmanager
+    def _lanes(
+        self, teams: tuple[Team, ...], values: Values, checked: bool = True
+    ) -> Iterator[tuple[Lane, Lane]]:
+        """Both sides with slots for these values. checked: with outputs in the judge's memory, too."""
+        lanes: list[Lane] = []
+        try:
+            for team in teams:
+                lanes.append(Lane(team, []))
+                self._open_lane(lanes[-1], values, checked)
+            yield lanes[0], lanes[1]
         finally:
             for lane in lanes:
                 with contextlib.suppress(RunnerError):
                     if lane.team.alive:
                         lane.team.ask("free")
                 for arena in lane.arenas:
-                    arena.close()
+                    with on(arena.device):
+                        arena.close()
 
-    def _lane(self, team: Team, values: Values) -> Lane:
-        arenas = [Arena(v, v.count, fd) for v, fd in zip(values.ranks, team.arenas, strict=True)]  # type: ignore[arg-type]
+    @staticmethod
+    def _open_lane(lane: Lane, values: Values, checked: bool) -> None:
+        team, arenas = lane.team, lane.arenas
+        theirs = team.trusted and values.device == "cuda"
+        for v, fd in zip(values.ranks, team.arenas, strict=True):
+            with on(torch.device(v.where)):
+                arenas.append(Arena(v, v.count if checked else 0, fd, theirs))  # type: ignore[arg-type]
 
         def place(rank: int) -> dict[str, Any]:
             arena = arenas[rank]
             outs = [o.to_json() for o in values.ranks[rank].outs]
             return {"plan": values.ranks[rank].plan, "cells": arena.cells, "arena": arena.place, "outs": outs}
 
-        team.ask("case", each=place, fds=lambda rank: arenas[rank].fds)
-        return Lane(team, arenas)
+        replies = team.ask("case", each=place, fds=lambda rank: arenas[rank].fds)
+        for rank, (arena, reply) in enumerate(zip(arenas, replies, strict=True)):
+            if not theirs:
+                continue
+            if reply.memory is None or reply.memory.handle is None or reply.memory.offset is None:
+                raise RunnerError(Status.FAILED, f"rank {rank} has allocated no memory", False, team.who)
+            with on(arena.device):
+                arena.attach(reply.memory.handle, reply.memory.offset)
 
     def _lost(self, error: RunnerError | None, loading: bool) -> None:
         self._deaths += 1

@@ -23,6 +23,7 @@ class Evidence:
     checked: the candidate's first calls
     timed    the times; None if none were wanted, or the checks ended before
     floor_s  lower bound of a correct call on this machine; 0 if unknown
+    estimates  of a collective: {baseline: rough seconds of a call}; link_gb_per_s: what its GPUs can send, 0 if unknown
     """
 
     refused: tuple[Status, str] | None = None
@@ -39,6 +40,8 @@ class Evidence:
     has_output: bool = True
     timed: Timed | None = None
     floor_s: float = 0.0
+    estimates: Mapping[str, float] = field(default_factory=dict)
+    link_gb_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
