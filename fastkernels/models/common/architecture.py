@@ -36,6 +36,8 @@ class Architecture:
     text_of         architectures with images or sound whose text model this is; its config is their `text_config`
     prefixes        {prefix of a checkpoint key of these: prefix of the key in a checkpoint of this one}
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
+    repeated        patterns of our names (fnmatch) whose tensors a checkpoint may hold twice, under another key that
+                    `renamed` maps to the same name
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
     unneeded        "module:function" that maps a config to such patterns that depend on its sizes
@@ -73,6 +75,7 @@ class Architecture:
     text_of: tuple[str, ...] = ()
     prefixes: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)

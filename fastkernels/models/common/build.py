@@ -24,6 +24,7 @@ from fastkernels.models.common import (
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
+from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
@@ -142,9 +143,11 @@ def build(
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder, arch, config)
-        for module in model.modules():
+        for module in list(model.modules()):
             if isinstance(module, ClampedExperts):
                 module.loaded(dtype)
+            elif isinstance(module, AddedConvs):
+                module.merge()
         quantized.finish(model)
     return model.eval().requires_grad_(False)
 
