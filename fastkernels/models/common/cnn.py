@@ -226,20 +226,23 @@ class InvertedResidual(nn.Module):
 
 
 class ConvNormAct(nn.Module):
-    """A convolution with norm and, if act, activation. names: of the two modules in the checkpoint."""
+    """A convolution with norm and, if act, activation.
+
+    names  of the two modules in the checkpoint
+    fused  the checkpoint has the norm in weight and bias of the convolution
+    """
 
     def __init__(self, style: Style, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1,
-                 act: bool = True, names: tuple[str, str] = ("conv", "bn")) -> None:  # fmt: skip
+                 act: bool = True, names: tuple[str, str] = ("conv", "bn"), fused: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.style, self.activation, self.names = style, style.activation if act else "none", names
-        made = Conv(channels, out, kernel, stride, groups), BatchNorm(out)
-        for name, module in zip(names, made, strict=True):
-            self.add_module(name, module)
+        self.add_module(names[0], Conv(channels, out, kernel, stride, groups, bias=fused))
+        self.add_module(names[1], None if fused else BatchNorm(out))
 
     @property
-    def parts(self) -> tuple[Conv, BatchNorm]:
-        conv, norm = (self.get_submodule(name) for name in self.names)
-        return conv, norm  # type: ignore[return-value]
+    def parts(self) -> tuple[Conv, BatchNorm | None]:
+        conv, norm = (getattr(self, name) for name in self.names)
+        return conv, norm
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, add_first: bool = False
@@ -268,20 +271,21 @@ class AddedConvs(nn.Module):
     @torch.no_grad()
     def merge(self) -> None:
         """Replace the branches by one convolution. Computed in float32, rounded once."""
-        first, norm = self.branches[0].parts
+        first, _ = self.branches[0].parts
         weight = torch.zeros(first.weight.shape, dtype=torch.float32, device=first.weight.device)
         bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
         for branch in self.branches:
             conv, norm = branch.parts
+            assert norm is not None
             scale = norm.weight.float() * torch.rsqrt(norm.running_var + self.style.eps)
             edge = first.padding - conv.padding
             weight += F.pad(conv.weight.float() * scale[:, None, None, None], (edge,) * 4)
             bias += norm.bias.float() - norm.running_mean * scale
-        self.conv = Conv(
+        self.merged = Conv(
             first.weight.shape[1] * first.groups, len(weight), first.kernel, first.stride, first.groups, bias=True
         ).to(weight.device, first.weight.dtype)  # fmt: skip
-        self.conv.weight.copy_(weight)
-        self.conv.bias.copy_(bias)  # type: ignore[union-attr]
+        self.merged.weight.copy_(weight)
+        self.merged.bias.copy_(bias)  # type: ignore[union-attr]
         for name in self.names:
             delattr(self, name)
         self.names = ()
@@ -289,7 +293,7 @@ class AddedConvs(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [B, C, H, W]; residual: added behind the activation."""
         if not self.names:
-            return convolve(x, self.conv, None, self.style, self.style.activation, residual)
+            return convolve(x, self.merged, None, self.style, self.style.activation, residual)
         *others, last = self.branches
         total = None
         for branch in others:
