@@ -14,7 +14,7 @@ from fastkernels.engine.letterbox import LetterboxProcessor
 from fastkernels.engine.timm_images import TimmProcessor
 from fastkernels.models.common import cnn
 from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.yolo_config import Letterbox
+from fastkernels.models.common.ultralytics_config import Letterbox
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB

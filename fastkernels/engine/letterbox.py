@@ -1,4 +1,4 @@
-"""Prepare images as YOLO's checkpoints have it: the whole image, scaled, in the middle of a gray one."""
+"""Prepare images as ultralytics' models have it: the whole image, scaled, in the middle of a gray one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.models.common.yolo_config import Letterbox
+from fastkernels.models.common.ultralytics_config import Letterbox
 
 
 class LetterboxProcessor:

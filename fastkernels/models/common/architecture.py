@@ -21,6 +21,7 @@ class Architecture:
     model_type      `model_type` in config.json
     aliases         other values of it, whose config.json has the same fields with the same meaning
     timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
+    ultralytics     prefixes of `model` in ultralytics' config.json, which has no `architectures`
     inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py), or 'prompts'
                     (see common/pipelines/pipeline.py)
     folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
@@ -63,6 +64,7 @@ class Architecture:
     model_type: str
     aliases: tuple[str, ...] = ()
     timm: tuple[str, ...] = ()
+    ultralytics: tuple[str, ...] = ()
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
     media: tuple[str, ...] = ()

@@ -19,8 +19,8 @@ from fastkernels.models.common import (
     quantization,
     quantized,
     timm_config,
+    ultralytics_config,
     weights,
-    yolo_config,
 )
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
@@ -38,7 +38,7 @@ def load_config(folder: Path) -> Any:
     if (pipeline := pipeline_folder.read(folder)) is not None:
         return pipeline
     checks.check_file(folder)
-    found = config_file.read(folder) or timm_config.read(folder) or yolo_config.read(folder)
+    found = config_file.read(folder) or timm_config.read(folder) or ultralytics_config.read(folder)
     found = found or config_file.text_model(_from_transformers(folder))
     quantization.with_own_file(found, folder)
     names = getattr(found, "architectures", None) or []

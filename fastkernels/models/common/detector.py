@@ -23,6 +23,7 @@ class Detector(nn.Module):
     """Base of detectors. channels: of an image."""
 
     prefix_tokens, num_labels = 0, 0
+    ops: tuple[str, ...] = ("top_k_queries",)
     channels: int
 
     @property

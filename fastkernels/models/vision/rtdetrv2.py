@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -249,7 +249,7 @@ class EncoderLayer(FeedForward):
         return self.final_layer_norm(self.mlp(x, x))
 
 
-@lru_cache(maxsize=64)
+@cache  # CUDA graphs refer to the results
 def sines(
     rows: int, columns: int, width: int, temperature: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -261,7 +261,7 @@ def sines(
     return torch.cat((y.sin(), y.cos(), x.sin(), x.cos()), 1)[None].to(dtype)
 
 
-@lru_cache(maxsize=64)
+@cache  # CUDA graphs refer to the results
 def anchors(shapes: Shapes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits of the anchors [1, cells, 4] float32, whether each counts [1, cells, 1])."""
     found = []
@@ -391,6 +391,8 @@ class DecoderLayer(FeedForward):
 class Decoder(nn.Module):
     """Layers that refine the queries and their boxes."""
 
+    ops = ("refine_boxes",)
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, depth = config.d_model, config.decoder_layers
@@ -494,6 +496,7 @@ ARCH = Architecture(
     runner="Encode",
     model_type="rt_detr_v2",
     inputs="images",
+    sizes={"num_hidden_layers": "decoder_layers"},
     packed={"qk_proj": ("q_proj", "k_proj"), "sampling": ("sampling_offsets", "attention_weights")},
     renamed={
         "class_embed.": "model.decoder.class_embed.",

@@ -7,6 +7,8 @@ one-to-one head is used. Boxes are computed of the best cells only.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from fastkernels.models.common import cnn
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.detector import Detector, best
+from fastkernels.models.common.ultralytics_config import Letterbox
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 from fastkernels.overrides.detection.dfl_boxes import dfl_boxes
 from fastkernels.overrides.detection.top_k_queries import top_k_queries
@@ -32,6 +35,42 @@ SCALES = {
 }
 STRIDES, BINS, MOST = (8, 16, 32), 16, 300
 HEAD = 64  # channels of an attention head
+MOST_PIXELS = 8192  # of an image's side
+NAME = re.compile(r"yolov10([a-z])(\.yaml|\.pt)?")
+COCO = 80  # classes, by default
+
+
+def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config from those of a config.json: `model`, such as "yolov10n.yaml", `names`, and `imgsz`.
+
+    names: {class: its name}; imgsz: pixels of the longer side of an image. Raises ValueError.
+    """
+    model, names, size = raw.get("model", "yolov10n.yaml"), raw.get("names"), raw.get("imgsz", Letterbox.size)
+    found = NAME.fullmatch(str(model))
+    if found is None or found[1] not in SCALES:
+        known = ", ".join(f"yolov10{scale}.yaml" for scale in SCALES)
+        raise ValueError(f"model={model!r} is not supported, only {known}")
+    if raw.get("task", "detect") != "detect":
+        raise ValueError(f"task={raw['task']!r} is not supported, only 'detect'")
+    if names is None:
+        names = [f"LABEL_{i}" for i in range(COCO)]
+    if isinstance(names, list):
+        names = dict(enumerate(names))
+    if (
+        not isinstance(names, dict)
+        or not names
+        or {str(i) for i in names} != {str(i) for i in range(len(names))}
+    ):
+        raise ValueError(f"names={names!r:.80} must name each class, from 0 on")
+    if type(size) is not int or size % cnn.PATCH or not 0 < size <= MOST_PIXELS:
+        raise ValueError(
+            f"imgsz={size!r} must be a multiple of {cnn.PATCH} from {cnn.PATCH} to {MOST_PIXELS}"
+        )
+    labels = {int(i): str(name) for i, name in names.items()}
+    return {
+        "architectures": ["YOLOv10"], "model_type": "yolov10", "model": model, "scale": found[1], "names": labels,
+        "id2label": labels, "imgsz": size, "fused": raw.get("fused") is True, "preprocessing": Letterbox(size),
+    }  # fmt: skip
 
 
 class Parts:
@@ -206,8 +245,9 @@ class Detect(nn.Module):
 
 
 class YOLOv10(Detector):
-    """config: see models/common/yolo_config.py."""
+    """config: see `read_config`."""
 
+    ops = ("dfl_boxes", "top_k_queries")
     channels = 3
 
     def __init__(self, config: Any) -> None:
@@ -283,7 +323,8 @@ ARCH = Architecture(
     model="YOLOv10",
     runner="Encode",
     model_type="yolov10",
-    own_config="fastkernels.models.common.yolo_config:fields",
+    own_config="fastkernels.models.vision.yolov10:read_config",
+    ultralytics=("yolov10",),
     inputs="images",
     packed={},
     renamed={"model.model.": "model."},
