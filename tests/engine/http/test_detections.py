@@ -40,11 +40,7 @@ def post(url, path="/v1/detections", **body):
 def test_boxes_are_those_of_the_engine(served):
     url, _, llm = served
     want = [o.outputs for o in llm.detect(IMAGES, 0.2, 7, use_tqdm=False)]
-    given = [
-        f"data:image/png;base64,{encoded(IMAGES[0])}",
-        encoded(IMAGES[1]),
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(IMAGES[2])}"}},
-    ]
+    given = [f"data:image/png;base64,{encoded(IMAGES[0])}", encoded(IMAGES[1]), encoded(IMAGES[2])]
     answer = post(url, model="yolo", input=given, threshold=0.2, max_detections=7).json()
     assert answer["object"] == "list" and answer["id"].startswith("detect-") and answer["model"] == "yolo"
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 4 + 4 + 2
@@ -55,6 +51,9 @@ def test_boxes_are_those_of_the_engine(served):
         assert [n for box in found["boxes"] for n in box] == pytest.approx(
             [n for box in one.boxes for n in box], abs=1e-2
         )
+    part = {"type": "image_url", "image_url": {"url": given[0]}}
+    (one,) = post(url, input=[part], threshold=0.2, max_detections=7).json()["data"]
+    assert one["labels"] == want[0].labels
     (one,) = post(url, input=encoded(IMAGES[1]), threshold=1).json()["data"]
     assert one["boxes"] == one["scores"] == one["labels"] == []
 
@@ -75,7 +74,8 @@ def test_requests_share_steps(served):
     finally:
         server.llm.engine.executor.launch = launch
     assert [a.status_code for a in answers] == [200] * 6 and sum(sizes) == 6
-    assert answers[0].json()["data"] == answers[3].json()["data"]
+    first, again = (answers[i].json()["data"][0] for i in (0, 3))
+    assert first["scores"] == pytest.approx(again["scores"], abs=1e-5) and first["labels"] == again["labels"]
 
 
 PNG = encoded(IMAGES[1])
