@@ -76,6 +76,17 @@ NEVER = {
     "TransformersVJEPA2RopeAttention": "needs config",
     "TransformersVJEPA2MLP": "needs config",
     "TransformersSwinv2SelfAttention": "needs config",
+    "TransformersRTDetrV2MultiscaleDeformableAttention": "needs config",
+    **{
+        f"Transformers{name}": "is a block, not one convolution with a norm"
+        for name in (
+            "RTDetrV2ConvNormLayer",
+            "RTDetrV2RepVggBlock",
+            "RTDetrResNetConvLayer",
+            "RTDetrResNetBasicLayer",
+            "RTDetrResNetBottleNeckLayer",
+        )
+    },
     "TransformersDinov2Layer": "needs config",
     "TransformersDinov2Layer_5_17": "needs config",
     "TransformersDINOv3ViTLayer": "needs config",

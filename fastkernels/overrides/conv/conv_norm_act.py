@@ -320,7 +320,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         eps,
         _,
     ) = filled(args, 15, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5, False)
-    if not takes(cls, "in_channels"):
+    if not takes(cls, "norm_kwargs"):
         raise ValueError(f"{cls.__name__} is a block, not one convolution with a norm")
     refuse(cls, residual=residual)
     values = [set(v) for v in (weight.shape[2:], stride, padding, dilation)]
