@@ -64,7 +64,7 @@ def test_training_mode_and_hooks_run_the_hosts_code(tmp_path: Path) -> None:
             block.eval()
 
 
-def test_attention_with_points_without_a_size_is_left_to_the_host(tmp_path: Path) -> None:
+def test_attention_to_points_without_size_is_left_to_the_host(tmp_path: Path) -> None:
     attention = make_rtdetr(tmp_path).model.decoder.layers[0].encoder_attn
     ours = TransformersRTDetrV2MultiscaleDeformableAttention(attention_config(tmp_path))
     ours.load_state_dict(attention.state_dict())
