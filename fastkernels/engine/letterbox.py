@@ -26,11 +26,14 @@ class LetterboxProcessor:
         s, (width, height) = self.settings, images.size
         scale = min(s.size / width, s.size / height)
         columns, rows = (max(round(n * scale), 1) for n in (width, height))
-        pixels = torch.from_numpy(np.array(images, np.uint8)).permute(2, 0, 1)[None].float()
-        if (columns, rows) != (width, height):
-            pixels = F.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False).round()
+        pixels = torch.from_numpy(np.array(images, np.uint8)).permute(2, 0, 1)[None]
+        if (columns, rows) != (
+            width,
+            height,
+        ):  # as bytes: a large image in float32 needs four times the memory
+            pixels = F.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False)
         spare_x, spare_y = -columns % s.stride, -rows % s.stride
         left, top = (round(n / 2 - 0.1) for n in (spare_x, spare_y))
-        pixels = F.pad(pixels, (left, spare_x - left, top, spare_y - top), value=float(s.fill))
+        pixels = F.pad(pixels.float(), (left, spare_x - left, top, spare_y - top), value=float(s.fill))
         view = (-left / scale, -top / scale, (columns + spare_x) / scale, (rows + spare_y) / scale)
         return {"pixel_values": pixels / 255, "view": view}

@@ -100,9 +100,7 @@ def check(config: Any) -> None:
     if experts and chosen and chosen > experts:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
-    if (
-        known is None or known.arch.inputs == "tokens"
-    ):  # of RT-DETRv2 they are the kinds of a backbone's layers
+    if known is None or known.arch.inputs == "tokens":  # configs of other models use the name for other kinds
         _check_layer_types(config)
     if getattr(config, "vision_config", None) is not None:
         check(config.vision_config)

@@ -132,9 +132,8 @@ def fill(
                 parts = {shard} if shard is not None else todo.get(name, set())
                 if not parts or not parts <= todo.get(name, set()):
                     again = name in todo and any(fnmatchcase(own, pattern) for pattern in arch.repeated)
-                    if (
-                        not again and read().numel()
-                    ):  # without shared experts, transformers writes empty matrices
+                    # Without shared experts, transformers writes empty matrices.
+                    if not again and read().numel():
                         leftover.append(f"{key} ({file.name})")
                     continue
                 todo[name] -= parts

@@ -7,7 +7,7 @@ become one. The encoder scores all cells; everything else of a query is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -84,6 +84,7 @@ class ResNetLayer(nn.Module):
     def __init__(self, config: Any, channels: int, out: int, stride: int, first: bool) -> None:
         super().__init__()
         inner, act = cnn.Style("relu"), _activation(config, "hidden_act")
+        sizes: tuple[tuple[int, int, int, int], ...]
         if config.layer_type == "bottleneck":
             narrow, early = out // 4, config.downsample_in_bottleneck
             sizes = (
@@ -135,13 +136,13 @@ class ResNet(nn.Module):
         style = cnn.Style(_activation(config, "hidden_act"))
         width, half = config.embedding_size, config.embedding_size // 2
         names = ("convolution", "normalization")
-        self.embedder = nn.Module()
+        self.embedder: Any = nn.Module()
         self.embedder.embedder = nn.Sequential(
             cnn.ConvNormAct(style, config.num_channels, half, 3, 2, names=names),
             cnn.ConvNormAct(style, half, half, 3, names=names),
             cnn.ConvNormAct(style, half, width, 3, names=names),
         )
-        self.encoder = nn.Module()
+        self.encoder: Any = nn.Module()
         stages = []
         for i, (out, depth) in enumerate(zip(config.hidden_sizes, config.depths, strict=True)):
             stride = 2 if i or config.downsample_in_first_stage else 1
@@ -149,7 +150,7 @@ class ResNet(nn.Module):
                 ResNetLayer(config, out if j else width, out, 1 if j else stride, j == 0)
                 for j in range(depth)
             ]
-            stage = nn.Module()
+            stage: Any = nn.Module()
             stage.layers = nn.Sequential(*layers)
             stages.append(stage)
             width = out
@@ -226,7 +227,11 @@ class FeedForward(nn.Module):
         return linear_residual(residual, wide, second.weight, second.bias)
 
 
-ACTIVATE = {"none": nn.Identity(), "relu": F.relu_, "silu": F.silu}
+ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": nn.Identity(),
+    "relu": F.relu_,
+    "silu": F.silu,
+}
 
 
 class EncoderLayer(FeedForward):
@@ -300,7 +305,7 @@ class HybridEncoder(nn.Module):
         steps, names = len(config.encoder_in_channels) - 1, ("conv", "norm")
 
         def layers() -> nn.Module:
-            made = nn.Module()
+            made: Any = nn.Module()
             made.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
             return made
 
@@ -318,7 +323,8 @@ class HybridEncoder(nn.Module):
 
     def forward(self, levels: list[torch.Tensor]) -> list[torch.Tensor]:
         config, levels = self.config, list(levels)
-        for i, stack in zip(config.encode_proj_layers, self.encoder, strict=True):
+        stacks: Any = self.encoder
+        for i, stack in zip(config.encode_proj_layers, stacks, strict=True):
             x = levels[i]
             rows, columns = x.shape[2:]
             tokens, places = x.flatten(2).transpose(1, 2), None
@@ -421,7 +427,7 @@ class RTDetrV2Model(nn.Module):
         super().__init__()
         width, labels, self.queries = config.d_model, config.num_labels, config.num_queries
         plain = cnn.Style("none")
-        self.backbone = nn.Module()
+        self.backbone: Any = nn.Module()
         self.backbone.model = ResNet(config.backbone_config)
         self.encoder_input_proj = nn.ModuleList(
             cnn.ConvNormAct(plain, channels, config.encoder_hidden_dim, names=("0", "1"))

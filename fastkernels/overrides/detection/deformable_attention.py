@@ -98,7 +98,7 @@ def _check(value: T, offsets: T, weights: T, boxes: T, shapes: Ints) -> list[tup
     return levels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H0", "W0", "H1", "W1", "H2", "W2", "H3", "W3"])
 def _deformable_attention_kernel(
     value_ptr, offsets_ptr, weights_ptr, boxes_ptr, out_ptr, heads, D, queries, factor, v_stride_b, v_stride_s,
     v_stride_h, o_stride_b, o_stride_q, w_stride_b, w_stride_q, H0, W0, H1, W1, H2, W2, H3, W3,

@@ -59,7 +59,7 @@ def _check(logits: T, shapes: Ints, strides: Ints, ids: T | None) -> list[tuple[
     return levels
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "H0", "W0", "H1", "W1", "H2", "W2", "H3", "W3"])
 def _dfl_boxes_kernel(
     x_ptr, ids_ptr, out_ptr, count, x_stride_b, x_stride_a, H0, W0, H1, W1, H2, W2, H3, W3, S0, S1, S2, S3,
     BINS: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_BINS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -117,7 +117,7 @@ def _triton(logits: T, shapes: Ints, strides: Ints, ids: T | None = None) -> T:
         return out
     batch, count, bins = out.shape[0], out.shape[1], logits.shape[2] // 4
     block_bins = max(next_power_of_2(bins), 2)
-    block = min(max(TILE // block_bins, 1), next_power_of_2(count))
+    block = max(TILE // block_bins, 1)
     launch_kernel(
         _dfl_boxes_kernel, (cdiv(count, block), batch), logits, None if ids is None else ids.contiguous(), out, count,
         *logits.stride()[:2], *padded(shapes), *strides, *[1] * (MOST_LEVELS - len(strides)),

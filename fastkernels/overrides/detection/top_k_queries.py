@@ -84,7 +84,7 @@ def _triton(scores: T, k: int, flat: bool = False) -> tuple[T, T]:
     batch, count, classes = scores.shape
     keys = torch.empty(batch, count, dtype=torch.int64, device=scores.device)
     block_c = next_power_of_2(classes)
-    block_n = min(max(TILE // block_c, 1), next_power_of_2(count))
+    block_n = max(TILE // block_c, 1)
     launch_kernel(
         _query_keys_kernel, (cdiv(count, block_n), batch), scores, keys, count, classes, *scores.stride()[:2],
         BLOCK_N=block_n, BLOCK_C=block_c, num_warps=4,

@@ -13,6 +13,17 @@ from fastkernels.overrides.detection.deformable_attention import deformable_atte
 METHODS = ("default", "discrete")
 
 
+def _theirs(module: Any, reason: str) -> Any:
+    """The host's forward of a live module, for a call that ours does not support."""
+    deformable_attention.note(reason)
+    return _hosts(module)
+
+
+def _hosts(module: Any) -> Any:
+    host: Any = type(module).__mro__[1]
+    return host.forward.__get__(module)
+
+
 class TransformersRTDetrV2MultiscaleDeformableAttention(nn.Module):
     """RTDetrV2MultiscaleDeformableAttention: hidden_states [B, Q, C] to the same, and the weights."""
 
@@ -54,7 +65,8 @@ class TransformersRTDetrV2MultiscaleDeformableAttention(nn.Module):
         **kwargs,
     ):
         if reference_points.dim() != 4 or reference_points.shape[2:] != (1, 4):
-            return self._theirs(
+            reason = f"reference points of shape {tuple(reference_points.shape)}"
+            return _theirs(self, reason)(
                 hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, position_embeddings,
                 reference_points, spatial_shapes, spatial_shapes_list, level_start_index, **kwargs,
             )  # fmt: skip
@@ -71,15 +83,6 @@ class TransformersRTDetrV2MultiscaleDeformableAttention(nn.Module):
             self.method == "discrete",
         )  # fmt: skip
         return self.output_proj(out), weights
-
-    def _theirs(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's forward of a live module, for points without a size."""
-        reason = f"reference points of shape {tuple(args[5].shape)}"
-        deformable_attention.note(reason)
-        host: Any = type(self).__mro__[1]
-        if not hasattr(host, "forward") or host is nn.Module:
-            raise ValueError(f"reference_points must be [B, Q, 1, 4], got {reason}")
-        return host.forward(self, *args, **kwargs)
 
 
 TARGETS = {

@@ -80,7 +80,7 @@ def test_attention_to_points_without_size_is_left_to_the_host(tmp_path: Path) ->
     }
     for found, want in zip(ours(**given), attention(**given), strict=True):
         torch.testing.assert_close(found, want)
-    with pytest.raises(ValueError, match=r"reference_points must be \[B, Q, 1, 4\], got .*\(1, 5, 1, 2\)"):
+    with pytest.raises(NotImplementedError):  # there is no host's class behind ours here
         ours(**{**given, "reference_points": given["reference_points"][..., :2]})
 
 
