@@ -260,7 +260,7 @@ class YOLOv10(Detector):
 
         def chain(i: int, channels: int, out: int, repeats: int, skip: bool) -> C2f:
             out, count = wide(out), max(round(repeats * depth), 1)
-            blocks = [
+            blocks: list[nn.Module] = [
                 CompactInvertedBlock(p, out // 2, large) if i in inverted else Bottleneck(p, out // 2, skip)
                 for _ in range(count)
             ]
