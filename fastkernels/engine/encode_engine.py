@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastkernels.engine.budget_engine import BudgetEngine
+from fastkernels.engine.detection import detected
 from fastkernels.engine.execution.encode import EncodeInput
 from fastkernels.engine.images import READERS, ImageReader, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
@@ -20,6 +21,7 @@ from fastkernels.engine.scheduling.encoding import (
     PoolingRequestOutput,
 )
 from fastkernels.engine.tokenizer import encode_pair
+from fastkernels.models.common.detector import Detector
 from fastkernels.models.common.retrieval import Form
 
 
@@ -45,13 +47,17 @@ class EncodeEngine(BudgetEngine):
         priority: int = 0,
         token_type_ids: Sequence[int] | None = None,
     ) -> EncodeRequest:
-        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams().
+        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams(), of a
+        detector with the task 'detect'.
 
         token_type_ids: of token ids, 1 for the second text of a pair.
         """
         if params is not None and not isinstance(params, PoolingParams):
             raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
-        params = params or PoolingParams()
+        params = params or PoolingParams("detect" if self.detects else "embed")
+        if (params.task == "detect") != self.detects:
+            only = "is for the task 'detect' only" if self.detects else "detects no objects"
+            raise ValueError(f"task {params.task!r} is not available: {self.config.model} {only}")
         if params.task == "classify" and not self.num_labels:
             raise ValueError(
                 f"task 'classify' needs a model with a classifier, which {self.config.model} has not"
@@ -150,6 +156,11 @@ class EncodeEngine(BudgetEngine):
         return "cross-encoder" if self.num_labels else getattr(self.runner.model, "scored_by", "bi-encoder")
 
     @property
+    def detects(self) -> bool:
+        """Whether the model finds objects in images."""
+        return isinstance(self.runner.model, Detector)
+
+    @property
     def num_labels(self) -> int:
         """Classes that the model's classifier tells apart; 0 without one."""
         return getattr(self.runner.model, "num_labels", 0)
@@ -175,6 +186,11 @@ class EncodeEngine(BudgetEngine):
             return data
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
+    def _output(self, request: EncodeRequest, data: np.ndarray) -> PoolingOutput:
+        if request.params.task == "detect" and request.image is not None:
+            return detected(data, request.image, request.params, getattr(self.hf_config, "id2label", None))
+        return PoolingOutput(self._cut(_kept(request, data), request.params))
+
     def step(self) -> list[PoolingRequestOutput]:
         batch = list(self.scheduler.schedule())
         if not batch:
@@ -197,7 +213,7 @@ class EncodeEngine(BudgetEngine):
                 r.request_id,
                 r.prompt,
                 r.prompt_token_ids,
-                PoolingOutput(self._cut(_kept(r, data), r.params)),
+                self._output(r, data),
                 num_tokens=r.num_tokens,
                 kept=r.kept,
             )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastkernels.engine.letterbox import LetterboxProcessor
 from fastkernels.engine.timm_images import TimmProcessor
+from fastkernels.models.common import cnn
 from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.ultralytics_config import Letterbox
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB
@@ -25,12 +28,18 @@ class Patches:
     grid      (rows, columns); of a video (steps, rows, columns)
     tokens    of the model's sequence: patches and prefix tokens
     features  hidden states that the model returns
+    view      of an image, the rectangle that the model sees: left, top, width and height in the image's pixels
+    size      the image's width and height
+    clips     whether the view is larger than the image
     """
 
     values: np.ndarray
     grid: tuple[int, ...]
     tokens: int
     features: int
+    view: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    size: tuple[int, int] = (1, 1)
+    clips: bool = False
 
 
 class ImageReader:
@@ -43,9 +52,9 @@ class ImageReader:
 
     def __init__(self, folder: Path, hf_config: Any, model: Any):
         settings = getattr(hf_config, "preprocessing", None)
-        self._processor: Any = TimmProcessor(settings) if settings else self._of_transformers(folder)
+        self._processor: Any = _own_processor(settings) if settings else self._of_transformers(folder)
         config = getattr(hf_config, "vision_config", hf_config)
-        self._patch_size: int = config.patch_size
+        self._patch_size: int = getattr(config, "patch_size", cnn.PATCH)
         self._steps: int = getattr(config, "tubelet_size", 1)
         self._model = model
 
@@ -68,13 +77,20 @@ class ImageReader:
             raise ValueError(
                 f"the prompt must be a PIL image, got {type(given).__name__}: this model takes images"
             )
-        made = self._process(given, images=rgb(given))
+        image = rgb(given)
+        made = self._process(given, images=image)
         values = made["pixel_values"][0]
         if "spatial_shapes" in made:  # patches already, padded
             rows, columns = made["spatial_shapes"][0].tolist()
             return self._made(values[: rows * columns], (rows, columns))
-        values, grid = self._cut(values[None])
-        return self._made(values, grid[1:])
+        height, width = values.shape[1:]
+        values, (_, rows, columns) = self._cut(values[None])
+        found = self._made(values, (rows, columns))
+        if "view" in made:
+            return replace(found, view=made["view"], size=image.size, clips=True)
+        seen = columns * self._patch_size / width, rows * self._patch_size / height
+        view = (0.0, 0.0, image.width * seen[0], image.height * seen[1])
+        return replace(found, view=view, size=image.size)
 
     def _process(self, image: Any, **given: Any) -> Any:
         try:
@@ -131,6 +147,11 @@ class VideoReader(ImageReader):
             )
         made = self._process(frames[0], videos=[[rgb(frame) for frame in frames]])["pixel_values_videos"][0]
         return self._made(*self._cut(made if len(made) > 1 else made.repeat(self._steps, 1, 1, 1)))
+
+
+def _own_processor(settings: Any) -> Any:
+    """The processor of images for the settings of a checkpoint that transformers cannot read."""
+    return LetterboxProcessor(settings) if isinstance(settings, Letterbox) else TimmProcessor(settings)
 
 
 READERS = {"images": ImageReader, "videos": VideoReader}

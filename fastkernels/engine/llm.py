@@ -109,6 +109,27 @@ class LLM:
         """Probabilities of the classes of each prompt: `outputs.probs` is a list of floats. See `embed`."""
         return self.encode(prompts, "classify", use_tqdm=use_tqdm)
 
+    def detect(
+        self,
+        images: Any,
+        threshold: float | None = None,
+        max_detections: int | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[PoolingRequestOutput]:
+        """Find objects in PIL images: `outputs.boxes`, `scores` and `labels` of each, the best first.
+
+        images          one or a list. A box is left, top, right and bottom in the image's pixels
+        threshold       the least score of an object, from 0 to 1 (default: 0.5)
+        max_detections  of an image (default: all that the model gives)
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("detect", "Encode")
+        listed = [images] if is_image(images) else list(images)
+        params = PoolingParams("detect", threshold=threshold, max_detections=max_detections)
+        return self._run(listed, [params] * len(listed), use_tqdm)
+
     def score(
         self,
         queries: Prompt | Sequence[Prompt],

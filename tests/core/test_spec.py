@@ -76,6 +76,17 @@ NEVER = {
     "TransformersVJEPA2RopeAttention": "needs config",
     "TransformersVJEPA2MLP": "needs config",
     "TransformersSwinv2SelfAttention": "needs config",
+    "TransformersRTDetrV2MultiscaleDeformableAttention": "needs config",
+    **{
+        f"Transformers{name}": "is a block, not one convolution with a norm"
+        for name in (
+            "RTDetrV2ConvNormLayer",
+            "RTDetrV2RepVggBlock",
+            "RTDetrResNetConvLayer",
+            "RTDetrResNetBasicLayer",
+            "RTDetrResNetBottleNeckLayer",
+        )
+    },
     "TransformersDinov2Layer": "needs config",
     "TransformersDinov2Layer_5_17": "needs config",
     "TransformersDINOv3ViTLayer": "needs config",
@@ -312,7 +323,11 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
             assert made == spec.vary(case, random.Random(seed)), "not deterministic"
             json.dumps(dict(made.dims))
             d = made.dims
-            counts = [d[n] for n in ("tokens", "rows", "keys", "ids", "nodes", "users", "samples") if n in d]
+            counts = [
+                d[n]
+                for n in ("tokens", "rows", "keys", "ids", "nodes", "users", "samples", "queries")
+                if n in d
+            ]
             numbers.append(counts[0] if counts else len(d.get("seq_lens", d.get("q_lens", ()))))
             sizes = [
                 v for k, v in d.items() if v != case.dims.get(k) and type(v) is int and k != "max_positions"

@@ -14,6 +14,7 @@ SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
+DETECTIONS = 1e-4  # in parts of an image's side, and of scores
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def verified(model: Model, architecture: str) -> Verified:
         return Verified("tests/engine/test_retrieval.py::test_cross_encoders_equal_transformers", SCORES)
     if arch.inputs == "tokens":
         return Verified("tests/engine/test_encode.py::test_tiny_bert_equals_transformers", EMBEDDINGS)
+    if arch.ultralytics or architecture.endswith("ObjectDetection"):
+        return Verified(
+            f"tests/models/test_detectors.py::test_detector_equals_reference[{model.name}]", DETECTIONS
+        )
     if arch.timm:
         return Verified("tests/models/test_cnn.py::test_model_equals_timm", ENCODINGS)
     kind = f"{model.name}_classes" if architecture.endswith("Classification") else model.name

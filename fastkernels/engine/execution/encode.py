@@ -14,10 +14,12 @@ from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.activation import read_activation
+from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.images import READERS
 from fastkernels.models.common import registry
+from fastkernels.models.common.detector import Detector
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
@@ -80,7 +82,9 @@ class Encode(Runner):
         self.max_model_len = own if config.max_model_len else min(own, self.pooling.max_tokens or own)
 
     def _loaded(self) -> None:
-        if self.pooling.mode == "own":
+        if isinstance(self.model, Detector) and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.graphs = ForwardGraphs(self.device)
+        elif self.pooling.mode == "own" and not isinstance(self.model, Detector):
             self.pooling = replace(self.pooling, own=self.model.pool)
         if getattr(self.model, "num_labels", 0):
             self.activation = read_activation(self.hf_config)
@@ -116,9 +120,15 @@ class Encode(Runner):
                 types = [] if step.token_type_ids is None else [self._to_device(step.token_type_ids)]
                 hidden = self.model(self._to_device(step.input_ids), self._to_device(positions), *types)
             else:
-                hidden = self.model(self._to_device(step.patches, np.float32), step.grids)
+                hidden = self._seen(self._to_device(step.patches, np.float32), tuple(step.grids))
             found = {task: self._head(step, task, hidden, cu_seqlens) for task in dict.fromkeys(step.tasks)}
         return EncodeStep(step, starts, found)
+
+    def _seen(self, patches: torch.Tensor, grids: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """The hidden states of images or videos, of a detector on a GPU from a CUDA graph of these sizes."""
+        if self.graphs is None:
+            return self.model(patches, grids)
+        return self.graphs(grids, lambda patches: self.model(patches, grids), [patches])
 
     def _head(
         self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
@@ -130,6 +140,8 @@ class Encode(Runner):
         if kind == "classify":
             logits = self.model.classify(hidden, starts).float()
             return self.activation(logits) if activated else logits
+        if kind == "detect":
+            return hidden
         if kind == "token_classify":
             return self.model.token_classify(hidden, activated)
         vectors = self.model.token_embed(hidden, activated) if hasattr(self.model, "token_embed") else hidden
@@ -161,6 +173,6 @@ class EncodeStep:
         return [self._of(row, task[0], arrays[task]) for row, task in enumerate(self._step.tasks)]
 
     def _of(self, row: int, kind: str, found: np.ndarray) -> np.ndarray:
-        if kind in ("token_embed", "token_classify"):
+        if kind in ("token_embed", "token_classify", "detect"):
             return found[self._starts[row] : self._starts[row + 1]]
         return found[self._step.query_of[row], row, None] if kind == "maxsim" else found[row]

@@ -52,7 +52,7 @@ class ForwardGraphs:
             try:
                 self._graphs[key] = self._capture(function, inputs)
             except RuntimeError as error:  # of an op that cannot be captured
-                log.warning("no CUDA graph of latents %s: %s", tuple(inputs[0].shape), error)
+                log.warning("no CUDA graph of inputs %s: %s", tuple(inputs[0].shape), error)
                 self._eager.add(key)
         self._graphs.move_to_end(key)
         found = self._graphs[key]
@@ -70,5 +70,5 @@ class ForwardGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = function(*static)
-        log.info("captured a CUDA graph of latents %s", tuple(inputs[0].shape))
+        log.info("captured a CUDA graph of inputs %s", tuple(inputs[0].shape))
         return _Graph(graph, static, output)

@@ -54,7 +54,7 @@ class Embeddings:
             body.task or DEFAULT_TASKS[self._scored_by()], body.dimensions, body.use_activation,
             body.input_type or "",
         )  # fmt: skip
-        found = await self._run(body, params, inputs, raw)
+        found = await encoded(self.context, body, params, inputs, raw)
         if found is None:
             return Response(status_code=499)
         as_text = body.encoding_format == "base64"
@@ -79,7 +79,7 @@ class Embeddings:
         self.context.check_model(body.model)
         limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
         inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)
-        found = await self._run(body, PoolingParams(dimensions=body.dimensions), inputs, raw)
+        found = await encoded(self.context, body, PoolingParams(dimensions=body.dimensions), inputs, raw)
         if found is None:
             return Response(status_code=499)
         as_text = body.encoding_format == "base64"
@@ -97,7 +97,7 @@ class Embeddings:
                 404, f"/classify is not available: {self.context.model_name!r} has no classifier", "model"
             )
         params = PoolingParams("classify", use_activation=body.use_activation)
-        found = await self._run(body, params, Inputs(self.context), raw)
+        found = await encoded(self.context, body, params, Inputs(self.context), raw)
         if found is None:
             return Response(status_code=499)
         names = getattr(engine.hf_config, "id2label", None) or {}
@@ -112,28 +112,29 @@ class Embeddings:
         }  # fmt: skip
         return Response(to_json(answer), media_type="application/json")
 
-    async def _run(
-        self, body: PoolingRequest, params: PoolingParams, read: Inputs, raw: Request
-    ) -> list[Any] | None:
-        """The outputs of all inputs, in order; None if the client has gone."""
-        requests, own = [], uuid.uuid4().hex
-        given = body.inputs
-        if len(given) > self.context.llm.config.max_waiting:
-            raise ApiError(400, f"{len(given)} inputs are more than the queue holds", "input")
-        for i, one in enumerate(given):
-            prompt = await read(i, one)
-            make = partial(self.context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)
-            try:
-                # Resizing an image takes milliseconds
-                slow = is_image(prompt) or is_video(prompt)
-                requests.append(await asyncio.to_thread(make) if slow else make())
-            except ValueError as error:
-                message = str(error)
-                field = message.partition(" ")[0]
-                if field in ("dimensions", "task", "role"):
-                    raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
-                raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
-        return await results(self.context, requests, raw)
+
+async def encoded(
+    context: Context, body: PoolingRequest, params: PoolingParams, read: Inputs, raw: Request
+) -> list[Any] | None:
+    """The outputs of all inputs, in order; None if the client has gone."""
+    requests, own = [], uuid.uuid4().hex
+    given = body.inputs
+    if len(given) > context.llm.config.max_waiting:
+        raise ApiError(400, f"{len(given)} inputs are more than the queue holds", "input")
+    for i, one in enumerate(given):
+        prompt = await read(i, one)
+        make = partial(context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)
+        try:
+            # Resizing an image takes milliseconds
+            slow = is_image(prompt) or is_video(prompt)
+            requests.append(await asyncio.to_thread(make) if slow else make())
+        except ValueError as error:
+            message = str(error)
+            field = message.partition(" ")[0]
+            if field in ("dimensions", "task", "role"):
+                raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
+            raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
+    return await results(context, requests, raw)
 
 
 async def results(context: Context, requests: list[Any], raw: Request) -> list[Any] | None:

@@ -28,6 +28,7 @@ from fastkernels.engine.http.anthropic_api.routes import Messages
 from fastkernels.engine.http.audio_api.routes import Audio
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.context import Context
+from fastkernels.engine.http.detection import Detection
 from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.gate import Gate
@@ -51,7 +52,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Unmask": (Unmasking,),
-    "Encode": (Embeddings, Scoring),
+    "Encode": (Embeddings, Scoring, Detection),
     "Score": (Recommendation,),
     "Act": (Actions,),
     "Denoise": (Pictures,),

@@ -14,7 +14,7 @@ from fastkernels.engine.images import Patches
 from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
-TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim")
+TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect")
 ROLES = ("", "query", "document")
 
 
@@ -23,11 +23,14 @@ class PoolingParams:
     """Parameters of an encoder's request.
 
     task            'embed' (one vector), 'token_embed' (one vector per token), 'classify' (probabilities or a score),
-                    'token_classify' (one weight per token) or 'maxsim' (the score of a document for `query`)
+                    'token_classify' (one weight per token), 'maxsim' (the score of a document for `query`) or 'detect'
+                    (boxes of objects)
     dimensions      the size of the vectors, for a model with Matryoshka embeddings
     use_activation  False: vectors without normalization, logits instead of probabilities
     role            'query' or 'document': the form of the text, for a model of late interaction
     query           vectors [n, D] float32 of a query, as 'token_embed' gives them, for the task 'maxsim'
+    threshold       the least score of a detected object, from 0 to 1 (default: 0.5)
+    max_detections  of an image, the best ones (default: all)
     """
 
     task: str = "embed"
@@ -35,6 +38,8 @@ class PoolingParams:
     use_activation: bool | None = None
     role: str = ""
     query: np.ndarray | None = field(default=None, compare=False)
+    threshold: float | None = None
+    max_detections: int | None = None
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not isinstance(self.dimensions, int) or self.dimensions < 1):
@@ -43,6 +48,15 @@ class PoolingParams:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(TASKS)}")
         if self.role not in ROLES:
             raise ValueError(f"role {self.role!r} is not 'query' or 'document'")
+        for name, value in (("threshold", self.threshold), ("max_detections", self.max_detections)):
+            if value is not None and self.task != "detect":
+                raise ValueError(f"{name} belongs to the task 'detect', got task {self.task!r}")
+        least = self.threshold
+        if least is not None and (type(least) not in (int, float) or not 0 <= least <= 1):
+            raise ValueError(f"threshold must be a number from 0 to 1, got {least!r}")
+        most = self.max_detections
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(f"max_detections must be an integer, at least 1, got {most!r}")
         if (self.query is not None) != (self.task == "maxsim"):
             raise ValueError(f"query belongs to the task 'maxsim', got task {self.task!r}")
 

@@ -21,6 +21,7 @@ class Architecture:
     model_type      `model_type` in config.json
     aliases         other values of it, whose config.json has the same fields with the same meaning
     timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
+    ultralytics     prefixes of `model` in ultralytics' config.json, which has no `architectures`
     inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py), or 'prompts'
                     (see common/pipelines/pipeline.py)
     folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
@@ -36,6 +37,8 @@ class Architecture:
     text_of         architectures with images or sound whose text model this is; its config is their field `within`
     prefixes        {prefix of a checkpoint key of these: prefix of the key in a checkpoint of this one}
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
+    repeated        patterns of our names (fnmatch) whose tensors a checkpoint may hold twice, under another key that
+                    `renamed` maps to the same name
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
     unneeded        "module:function" that maps a config to such patterns that depend on its sizes
@@ -61,6 +64,7 @@ class Architecture:
     model_type: str
     aliases: tuple[str, ...] = ()
     timm: tuple[str, ...] = ()
+    ultralytics: tuple[str, ...] = ()
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
     media: tuple[str, ...] = ()
@@ -74,6 +78,7 @@ class Architecture:
     within: str = "text_config"
     prefixes: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)

@@ -19,11 +19,13 @@ from fastkernels.models.common import (
     quantization,
     quantized,
     timm_config,
+    ultralytics_config,
     weights,
 )
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
+from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
@@ -36,7 +38,7 @@ def load_config(folder: Path) -> Any:
     if (pipeline := pipeline_folder.read(folder)) is not None:
         return pipeline
     checks.check_file(folder)
-    found = config_file.read(folder) or timm_config.read(folder)
+    found = config_file.read(folder) or timm_config.read(folder) or ultralytics_config.read(folder)
     found = found or config_file.text_model(_from_transformers(folder))
     quantization.with_own_file(found, folder)
     names = getattr(found, "architectures", None) or []
@@ -142,9 +144,11 @@ def build(
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder, arch, config)
-        for module in model.modules():
+        for module in list(model.modules()):
             if isinstance(module, ClampedExperts):
                 module.loaded(dtype)
+            elif isinstance(module, AddedConvs):
+                module.merge()
         quantized.finish(model)
     return model.eval().requires_grad_(False)
 

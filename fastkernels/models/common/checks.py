@@ -100,7 +100,8 @@ def check(config: Any) -> None:
     if experts and chosen and chosen > experts:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
-    _check_layer_types(config)
+    if known is None or known.arch.inputs == "tokens":  # configs of other models use the name for other kinds
+        _check_layer_types(config)
     for name in ("vision_config", "audio_config"):
         if getattr(config, name, None) is not None:
             check(getattr(config, name))

@@ -2,7 +2,8 @@
 
 A model's interface is that of models/vision/dinov3.py, with patches of `PATCH` pixels: of each, the model returns one
 hidden state. Batch norms run inside the op of the convolution before them, on the checkpoint's own statistics, so
-nothing has to be folded after the weights change. Under tensor parallelism every rank computes the whole model.
+nothing has to be folded after the weights change, but for convolutions that are added (`AddedConvs`). Under tensor
+parallelism every rank computes the whole model.
 """
 
 from __future__ import annotations
@@ -75,12 +76,26 @@ def encode(
     body: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """Hidden states [T, H] of all images; body maps images of one size, a batch, to features [B, H, rows, columns]."""
-    images = patches.to(dtype).split([rows * columns for rows, columns in grids])
+    return by_size(
+        patches, grids, channels, dtype, lambda images: body(images).permute(0, 2, 3, 1).flatten(1, 2)
+    )
+
+
+def by_size(
+    patches: torch.Tensor, grids: Grids, channels: int, dtype: torch.dtype,
+    body: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """Rows [T, H] of all images; body maps images of one size, a batch, to rows [B, rows of an image, H]."""
+    patches = patches.to(dtype)
+    if len(set(grids)) == 1:
+        rows, columns = grids[0]
+        return body(pixels(patches.view(len(grids), rows * columns, -1), grids[0], channels)).flatten(0, 1)
+    images = patches.split([rows * columns for rows, columns in grids])
     found: dict[int, torch.Tensor] = {}
     for grid in set(grids):
         same = [i for i, other in enumerate(grids) if other == grid]
-        features = body(pixels(torch.stack([images[i] for i in same]), grid, channels))
-        found.update(zip(same, features.permute(0, 2, 3, 1).flatten(1, 2), strict=True))
+        made = body(pixels(torch.stack([images[i] for i in same]), grid, channels))
+        found.update(zip(same, made, strict=True))
     return torch.cat([found[i] for i in range(len(grids))])
 
 
@@ -117,9 +132,9 @@ class BatchNorm(nn.Module):
 
 def convolve(
     x: torch.Tensor, conv: Conv, norm: BatchNorm | None, style: Style, activation: str = "none",
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, add_first: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """activation(norm(conv(x))) + residual."""
+    """activation(norm(conv(x))) + residual; with add_first, activation(norm(conv(x)) + residual)."""
     padding = conv.padding
     if style.same and conv.kernel > 1:
         missing = [max((-(-n // conv.stride) - 1) * conv.stride + conv.kernel - n, 0) for n in x.shape[2:]]
@@ -131,7 +146,7 @@ def convolve(
         found = norm.running_mean, norm.running_var, norm.weight, norm.bias  # type: ignore[assignment]
     return conv_norm_act(
         x, conv.weight, conv.bias, *found, residual, (conv.stride,), (padding,), (1,), conv.groups, activation,
-        style.eps,
+        style.eps, add_first,
     )  # fmt: skip
 
 
@@ -211,16 +226,80 @@ class InvertedResidual(nn.Module):
 
 
 class ConvNormAct(nn.Module):
-    """A convolution with norm and, if act, activation."""
+    """A convolution with norm and, if act, activation.
+
+    names  of the two modules in the checkpoint
+    fused  the checkpoint has the norm in weight and bias of the convolution
+    """
 
     def __init__(self, style: Style, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1,
-                 act: bool = True) -> None:  # fmt: skip
+                 act: bool = True, names: tuple[str, str] = ("conv", "bn"), fused: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.style, self.activation = style, style.activation if act else "none"
-        self.conv, self.bn = Conv(channels, out, kernel, stride, groups), BatchNorm(out)
+        self.style, self.activation, self.names = style, style.activation if act else "none", names
+        self.add_module(names[0], Conv(channels, out, kernel, stride, groups, bias=fused))
+        self.add_module(names[1], None if fused else BatchNorm(out))
+
+    @property
+    def parts(self) -> tuple[Conv, BatchNorm | None]:
+        conv, norm = (getattr(self, name) for name in self.names)
+        return conv, norm
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, add_first: bool = False
+    ) -> torch.Tensor:
+        return convolve(x, *self.parts, self.style, self.activation, residual, add_first)
+
+
+class AddedConvs(nn.Module):
+    """The activation of a sum of convolutions of x with norms: one convolution after loading (arXiv 2101.03697).
+
+    branches: {name: the convolution}, of one stride, the one with the largest window first
+    """
+
+    ops = ("conv_norm_act",)
+
+    def __init__(self, style: Style, branches: dict[str, ConvNormAct]) -> None:
+        super().__init__()
+        self.style, self.names = style, tuple(branches)
+        for name, module in branches.items():
+            self.add_module(name, module)
+
+    @property
+    def branches(self) -> list[ConvNormAct]:
+        return [self.get_submodule(name) for name in self.names]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Replace the branches by one convolution. Computed in float32, rounded once."""
+        first, _ = self.branches[0].parts
+        weight = torch.zeros(first.weight.shape, dtype=torch.float32, device=first.weight.device)
+        bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
+        for branch in self.branches:
+            conv, norm = branch.parts
+            assert norm is not None
+            scale = norm.weight.float() * torch.rsqrt(norm.running_var + self.style.eps)
+            edge = first.padding - conv.padding
+            weight += F.pad(conv.weight.float() * scale[:, None, None, None], (edge,) * 4)
+            bias += norm.bias.float() - norm.running_mean * scale
+        self.merged = Conv(
+            first.weight.shape[1] * first.groups, len(weight), first.kernel, first.stride, first.groups, bias=True
+        ).to(weight.device, first.weight.dtype)  # fmt: skip
+        self.merged.weight.copy_(weight)
+        self.merged.bias.copy_(bias)  # type: ignore[union-attr]
+        for name in self.names:
+            delattr(self, name)
+        self.names = ()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return convolve(x, self.conv, self.bn, self.style, self.activation, residual)
+        """x [B, C, H, W]; residual: added behind the activation."""
+        if not self.names:
+            return convolve(x, self.merged, None, self.style, self.style.activation, residual)
+        *others, last = self.branches
+        total = None
+        for branch in others:
+            total = branch(x, total)
+        y = convolve(x, *last.parts, self.style, self.style.activation, total, add_first=True)
+        return y if residual is None else y + residual
 
 
 class UniversalInvertedResidual(nn.Module):
@@ -257,6 +336,29 @@ class Classifier(nn.Module):
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.weight, self.bias = _empty(classes, channels), _empty(classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Stacked(nn.Module):
+    """A linear layer whose rows are those of several in the checkpoint, in order: x [..., size] to [..., sum(outs)]."""
+
+    ops = ("linear",)
+
+    def __init__(self, size: int, outs: Sequence[int]) -> None:
+        super().__init__()
+        self.outs = tuple(outs)
+        self.weight, self.bias = _empty(sum(outs), size), _empty(sum(outs))
+        for parameter in (self.weight, self.bias):
+            parameter.weight_loader = self._load  # type: ignore[attr-defined]
+
+    def _load(self, parameter: nn.Parameter, tensor: torch.Tensor, part: int | None = None) -> None:
+        start, count = (0, sum(self.outs)) if part is None else (sum(self.outs[:part]), self.outs[part])
+        rows = parameter.data[start : start + count]
+        if rows.shape != tensor.shape:
+            raise ValueError(f"expected shape {tuple(rows.shape)}")
+        rows.copy_(tensor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

@@ -131,7 +131,9 @@ def fill(
                 # Without a shard, the checkpoint has the matrices packed, too: all parts.
                 parts = {shard} if shard is not None else todo.get(name, set())
                 if not parts or not parts <= todo.get(name, set()):
-                    if read().numel():  # without shared experts, transformers writes empty matrices
+                    again = name in todo and any(fnmatchcase(own, pattern) for pattern in arch.repeated)
+                    # Without shared experts, transformers writes empty matrices.
+                    if not again and read().numel():
                         leftover.append(f"{key} ({file.name})")
                     continue
                 todo[name] -= parts

@@ -1,7 +1,8 @@
 """Convolution, batch norm with stored statistics, activation and residual as one op: the layer of CNNs.
 
 y = activation(norm(conv(x) + bias)) + residual, as MobileNetV4's and EfficientNetV2's blocks have it (arXiv 2404.10518,
-2104.00298). Models that fold the norm into weight and bias give no statistics.
+2104.00298), or activation(norm(conv(x) + bias) + residual), as ResNet's (arXiv 1512.03385). Models that fold the norm
+into weight and bias give no statistics.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from fastkernels.overrides.conv.epilogue import (
     Norm,
     Vectors,
     activate,
-    activated,
     apply_epilogue,
     check_activation,
     check_norm,
+    finished,
     normalize,
     normalized,
 )
@@ -54,19 +55,21 @@ def reference(
     groups: int = 1,
     activation: str = "none",
     eps: float = 1e-5,
+    add_first: bool = False,
 ) -> T:
     """x: [B, C, H, W]; weight: [N, C / groups, KH, KW]; residual: [B, N, OH, OW] or None; the others: [N] or None.
 
     mean and var are the norm's statistics; without them there is no norm. One number of stride, padding and dilation
-    stands for both dimensions. Returns [B, N, OH, OW] in x's dtype, computed in at least float32, rounded once.
+    stands for both dimensions. add_first: the residual is added before the activation. Returns [B, N, OH, OW] in x's
+    dtype, computed in at least float32, rounded once.
     """
     vectors = mean, var, norm_weight, norm_bias
     _check(x, weight, bias, vectors, residual, stride, padding, dilation, groups, activation)
     acc = torch.promote_types(x.dtype, torch.float32)
     b = None if bias is None else bias.to(acc)
     y = torch.conv2d(x.to(acc), weight.to(acc), b, list(stride), list(padding), list(dilation), groups)
-    y = activated(normalized(y, vectors, eps), activation)
-    return (y if residual is None else y + residual.to(acc)).to(x.dtype)
+    y = normalized(y, vectors, eps)
+    return finished(y, activation, None if residual is None else residual.to(acc), add_first).to(x.dtype)
 
 
 def _check(
@@ -106,8 +109,8 @@ def _depthwise_kernel(
     out_stride_h, out_stride_w, res_stride_b, res_stride_c, res_stride_h, res_stride_w, eps,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CODE: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_FIRST: tl.constexpr, CODE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A program computes BLOCK_P pixels of BLOCK_C channels. The windows of neighbors overlap: cached loads.
     follow(OVERLAP)
@@ -133,12 +136,15 @@ def _depthwise_kernel(
         acc = normalize(
             acc, cols[None, :], inside_c[None, :], mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W, HAS_B
         )
-    acc = activate(acc, CODE)
     known = (rows < pixels)[:, None] & inside_c[None, :]
+    if not ADD_FIRST:
+        acc = activate(acc, CODE)
     if HAS_RESIDUAL:
         pixel = image * res_stride_b + oh * res_stride_h + ow * res_stride_w
         at = residual_ptr + pixel[:, None] + at_c[None, :] * res_stride_c
         acc += tl.load(at, mask=known, other=0.0).to(tl.float32)
+    if ADD_FIRST:
+        acc = activate(acc, CODE)
     pixel = image * out_stride_b + oh * out_stride_h + ow * out_stride_w
     tl.store(
         out_ptr + pixel[:, None] + at_c[None, :] * out_stride_c, acc.to(out_ptr.dtype.element_ty), mask=known
@@ -152,8 +158,9 @@ def _dense_kernel(
     out_stride_c, out_stride_h, out_stride_w, res_stride_b, res_stride_c, res_stride_h, res_stride_w, eps,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CODE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_FIRST: tl.constexpr, CODE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A product whose left matrix is gathered: rows are pixels of the result, columns blocks of a position's channels.
     follow(OVERLAP)
@@ -180,12 +187,15 @@ def _dense_kernel(
         acc = normalize(
             acc, cols[None, :], inside_n[None, :], mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W, HAS_B
         )
-    acc = activate(acc, CODE)
     known = (rows < pixels)[:, None] & inside_n[None, :]
+    if not ADD_FIRST:
+        acc = activate(acc, CODE)
     if HAS_RESIDUAL:
         pixel = image * res_stride_b + oh * res_stride_h + ow * res_stride_w
         at = residual_ptr + pixel[:, None] + at_n[None, :] * res_stride_c
         acc += tl.load(at, mask=known, other=0.0).to(tl.float32)
+    if ADD_FIRST:
+        acc = activate(acc, CODE)
     pixel = image * out_stride_b + oh * out_stride_h + ow * out_stride_w
     tl.store(
         out_ptr + pixel[:, None] + at_n[None, :] * out_stride_c, acc.to(out_ptr.dtype.element_ty), mask=known
@@ -210,6 +220,7 @@ def _triton(
     x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
     norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, stride: Ints = (1,),
     padding: Ints = (0,), dilation: Ints = (1,), groups: int = 1, activation: str = "none", eps: float = 1e-5,
+    add_first: bool = False,
 ) -> T:  # fmt: skip
     """One kernel of depthwise and pointwise convolutions; others are PyTorch's (cuDNN's), with a second kernel."""
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
@@ -222,13 +233,13 @@ def _triton(
     if not depthwise and not _is_pointwise(weight, padding, groups):
         form = torch.channels_last if channels_last(out) else torch.contiguous_format
         y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
-        return apply_epilogue(y.contiguous(memory_format=form), norm, activation, residual, out)
+        return apply_epilogue(y.contiguous(memory_format=form), norm, activation, residual, out, add_first)
     strides = (*out.stride(), *(out if residual is None else residual).stride(), eps)
     steps, edges, spread = (each("conv_norm_act", "", values, 2) for values in (stride, padding, dilation))
     constants = {
         "KH": weight.shape[2], "KW": weight.shape[3], "SH": steps[0], "SW": steps[1], "PH": edges[0], "PW": edges[1],
         "DH": spread[0], "DW": spread[1], "HAS_BIAS": bias is not None, "HAS_NORM": mean is not None,
-        **norm.constants(), "HAS_RESIDUAL": residual is not None, "CODE": CODES[activation],
+        **norm.constants(), "HAS_RESIDUAL": residual is not None, "ADD_FIRST": add_first, "CODE": CODES[activation],
     }  # fmt: skip
     tensors = (x, weight, bias, *norm.vectors, residual, out, pixels)
     if depthwise:
@@ -256,12 +267,12 @@ def _torch(
     x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
     norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, stride: Ints = (1,),
     padding: Ints = (0,), dilation: Ints = (1,), groups: int = 1, activation: str = "none", eps: float = 1e-5,
+    add_first: bool = False,
 ) -> T:  # fmt: skip
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
     shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
     y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
-    y = activated(norm.by_torch(y), activation)
-    return _empty(x, weight, shape).copy_(y if residual is None else y + residual)
+    return _empty(x, weight, shape).copy_(finished(norm.by_torch(y), activation, residual, add_first))
 
 
 def _reference(x: T, weight: T, *rest: object) -> T:
@@ -273,6 +284,7 @@ def _fake(
     x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
     norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, stride: Ints = (1,),
     padding: Ints = (0,), dilation: Ints = (1,), groups: int = 1, activation: str = "none", eps: float = 1e-5,
+    add_first: bool = False,
 ) -> T:  # fmt: skip
     return _empty(x, weight, output_shape(x, weight, stride, padding, dilation, groups))
 
@@ -280,7 +292,7 @@ def _fake(
 conv_norm_act = define(
     "conv_norm_act(Tensor x, Tensor weight, Tensor? bias=None, Tensor? mean=None, Tensor? var=None, Tensor?"
     " norm_weight=None, Tensor? norm_bias=None, Tensor? residual=None, int[] stride=[1], int[] padding=[0], int[]"
-    ' dilation=[1], int groups=1, str activation="none", float eps=1e-5) -> Tensor',
+    ' dilation=[1], int groups=1, str activation="none", float eps=1e-5, bool add_first=False) -> Tensor',
     fake=_fake,
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -306,8 +318,9 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         groups,
         activation,
         eps,
-    ) = filled(args, 14, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5)
-    if not takes(cls, "in_channels"):
+        _,
+    ) = filled(args, 15, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5, False)
+    if not takes(cls, "norm_kwargs"):
         raise ValueError(f"{cls.__name__} is a block, not one convolution with a norm")
     refuse(cls, residual=residual)
     values = [set(v) for v in (weight.shape[2:], stride, padding, dilation)]
@@ -350,7 +363,15 @@ SPEC = OpSpec(
         _case("efficient_edge", "model", (8, 56, 80, 80, 224, 56), 3, weight=4, padding=(1, 1), norm=True,
               activation="silu"),
         _case("convnext_dw7", "model", (8, 512, 24, 24, 512, 1), 7, weight=27, padding=(3, 3), groups=512, affine=True),
+        _case("resnet_project", "model", (4, 256, 40, 40, 1024, 256), weight=22, norm=True, residual=True,
+              activation="relu", add_first=True),
         _case("one", "odd", (1, 1, 1, 1, 1, 1), dtype="float32"),
+        _case("add_first", "odd", (2, 17, 5, 7, 17, 1), 3, padding=(1, 1), groups=17, norm=True, activation="silu",
+              dtype="float32", residual=True, add_first=True),
+        _case("add_first_3", "odd", (1, 6, 5, 7, 9, 6), 3, padding=(1, 1), norm=True, activation="relu",
+              dtype="float32", residual=True, add_first=True),
+        _case("add_first_1", "odd", (1, 19, 6, 5, 20, 19), dtype="float16", affine=True, activation="relu",
+              residual=True, add_first=True),
         _case("pointwise_63", "odd", (2, 17, 9, 7, 33, 17), dtype="float32", norm=True, activation="relu"),
         _case("stride_2", "odd", (1, 19, 6, 5, 20, 19), dtype="float16", stride=(2, 2), affine=True, residual=True),
         _case("depthwise_3", "odd", (2, 17, 5, 7, 17, 1), 3, padding=(1, 1), groups=17, norm=True, activation="silu",
@@ -378,6 +399,7 @@ SPEC = OpSpec(
         Scalar("groups", default=1),
         Scalar("activation"),
         Scalar("eps", default=1e-5),
+        Scalar("add_first", default=False),
     ),
     outputs=(Tensor("out", _OUT),),
     axes={

@@ -41,6 +41,15 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return F.hardsigmoid(x) if activation == "hard_sigmoid" else x
 
 
+def finished(
+    y: torch.Tensor, activation: str, residual: torch.Tensor | None, add_first: bool = False
+) -> torch.Tensor:
+    """The activation of y, and the residual added to it, or before it with add_first."""
+    if residual is None:
+        return activated(y, activation)
+    return activated(y + residual, activation) if add_first else activated(y, activation) + residual
+
+
 def check_activation(op: str, activation: str) -> None:
     """Raises ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
@@ -107,8 +116,8 @@ def normalize(y, at, known, mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W: tl.cons
 @triton.jit
 def _epilogue_kernel(
     x_ptr, mean_ptr, var_ptr, w_ptr, b_ptr, residual_ptr, out_ptr, n, C, inner, eps, HAS_NORM: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CODE: tl.constexpr, TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_FIRST: tl.constexpr,
+    CODE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A channel's neighbors in memory are `inner` elements away: a plane's size, or 1 with channels last.
     follow(OVERLAP)
@@ -117,9 +126,12 @@ def _epilogue_kernel(
     y = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
     if HAS_NORM:
         y = normalize(y, (at // inner) % C, known, mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W, HAS_B)
-    y = activate(y, CODE)
+    if not ADD_FIRST:
+        y = activate(y, CODE)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + at, mask=known, other=0.0).to(tl.float32)
+    if ADD_FIRST:
+        y = activate(y, CODE)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=known)
 
 
@@ -160,9 +172,13 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_epilogue(
-    x: torch.Tensor, norm: Norm, activation: str, residual: torch.Tensor | None, out: torch.Tensor
-) -> torch.Tensor:
-    """Write activation(norm(x)) + residual to out, which may be x. Both have the format that `dense` gives x."""
+    x: torch.Tensor, norm: Norm, activation: str, residual: torch.Tensor | None, out: torch.Tensor,
+    add_first: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Write activation(norm(x)) + residual to out, which may be x. Both have the format that `dense` gives x.
+
+    add_first: activation(norm(x) + residual)
+    """
     last = channels_last(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last) if last else residual.contiguous()
@@ -172,6 +188,6 @@ def apply_epilogue(
             x, *norm.vectors, residual, out, x.numel(), x.shape[1],
             1 if last else x.numel() // (x.shape[0] * x.shape[1]), norm.eps,
             HAS_NORM=norm.mean is not None, **norm.constants(), HAS_RESIDUAL=residual is not None,
-            CODE=CODES[activation], TILE=TILE, num_warps=4,
+            ADD_FIRST=add_first, CODE=CODES[activation], TILE=TILE, num_warps=4,
         )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.conv import grid_sample as places
 from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
-from fastkernels.overrides.conv.epilogue import activated
+from fastkernels.overrides.conv.epilogue import activated, finished
 from fastkernels.overrides.kit.libraries import T, from_torch
 
 Ints = Sequence[int]
@@ -33,12 +33,12 @@ def _convolution(
 def _conv_norm_act(
     x: T, weight: T, bias: T | None, mean: T | None, var: T | None, norm_weight: T | None, norm_bias: T | None,
     residual: T | None, stride: Ints, padding: Ints, dilation: Ints, groups: int, activation: str, eps: float,
+    add_first: bool = False,
 ) -> T:  # fmt: skip
     y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
     if mean is not None:
         y = F.batch_norm(y, mean, var, norm_weight, norm_bias, eps=eps)
-    y = activated(y, activation)
-    return y if residual is None else y + residual
+    return finished(y, activation, residual, add_first)
 
 
 def _squeeze_excite(

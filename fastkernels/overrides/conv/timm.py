@@ -12,21 +12,11 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.batch_norm import batch_norm
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.global_response_norm import global_response_norm
+from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
 from fastkernels.overrides.conv.timm_activations import act_of, activation_of
 from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.norm.timm import TimmLayerNorm, TimmLayerNorm2d
-
-
-def not_conv(conv: Any) -> str | None:
-    """Return why the op does not compute this convolution, or None."""
-    if type(conv).__name__ != "Conv2d" or not isinstance(conv, nn.Conv2d):
-        return f"its convolution is a {type(conv).__name__}"
-    if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        return f"its convolution has padding={conv.padding!r} with padding_mode={conv.padding_mode!r}"
-    if type(conv.weight) is not nn.Parameter:
-        return f"its convolution's weight is a {type(conv.weight).__name__}"
-    return None
 
 
 def not_norm(norm: Any) -> str | None:
@@ -46,16 +36,11 @@ def not_norm(norm: Any) -> str | None:
     return None
 
 
-def _as_is(module: Any, x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a module of the host needs none of its own code for x."""
-    return not changed(module) and x.dim() == 4 and x.dtype == dtype and not autocasts(x)
-
-
 def conv_norm(conv: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """norm(conv(x)) + residual, with the norm's activation: one op where both are plain."""
-    plain = not_conv(conv) is None and _as_is(conv, x, conv.weight.dtype)
+    plain = not_conv(conv) is None and as_is(conv, x, conv.weight.dtype)
     if plain and norm is None:
-        return conv_norm_act(x, conv.weight, conv.bias, None, None, None, None, residual, *_moves(conv))
+        return conv_norm_act(x, conv.weight, conv.bias, None, None, None, None, residual, *moves(conv))
     # A hook may have come since the patch, or training mode, in which a norm measures its input.
     if not plain or not_norm(norm) is not None or changed(norm) or norm.training:
         y = conv(x) if norm is None else norm(conv(x))
@@ -64,12 +49,8 @@ def conv_norm(conv: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor | No
     assert activation is not None
     return conv_norm_act(
         x, conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias, residual,
-        *_moves(conv), activation, norm.eps,
+        *moves(conv), activation, norm.eps,
     )  # fmt: skip
-
-
-def _moves(conv: Any) -> tuple[Any, ...]:
-    return conv.stride, conv.padding, conv.dilation, conv.groups
 
 
 def _idle(module: Any) -> bool:
@@ -615,7 +596,7 @@ class TimmConvNeXtBlock(nn.Module):
 def _excite(module: Any, x: torch.Tensor, first: Any, act: Any, second: Any) -> torch.Tensor | None:
     """x times its gates in one op; None where other code has to run."""
     layers, functions = (first, second), [activation_of(act), activation_of(module.gate)]
-    plain = all(not_conv(layer) is None and _as_is(layer, x, layer.weight.dtype) for layer in layers)
+    plain = all(not_conv(layer) is None and as_is(layer, x, layer.weight.dtype) for layer in layers)
     if not plain or None in functions:
         return None
     weights = (layer.weight.flatten(1) for layer in layers)

@@ -218,3 +218,8 @@ def test_video_of_too_many_pixels_is_refused(video_url, monkeypatch):
     answer = post(video_url, input=video(IMAGES[:1] * 4))
     assert answer.status_code == 400
     assert "input 0 is a video of more than 4000 pixels in all frames" in answer.json()["error"]["message"]
+
+
+def test_encoder_that_detects_nothing_has_no_detections(url):
+    answer = post(url, "/v1/detections", input=encoded(IMAGES[0]))
+    assert answer.status_code == 404 and "detects no objects" in answer.json()["error"]["message"]

@@ -160,6 +160,15 @@ def others(m: Model, tokens: int) -> None:
     triton("embedding_bag", ids, ends, empty(640, HEAD), tables, tables, None, False)
     graph = empty(tokens + 1, dtype=I64), ids, empty(tokens, dtype=F32)
     triton("graph_propagate", empty(tokens, 64, dtype=F32), *graph, empty(4, dtype=F32))
+    scores, cells = empty(2, 21 * tokens, 80), (4 * tokens, 4, 2 * tokens, 2, tokens, 1)
+    triton("top_k_queries", scores, tokens)
+    triton("dfl_boxes", empty(2, 21 * tokens, 64), cells, (8, 16, 32), empty(2, tokens, dtype=I64))
+    boxes, points = empty(2, 300, 4, dtype=F32), empty(2, 300, 8, 36)
+    places = points[..., :24].unflatten(-1, (12, 2)), points[..., 24:]
+    triton(
+        "deformable_attention", empty(2, 21 * tokens, 8, 32), *(t.contiguous() for t in places), boxes, cells
+    )
+    triton("refine_boxes", boxes, empty(2, 300, 4))
     triton("top_k_scores", empty(tokens, 64), empty(4000, 64), 20, empty(tokens + 1, dtype=I64), ids)
 
 
