@@ -19,6 +19,7 @@ from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import EncodeRequest
+from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
@@ -30,7 +31,7 @@ log = logging.getLogger("fastkernels")
 class StepStats:
     """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder.
 
-    denoise_steps: steps of single images; images: finished ones.
+    denoise_steps: steps of single images; images: finished ones. renders: images of scenes.
     """
 
     prompt_tokens: int = 0
@@ -41,6 +42,7 @@ class StepStats:
     encoded: list[EncodeRequest] = field(default_factory=list)
     denoise_steps: int = 0
     images: list[ImageRequest] = field(default_factory=list)
+    renders: list[RenderRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Engine(ABC):
     """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
 
     kind      the key of RUNNERS whose models it runs
-    inputs    what a request holds: 'tokens', 'images', 'videos' or 'prompts'
+    inputs    what a request holds: 'tokens', 'images', 'videos', 'prompts', 'samples' or 'cameras'
     requests  unfinished requests by id
     blocks    the KV cache's blocks; None without a cache
 

@@ -42,6 +42,11 @@ RUNNERS = {
         "fastkernels.engine.score_engine:ScoreEngine",
         "LLM.score and /v1/scores",
     ),
+    "Render": RunnerKind(
+        "fastkernels.engine.execution.render:Render",
+        "fastkernels.engine.render_engine:RenderEngine",
+        "LLM.render and /v1/render",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

@@ -312,7 +312,22 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
             assert made == spec.vary(case, random.Random(seed)), "not deterministic"
             json.dumps(dict(made.dims))
             d = made.dims
-            counts = [d[n] for n in ("tokens", "rows", "keys", "ids", "nodes", "users", "samples", "gaussians", "rays", "points") if n in d]
+            counts = [
+                d[n]
+                for n in (
+                    "tokens",
+                    "rows",
+                    "keys",
+                    "ids",
+                    "nodes",
+                    "users",
+                    "samples",
+                    "gaussians",
+                    "rays",
+                    "points",
+                )
+                if n in d
+            ]
             numbers.append(counts[0] if counts else len(d.get("seq_lens", d.get("q_lens", ()))))
             sizes = [
                 v for k, v in d.items() if v != case.dims.get(k) and type(v) is int and k != "max_positions"

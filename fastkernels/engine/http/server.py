@@ -39,6 +39,7 @@ from fastkernels.engine.http.pictures import Pictures
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.recommendation import Recommendation
+from fastkernels.engine.http.rendering import Rendering
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
@@ -52,6 +53,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
+    "Render": (Rendering,),
     "Denoise": (Pictures,),
 }
 

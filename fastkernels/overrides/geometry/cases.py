@@ -1,7 +1,7 @@
 """Synthetic scenes: Gaussians, cameras around them, and occupied cells. The same generator gives the same values.
 
-The statistics are those of trained scenes of the Mip-NeRF 360 set: sizes are log-normal over two decades, most Gaussians
-are flat or thin, opacities are mostly low with a peak near 1, and the density falls with the distance from the center.
+The statistics are those of trained scenes: sizes are log-normal over two decades, most Gaussians are flat or thin,
+opacities are mostly low with a second peak near 1, and the density falls with the distance from the center.
 """
 
 from __future__ import annotations
@@ -60,26 +60,12 @@ def cameras(
     forward = F.normalize(-position, dim=-1)
     down = torch.tensor([0.0, 1.0, 0.0], device=device).expand_as(forward)
     right = F.normalize(torch.cross(down, forward, dim=-1), dim=-1)
-    rotation = torch.stack((right, torch.cross(forward, right, dim=-1), forward), 1)  # [C, 3, 3], rows: x, y, z
+    rotation = torch.stack(
+        (right, torch.cross(forward, right, dim=-1), forward), 1
+    )  # [C, 3, 3], rows: x, y, z
     viewmats = torch.eye(4, device=device).repeat(count, 1, 1)
     viewmats[:, :3, :3] = rotation
     viewmats[:, :3, 3] = -(rotation @ position[:, :, None])[..., 0]
     focal = 0.5 * max(width, height) / math.tan(math.radians(25))
     intrinsics = torch.tensor([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1.0]], device=device)
     return viewmats, intrinsics.expand(count, 3, 3).clone()
-
-
-def rays(viewmats: torch.Tensor, intrinsics: torch.Tensor, width: int, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(origins, directions), each [C * height * width, 3]: the unit rays through the centers of all pixels."""
-    device, dtype = viewmats.device, viewmats.dtype
-    y, x = torch.meshgrid(
-        torch.arange(height, device=device, dtype=dtype), torch.arange(width, device=device, dtype=dtype), indexing="ij"
-    )
-    focal_x, focal_y = intrinsics[:, 0, 0, None, None], intrinsics[:, 1, 1, None, None]
-    across = (x + 0.5 - intrinsics[:, 0, 2, None, None]) / focal_x
-    along = (y + 0.5 - intrinsics[:, 1, 2, None, None]) / focal_y
-    local = torch.stack((across, along, torch.ones_like(across)), -1)  # [C, H, W, 3]
-    rotation = viewmats[:, :3, :3]
-    directions = F.normalize(torch.einsum("chwi,cij->chwj", local, rotation), dim=-1)
-    origins = -torch.einsum("cji,cj->ci", rotation, viewmats[:, :3, 3])
-    return origins[:, None, None].expand_as(directions).reshape(-1, 3), directions.reshape(-1, 3)

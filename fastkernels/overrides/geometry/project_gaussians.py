@@ -101,7 +101,9 @@ def _check(
         wanted["opacities"], given["opacities"] = (n,), opacities
     for name, shape in wanted.items():
         if given[name].shape != shape:
-            raise ValueError(f"project_gaussians: {name} must be {list(shape)}, got {list(given[name].shape)}")
+            raise ValueError(
+                f"project_gaussians: {name} must be {list(shape)}, got {list(given[name].shape)}"
+            )
     if width < 1 or height < 1:
         raise ValueError(f"project_gaussians: the image must have pixels, got {width} x {height}")
 
@@ -152,12 +154,16 @@ def _project_kernel(
     # Rows of J R: x and y of the image by world coordinates
     a0, a1, a2 = jx * (r00 - slope_x * r20), jx * (r01 - slope_x * r21), jx * (r02 - slope_x * r22)
     b0, b1, b2 = jy * (r10 - slope_y * r20), jy * (r11 - slope_y * r21), jy * (r12 - slope_y * r22)
-    u0, u1, u2 = (a0 * m00 + a1 * m10 + a2 * m20) * s0, (a0 * m01 + a1 * m11 + a2 * m21) * s1, (
-        a0 * m02 + a1 * m12 + a2 * m22
-    ) * s2
-    v0, v1, v2 = (b0 * m00 + b1 * m10 + b2 * m20) * s0, (b0 * m01 + b1 * m11 + b2 * m21) * s1, (
-        b0 * m02 + b1 * m12 + b2 * m22
-    ) * s2
+    u0, u1, u2 = (
+        (a0 * m00 + a1 * m10 + a2 * m20) * s0,
+        (a0 * m01 + a1 * m11 + a2 * m21) * s1,
+        (a0 * m02 + a1 * m12 + a2 * m22) * s2,
+    )
+    v0, v1, v2 = (
+        (b0 * m00 + b1 * m10 + b2 * m20) * s0,
+        (b0 * m01 + b1 * m11 + b2 * m21) * s1,
+        (b0 * m02 + b1 * m12 + b2 * m22) * s2,
+    )
     a = u0 * u0 + u1 * u1 + u2 * u2
     b = u0 * v0 + u1 * v1 + u2 * v2
     c = v0 * v0 + v1 * v1 + v2 * v2
@@ -189,7 +195,9 @@ def _project_kernel(
     tl.store(comp_ptr + out, tl.where(seen, tl.sqrt(sharp * inv), 0.0), mask=here)
 
 
-def _fake(means: torch.Tensor, quats: torch.Tensor, scales: Any, opacities: Any, viewmats: Any, *_: Any) -> Projected:
+def _fake(
+    means: torch.Tensor, quats: torch.Tensor, scales: Any, opacities: Any, viewmats: Any, *_: Any
+) -> Projected:
     c, n = viewmats.shape[0], means.shape[0]
     return (
         means.new_empty((c, n, 2), dtype=torch.int32), means.new_empty((c, n, 2)), means.new_empty((c, n)),
@@ -243,13 +251,22 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
     views, ks = cameras(call["cameras"], call["width"], call["height"], call.generator)
     parts = [made.means, made.quats, made.scales, made.opacities]
     opacities = made.opacities if call["opaque"] else None
-    sizes = call["width"], call["height"], call["eps2d"], call["near_plane"], call["far_plane"], call["radius_clip"]
+    sizes = (
+        call["width"],
+        call["height"],
+        call["eps2d"],
+        call["near_plane"],
+        call["far_plane"],
+        call["radius_clip"],
+    )
     firm = torch.ones(call["gaussians"], dtype=torch.bool, device=call.device)
     double = [t.double() for t in parts[:3]], None if opacities is None else opacities.double()
     for factor in (0.998, 1.002):
         moved = [double[0][0] * factor, double[0][1], double[0][2] * factor]
         near = reference(*moved, double[1], views.double(), ks.double(), *sizes)[0]
-        firm &= (near == reference(*double[0], double[1], views.double(), ks.double(), *sizes)[0]).all(-1).all(0)
+        firm &= (
+            (near == reference(*double[0], double[1], views.double(), ks.double(), *sizes)[0]).all(-1).all(0)
+        )
     if firm.any():  # others become copies of one that is firm
         chosen = torch.where(firm, torch.arange(len(firm), device=call.device), firm.nonzero()[0, 0])
         parts = [t[chosen] for t in parts]
