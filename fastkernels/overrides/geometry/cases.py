@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-LOG_SIZE, SIZE_SPREAD, AXIS_SPREAD = -4.2, 0.9, 0.8  # of log(scale); the scene's radius is about 1
+LOG_SIZE, SIZE_SPREAD, AXIS_SPREAD = (
+    -5.6,
+    0.7,
+    0.7,
+)  # of log(scale) at a million; the scene's radius is about 1
 REST_STD = 0.04  # of SH coefficients beyond the first
 
 
@@ -38,9 +42,10 @@ def scene(count: int, generator: torch.Generator, degree: int = 3) -> Scene:
         return torch.rand(*size, generator=generator, device=device)
 
     # Most lie near spheres of different radii, as surfaces do
-    radius = torch.where(rand(count) < 0.75, 0.3 + 0.7 * rand(count), 1.0 + 4.0 * rand(count) ** 2)
+    radius = torch.where(rand(count) < 0.75, 0.3 + 0.7 * rand(count), 4.0 + 6.0 * rand(count) ** 2)
     means = F.normalize(randn(count, 3), dim=-1) * (radius * (1 + 0.02 * randn(count)))[:, None]
-    logs = LOG_SIZE + SIZE_SPREAD * randn(count, 1) + AXIS_SPREAD * randn(count, 3)
+    size = LOG_SIZE - math.log(max(count, 1) / 1e6) / 6  # more Gaussians are smaller
+    logs = size + SIZE_SPREAD * randn(count, 1) + AXIS_SPREAD * randn(count, 3)
     scales = (logs + radius.clamp_min(1).log()[:, None]).exp().clamp_max(0.5)
     opaque = rand(count) < 0.3
     opacities = torch.where(opaque, 4.0 + randn(count), -1.5 + 1.2 * randn(count)).sigmoid()

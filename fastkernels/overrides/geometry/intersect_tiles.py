@@ -230,9 +230,9 @@ SPEC = OpSpec(
     values=_values,
     flops="20 * capacity",
     cases=(
-        _case("million_1080p", "model", 1, 1_000_000, 120, 68, 4_000_000, weight=8),
-        _case("million_4_views", "model", 4, 1_000_000, 120, 68, 16_000_000, weight=4),
-        _case("outdoor_1080p", "model", 1, 6_000_000, 120, 68, 24_000_000),
+        _case("million_1080p", "model", 1, 1_000_000, 120, 68, 10_000_000, weight=8),
+        _case("million_4_views", "model", 4, 1_000_000, 120, 68, 40_000_000, weight=4),
+        _case("outdoor_1080p", "model", 1, 6_000_000, 120, 68, 30_000_000),
         _case("one", "odd", 1, 1, 1, 1, 1),
         _case("odd_63", "odd", 1, 63, 5, 3, 500),
         _case("odd_1000", "odd", 2, 1000, 7, 4, 10_000),

@@ -314,9 +314,9 @@ SPEC = OpSpec(
     values=_values,
     flops="30 * intersections * tile_size * tile_size",
     cases=(
-        _case("million_1080p", "model", 1, 1_000_000, 1920, 1080, 4_000_000, weight=8),
-        _case("million_4_views", "model", 4, 1_000_000, 1920, 1080, 16_000_000, weight=4),
-        _case("million_depth", "model", 1, 1_000_000, 1920, 1080, 4_000_000, 4),
+        _case("million_1080p", "model", 1, 1_000_000, 1920, 1080, 10_000_000, weight=8),
+        _case("million_4_views", "model", 4, 1_000_000, 1920, 1080, 40_000_000, weight=4),
+        _case("million_depth", "model", 1, 1_000_000, 1920, 1080, 10_000_000, 4),
         _case("one", "odd", 1, 1, 1, 1, 4, 1),
         _case("odd_63", "odd", 1, 63, 33, 17, 400),
         _case("background", "odd", 2, 100, 40, 31, 2_000, 3, background=True),
