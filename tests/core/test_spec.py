@@ -315,6 +315,9 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
             counts = [
                 d[n]
                 for n in (
+                    "gaussians",
+                    "rays",
+                    "points",
                     "tokens",
                     "rows",
                     "keys",
@@ -322,9 +325,6 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
                     "nodes",
                     "users",
                     "samples",
-                    "gaussians",
-                    "rays",
-                    "points",
                 )
                 if n in d
             ]

@@ -14,6 +14,7 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.encode import CACHE_OPTIONS
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.models.common.camera import Camera
+from fastkernels.models.common.config import ALL_DTYPES
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,17 @@ class RenderInput:
 
 
 class Render(Runner):
-    """Runs a model of the interface in models/common/camera.py, in float32 unless another dtype is named."""
+    """Runs a model of the interface in models/common/camera.py, in the checkpoint's dtype unless another is named."""
 
     def _prepare(self, folder: Path) -> None:
         config, default = self.config, EngineConfig(model="")
         for name in (*CACHE_OPTIONS, "max_model_len"):
             if getattr(config, name) != getattr(default, name):
                 raise ValueError(f"{name} applies to models of tokens; {config.model} is a scene")
-        if config.dtype not in ("auto", "float32"):
-            raise ValueError(f"dtype {config.dtype} is not supported for scenes, only float32")
-        self._folder, self.dtype = folder, torch.float32
+        if config.dtype == "auto":
+            found = getattr(self.hf_config, "dtype", None) or torch.float32
+            self.dtype = ALL_DTYPES[found] if isinstance(found, str) else found
+        self._folder = folder
 
     def _loaded(self) -> None:
         self.model.ready(self._folder, self.config.load_format == "dummy")

@@ -45,6 +45,8 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise Unsupported(f"config.sh_degree={degree!r} is not supported, only 0 to {MOST_DEGREE}")
     if type(made["antialiased"]) is not bool:
         raise Unsupported(f"config.antialiased={made['antialiased']!r} is not supported, only true or false")
+    if made.get("dtype", "float32") != "float32":
+        raise Unsupported(f"config.dtype={made['dtype']!r} is not supported, only 'float32'")
     for name in ("eps2d", "near_plane"):
         if type(made[name]) not in (int, float) or not 0 < made[name] < 1e6:
             raise Unsupported(f"config.{name}={made[name]!r} is not supported, only numbers above 0")
