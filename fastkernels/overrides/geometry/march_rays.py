@@ -70,7 +70,9 @@ def reference(
     start, way, t, end = (v.to(acc) for v in (origins, directions, starts.clamp_min(0), ends))
     small, large = step_limits(grid, cascades)
     count = torch.zeros_like(t, dtype=torch.int64)
-    found = torch.zeros(2, len(t), samples + 1, dtype=acc, device=t.device)  # the last: for steps without a sample
+    found = torch.zeros(
+        2, len(t), samples + 1, dtype=acc, device=t.device
+    )  # the last: for steps without a sample
     live = ((t < end) & (t + small > t)).nonzero()[:, 0] if samples else t.new_empty(0, dtype=torch.int64)
     while len(live):
         places = [t[live]]
