@@ -31,7 +31,7 @@ log = logging.getLogger("fastkernels")
 class StepStats:
     """Metrics since the last take_stats(). Times in seconds. `encoded` are finished requests of an encoder.
 
-    denoise_steps: steps of single images; images: finished ones. renders: images of scenes.
+    denoise_steps: steps of single images; images: finished ones.
     """
 
     prompt_tokens: int = 0
@@ -41,8 +41,7 @@ class StepStats:
     finished: list[Request] = field(default_factory=list)
     encoded: list[EncodeRequest] = field(default_factory=list)
     denoise_steps: int = 0
-    images: list[ImageRequest] = field(default_factory=list)
-    renders: list[RenderRequest] = field(default_factory=list)
+    images: list[ImageRequest | RenderRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

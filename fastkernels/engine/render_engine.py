@@ -49,7 +49,7 @@ class RenderEngine(BudgetEngine):
             return []
         found = self._launch(RenderInput([r.camera for r in batch], [r.params.raw for r in batch]))
         self._remove(batch)
-        self.stats.renders += batch
+        self.stats.images += batch
         return [
             RenderRequestOutput(r.request_id, array, num_tokens=r.num_tokens)
             for r, array in zip(batch, found, strict=True)
