@@ -16,7 +16,7 @@ MAX_PIXELS = 4096 * 4096
 
 
 class RenderEngine(BudgetEngine):
-    """See Engine. A step renders as many waiting cameras as max_num_seqs and, of tiles, max_num_batched_tokens allow."""
+    """See Engine. A step renders as many cameras as max_num_seqs and, of tiles, max_num_batched_tokens allow."""
 
     kind = "Render"
     request_class = RenderRequest

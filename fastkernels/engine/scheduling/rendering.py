@@ -47,7 +47,7 @@ class RenderRequest:
 
 @dataclass
 class RenderRequestOutput:
-    """The image of a camera: array [height, width, 3] uint8, or [height, width, 4] float32 with RenderParams(raw=True)."""
+    """array: the image [height, width, 3] uint8, or [height, width, 4] float32 with RenderParams(raw=True)."""
 
     request_id: str
     array: np.ndarray

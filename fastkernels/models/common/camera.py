@@ -1,8 +1,9 @@
 """Cameras of requests to models that render, and the interface of these models.
 
 Every model of the runner Render has render(cameras), which returns for each camera the image [height, width, 4] in
-float32 on the model's device: red, green and blue, with the background behind them, and the opacity. All cameras have the
-same size. ready(folder, dummy) is called once the weights are loaded, and refresh() after the model's code has changed.
+float32 on the model's device: red, green and blue, with the background behind them, and the opacity. All cameras have
+the same size. ready(folder, dummy) is called once the weights are loaded, and refresh() after
+the model's code has changed.
 """
 
 from __future__ import annotations

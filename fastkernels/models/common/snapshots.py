@@ -1,4 +1,4 @@
-"""Snapshots of instant-ngp (.ingp, .msgpack): the fields of a config.json and the tensors that a radiance field needs."""
+"""Snapshots of instant-ngp (.ingp, .msgpack): the fields of a config.json, and the tensors of a radiance field."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _number(table: Mapping[str, Any], name: str, default: Any, file: Path) -> An
 
 
 def config_of(file: Path) -> dict[str, Any]:
-    """The fields of a config.json. Raises ValueError for other encodings or networks than hash grids with narrow MLPs."""
+    """The fields of a config.json. Raises ValueError for encodings other than hash grids and harmonics."""
     found = _open(file)
     encoding, density, color, snapshot = (
         found[n] for n in ("encoding", "network", "rgb_network", "snapshot")

@@ -53,7 +53,8 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     cascades = made["aabb_scale"].bit_length()
     if made["aabb_scale"] & (made["aabb_scale"] - 1) or cascades > MOST_CASCADES:
         raise Unsupported(
-            f"config.aabb_scale={made['aabb_scale']} is not supported, only powers of two up to {1 << MOST_CASCADES - 1}"
+            f"config.aabb_scale={made['aabb_scale']} is not supported, only powers of two up to"
+            f" {1 << MOST_CASCADES - 1}"
         )
     if made["grid"] & (made["grid"] - 1) or not 2 <= made["grid"] <= 1024:
         raise Unsupported(f"config.grid={made['grid']} is not supported, only powers of two from 2 to 1024")

@@ -19,7 +19,7 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 def reference(
     colors: torch.Tensor, densities: torch.Tensor, steps: torch.Tensor, light: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """colors: [R, S, 3]; densities, steps: [R, S], front to back; light: [R], what is left of it before the first sample.
+    """colors: [R, S, 3]; densities, steps: [R, S], front to back; light: [R], before the first sample.
 
     Returns sum_i T_i (1 - exp(-density_i step_i)) color_i, [R, 3], with T_i the light before sample i, and the light
     behind all samples, [R]. A step of 0 is no sample. Computed in at least float32. Raises ValueError.

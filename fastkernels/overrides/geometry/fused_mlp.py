@@ -53,26 +53,28 @@ def _inputs(x: torch.Tensor) -> int:
 
 @triton.jit(do_not_specialize=["N"])
 def _mlp_kernel(
-    x_ptr, w_ptr, out_ptr, stride_n, stride_i, N, I: tl.constexpr, W: tl.constexpr, H: tl.constexpr, O: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, stride_n, stride_i, N, INPUTS: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
+    OUTPUTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A block of rows stays on the chip through all layers.
     follow(OVERLAP)
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = rows < N
-    ins, wide, outs = tl.arange(0, I), tl.arange(0, W), tl.arange(0, O)
+    ins, wide, outs = tl.arange(0, INPUTS), tl.arange(0, W), tl.arange(0, OUTPUTS)
     dtype = w_ptr.dtype.element_ty
     x = tl.load(x_ptr + rows[:, None] * stride_n + ins[None, :] * stride_i, mask=here[:, None], other=0.0)
-    w = tl.load(w_ptr + wide[None, :] * I + ins[:, None])  # [I, W]
+    w = tl.load(w_ptr + wide[None, :] * INPUTS + ins[:, None])  # [I, W]
     h = tl.maximum(tl.dot(x.to(dtype), w, input_precision=PRECISION), 0.0).to(dtype)
-    at = w_ptr + W * I
+    at = w_ptr + W * INPUTS
     for _ in tl.static_range(H - 1):
         w = tl.load(at + wide[None, :] * W + wide[:, None])
         h = tl.maximum(tl.dot(h, w, input_precision=PRECISION), 0.0).to(dtype)
         at += W * W
     w = tl.load(at + outs[None, :] * W + wide[:, None])  # [W, O]
     y = tl.dot(h, w, input_precision=PRECISION)
-    tl.store(out_ptr + rows[:, None] * O + outs[None, :], y.to(out_ptr.dtype.element_ty), mask=here[:, None])
+    tl.store(
+        out_ptr + rows[:, None] * OUTPUTS + outs[None, :], y.to(out_ptr.dtype.element_ty), mask=here[:, None]
+    )
 
 
 def _supports_triton(
@@ -97,8 +99,8 @@ def _triton(x: torch.Tensor, weights: torch.Tensor, width: int, hidden: int, out
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     if len(x):
         launch_kernel(
-            _mlp_kernel, (cdiv(len(x), 128),), x, weights.contiguous(), out, x.stride(0), x.stride(1), len(x), I=inputs,
-            W=width, H=hidden, O=outputs, PRECISION="ieee" if exact else "tf32", BLOCK=128, num_warps=4,
+            _mlp_kernel, (cdiv(len(x), 128),), x, weights.contiguous(), out, x.stride(0), x.stride(1), len(x),
+            INPUTS=inputs, W=width, H=hidden, OUTPUTS=outputs, PRECISION="ieee" if exact else "tf32", BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out
 

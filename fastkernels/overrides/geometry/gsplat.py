@@ -48,7 +48,7 @@ def gsplat_fully_fused_projection(
     camera_model: Literal["pinhole", "ortho", "fisheye", "ftheta"] = "pinhole",
     opacities: Tensor | None = None,
 ) -> Any:
-    """Means [N, 3] of Gaussians with quats [N, 4] and scales [N, 3] by C cameras; of Gaussians off the image, all is 0."""
+    """Gaussians with means [N, 3], quats [N, 4] and scales [N, 3] as C cameras see them; those off the image are 0."""
     if quats is None or scales is None or covars is not None:
         raise UnsupportedArgument("covars in place of quats and scales are not supported")
     _refuse(
@@ -107,7 +107,7 @@ def gsplat_isect_tiles(
     image_ids: Tensor | None = None,
     gaussian_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(tiles of each Gaussian, 64-bit ids of the intersections, the Gaussians' numbers), sorted by image, tile, depth."""
+    """(tiles of each Gaussian, 64-bit ids of intersections, Gaussians' numbers), sorted by image, tile and depth."""
     _refuse(sort=not sort, packed_images=packed and n_images != 1)
     _check_floats(means2d, depths)
     shape = depths.shape

@@ -142,8 +142,8 @@ def _triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Two small sorts in place of one of 64-bit keys: depths of the Gaussians, then tile numbers of the intersections.
 
-    The second is stable and its keys have 16 bits at up to 32,766 tiles: of the large array, each radix pass reads less,
-    and there are two passes in place of six.
+    The second is stable, and its keys have 16 bits at up to 32,766 tiles: a radix sort of the large array has two
+    passes in place of six.
     """
     _check(means2d, radii, depths, tile_size, tile_width, tile_height, capacity)
     images, n = depths.shape

@@ -41,7 +41,7 @@ def morton(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def occupied(
     place: torch.Tensor, step: torch.Tensor, bits: torch.Tensor, grid: int, cascades: int
 ) -> torch.Tensor:
-    """Whether the cells of places [..., 3] are: those of the finest grid that holds the place, and is no finer than step."""
+    """Whether the cells of places [..., 3] are, in the finest grid that holds the place and is no finer than step."""
     far = (place - 0.5).abs().amax(-1)
     level = torch.zeros_like(far, dtype=torch.int64)
     for m in range(cascades - 1):
@@ -61,9 +61,10 @@ def reference(
 
     origins, directions: [R, 3]; starts, ends: [R]; bits: [cascades * grid ** 3 / 8] uint8, the occupied cells. Grid k
     covers the cube around (0.5, 0.5, 0.5) with edges of 2 ** k; its cells are in Morton order. A ray steps from t =
-    max(starts, 0) by clamp(t * cone_angle, step_limits(...)) while t < ends, and while a step changes t; it has a sample
-    where the cell is occupied. Returns t [R, samples] and the steps [R, samples] of its first samples, 0 where it has no
-    more, and the t [R] at which it goes on: at least ends, if it is done. Raises ValueError for shapes that do not fit.
+    max(starts, 0) by clamp(t * cone_angle, step_limits(...)) while t < ends, and while a step changes t; it has a
+    sample where the cell is occupied. Returns t [R, samples] and the steps [R, samples] of its first samples, 0 where
+    it has no more, and the t [R] at which it goes on: at least ends, if it is done. Raises ValueError for shapes that do
+    not fit.
     """
     _check(origins, directions, starts, ends, bits, samples, grid, cascades)
     acc = torch.promote_types(starts.dtype, torch.float32)
@@ -109,8 +110,8 @@ def _check(
         )
     if not 1 <= cascades <= MOST_CASCADES or grid < 2 or grid & (grid - 1) or grid > 1024 or samples < 0:
         raise ValueError(
-            f"march_rays: cascades {cascades} must be 1 to {MOST_CASCADES}, grid {grid} a power of two from 2 to 1024, and"
-            f" samples {samples} at least 0"
+            f"march_rays: cascades {cascades} must be 1 to {MOST_CASCADES}, grid {grid} a power of two from 2 to 1024,"
+            f" and samples {samples} at least 0"
         )
     if bits.shape != (cascades * grid**3 // 8,) or bits.dtype != torch.uint8:
         raise ValueError(
@@ -199,16 +200,16 @@ def _triton(
     if len(starts) and samples:
         small, large = step_limits(grid, cascades)
         launch_kernel(
-            _march_kernel, (cdiv(len(starts), 128),), origins.contiguous(), directions.contiguous(), starts.contiguous(),
-            ends.to(starts.dtype).contiguous(), bits.contiguous(), t, steps, after, len(starts), float(cone_angle), small,
-            large, S=samples, GRID=grid, CASCADES=cascades, BLOCK=128, num_warps=4,
+            _march_kernel, (cdiv(len(starts), 128),), origins.contiguous(), directions.contiguous(),
+            starts.contiguous(), ends.to(starts.dtype).contiguous(), bits.contiguous(), t, steps, after, len(starts),
+            float(cone_angle), small, large, S=samples, GRID=grid, CASCADES=cascades, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return t, steps, after
 
 
 march_rays = define(
-    "march_rays(Tensor origins, Tensor directions, Tensor starts, Tensor ends, Tensor bits, SymInt samples, SymInt grid,"
-    " SymInt cascades, float cone_angle) -> (Tensor, Tensor, Tensor)",
+    "march_rays(Tensor origins, Tensor directions, Tensor starts, Tensor ends, Tensor bits, SymInt samples,"
+    " SymInt grid, SymInt cascades, float cone_angle) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -242,7 +243,8 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _case(
-    name: str, tag: str, rays: int, samples: int, grid: int, cascades: int, cone_angle: float = 1 / 256, weight: float = 1
+    name: str, tag: str, rays: int, samples: int, grid: int, cascades: int, cone_angle: float = 1 / 256,
+    weight: float = 1,
 ) -> Case:  # fmt: skip
     dims = {"rays": rays, "samples": samples, "grid": grid, "cascades": cascades, "cone_angle": cone_angle}
     return Case(name, dims, "float32", weight, (tag,))

@@ -28,12 +28,12 @@ def reference(
     image_height: int, tile_size: int, offsets: torch.Tensor, flatten_ids: torch.Tensor,
     backgrounds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Images of Gaussians: means2d, conics as project_gaussians gives them, offsets, flatten_ids as intersect_tiles does.
+    """Images of Gaussians, of what project_gaussians and intersect_tiles give.
 
     means2d: [I, N, 2]; conics: [I, N, 3]; colors: [I, N, D]; opacities: [I, N]; backgrounds: [I, D]. Returns the colors
     [I, image_height, image_width, D] and alphas [I, image_height, image_width, 1]. At the center of a pixel, Gaussian n
-    has alpha = min(0.999, opacity * exp(-(q - mean)^T conic (q - mean) / 2)). With T the product of 1 - alpha before it,
-    it adds T * alpha * color. Alphas below 1/255 or NaN are left out, and the pixel ends before T would be 1e-4 or
+    has alpha = min(0.999, opacity * exp(-(q - mean)^T conic (q - mean) / 2)). With T the product of 1 - alpha before
+    it, it adds T * alpha * color. Alphas below 1/255 or NaN are left out, and the pixel ends before T would be 1e-4 or
     less. Raises ValueError for shapes that do not fit.
     """
     images, tiles_x, tiles_y = _check(
@@ -79,8 +79,8 @@ def _check(
     fits = len(lead) == 2 and means2d.shape == (*lead, 2) and conics.shape == (*lead, 3)
     if not fits or colors.shape[:-1] != lead or colors.shape[-1] < 1:
         raise ValueError(
-            "rasterize_gaussians: opacities must be [I, N], means2d [I, N, 2], conics [I, N, 3] and colors [I, N, D], got"
-            f" {', '.join(str(list(t.shape)) for t in (opacities, means2d, conics, colors))}"
+            "rasterize_gaussians: opacities must be [I, N], means2d [I, N, 2], conics [I, N, 3] and colors [I, N, D],"
+            f" got {', '.join(str(list(t.shape)) for t in (opacities, means2d, conics, colors))}"
         )
     if min(width, height, tile_size) < 1:
         raise ValueError(
@@ -105,8 +105,8 @@ def _rasterize_kernel(
     height, tiles_x, tiles, least_alpha, most_alpha, least_light, HAS_BACKGROUND: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # One tile a program, GROUP Gaussians at a time. [GROUP, pixels]: a thread holds all Gaussians of its pixels, so that
-    # products and sums over them stay within the thread.
+    # One tile a program, GROUP Gaussians at a time. [GROUP, pixels]: a thread holds all Gaussians of its pixels, so
+    # that products and sums over them stay within the thread.
     follow(OVERLAP)
     tile = tl.program_id(0)
     image, within = tile // tiles, tile % tiles
@@ -192,7 +192,8 @@ def _rasterize_kernel(
 
 
 def _fake(
-    means2d: torch.Tensor, conics: Any, colors: torch.Tensor, opacities: Any, image_width: Any, image_height: Any, *_: Any
+    means2d: torch.Tensor, conics: Any, colors: torch.Tensor, opacities: Any, image_width: Any, image_height: Any,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape = colors.shape[0], image_height, image_width
     return colors.new_empty((*shape, colors.shape[-1])), colors.new_empty((*shape, 1))

@@ -58,8 +58,8 @@ def reference(
     """Sums of the first (degrees_to_use + 1) ** 2 functions.
 
     dirs: [..., M, 3], of any length; coeffs: [..., R, K, 3], whose rows repeat if there are more directions: row m of
-    the flattened directions has coefficients m % R; masks: [..., M] bool, false: the row is 0. Returns [..., M, 3] in dirs'
-    dtype. Raises ValueError for shapes that do not fit and for degrees outside of 0 .. 4.
+    the flattened directions has coefficients m % R; masks: [..., M] bool, false: the row is 0. Returns [..., M, 3] in
+    dirs' dtype. Raises ValueError for shapes that do not fit and for degrees outside of 0 .. 4.
     """
     rows = _check(degrees_to_use, dirs, coeffs, masks)
     acc = torch.promote_types(dirs.dtype, torch.float32)
