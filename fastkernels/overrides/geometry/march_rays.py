@@ -63,8 +63,8 @@ def reference(
     covers the cube around (0.5, 0.5, 0.5) with edges of 2 ** k; its cells are in Morton order. A ray steps from t =
     max(starts, 0) by clamp(t * cone_angle, step_limits(...)) while t < ends, and while a step changes t; it has a
     sample where the cell is occupied. Returns t [R, samples] and the steps [R, samples] of its first samples, 0 where
-    it has no more, and the t [R] at which it goes on: at least ends, if it is done. Raises ValueError for shapes that do
-    not fit.
+    it has no more, and the t [R] at which it goes on: at least ends, if it is done. Raises ValueError for shapes that
+    do not fit.
     """
     _check(origins, directions, starts, ends, bits, samples, grid, cascades)
     acc = torch.promote_types(starts.dtype, torch.float32)
