@@ -128,8 +128,11 @@ def rays(
     viewmats: torch.Tensor, intrinsics: torch.Tensor, width: int, height: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(origins, directions), each [C * height * width, 3]: the unit rays through the centers of all pixels."""
-    kind = {"device": viewmats.device, "dtype": viewmats.dtype}
-    y, x = torch.meshgrid(torch.arange(height, **kind), torch.arange(width, **kind), indexing="ij")  # type: ignore[arg-type]
+    device, dtype = viewmats.device, viewmats.dtype
+    y, x = torch.meshgrid(
+        torch.arange(height, device=device, dtype=dtype), torch.arange(width, device=device, dtype=dtype),
+        indexing="ij",
+    )  # fmt: skip
     fx, fy, cx, cy = (intrinsics[:, i, j, None, None] for i, j in ((0, 0), (1, 1), (0, 2), (1, 2)))
     across, along = (x + 0.5 - cx) / fx, (y + 0.5 - cy) / fy
     local = torch.stack((across, along, torch.ones_like(across)), -1)  # [C, H, W, 3]
