@@ -54,6 +54,7 @@ def splatted(camera: dict[str, Any]) -> torch.Tensor:
     )
     image = torch.zeros(camera["height"], camera["width"], 3, dtype=torch.float64)
     light = torch.ones(camera["height"], camera["width"], 1, dtype=torch.float64)
+    done = torch.zeros_like(light, dtype=torch.bool)
     for g in at[:, 2].argsort().tolist():
         tx, ty, tz = at[g]
         if tz < 0.01:
@@ -69,6 +70,8 @@ def splatted(camera: dict[str, Any]) -> torch.Tensor:
         d = torch.stack((columns - k[0, 0] * tx / tz - k[0, 2], rows - k[1, 1] * ty / tz - k[1, 2]), -1)
         alpha = opacity[g] * torch.exp(-0.5 * torch.einsum("yxi,ij,yxj->yx", d, inverse, d))
         alpha = alpha.clamp_max(0.999).where(alpha >= 1 / 255, 0)[..., None]
+        done |= light * (1 - alpha) <= 1e-4
+        alpha = alpha.where(~done, 0)
         image += light * alpha * color[g]
         light = light * (1 - alpha)
     return torch.cat((image + light * torch.tensor(camera["background"]), 1 - light), -1)
@@ -82,11 +85,10 @@ def gaussians(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_gaussians_equal_their_equations(gaussians: Path) -> None:
-    """Differences remain where a pixel has less than 1e-4 of the light left, or beyond 3.33 standard deviations."""
     given = scenes.views(2, background=[0.2, 0.7, 1.0])
     for found, camera in zip(images(gaussians, given), given, strict=True):
         off = (torch.from_numpy(found).double() - splatted(camera)).abs()
-        assert found.shape == (scenes.HEIGHT, scenes.WIDTH, 4) and off.max() < 8e-3 and off.mean() < 1e-4
+        assert found.shape == (scenes.HEIGHT, scenes.WIDTH, 4) and off.max() < 5e-4
 
 
 def test_every_format_is_the_same_scene(gaussians: Path, tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_instant_ngp_equals_its_equations(tmp_path: Path) -> None:
                 color, light = color + light * alpha * own, light * (1 - alpha)
             t += step
         want = torch.cat((color + light * torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1 - light])))
-        torch.testing.assert_close(torch.from_numpy(found[row, column]).double(), want, atol=2e-3, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(found[row, column]).double(), want, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("suffix", ["ingp", "msgpack"])

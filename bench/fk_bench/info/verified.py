@@ -12,6 +12,7 @@ ENCODINGS = 3e-5
 EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
+IMAGES = 5e-4  # of colors from 0 to 1
 LATENTS = 1e-4  # and relative
 
 
@@ -41,6 +42,11 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Score":
         test = "tests/integrations/test_recommenders.py::test_models_of_torchrec_and_torch_geometric"
         return Verified(f"{test}[{model.name}]", RECOMMENDATIONS)
+    if arch.runner == "Render":
+        test = "test_gaussians_equal_their_equations"
+        if model.name != "gaussian_splatting":
+            test = f"test_{model.name}_equals_its_equations"
+        return Verified(f"tests/models/test_rendering.py::{test}", IMAGES)
     if arch.runner == "Denoise":
         return Verified(
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS

@@ -208,7 +208,7 @@ def _case(name: str, tag: str, points: int, dtype: str = "float16", weight: floa
     return Case(name, {"points": points, **more}, dtype, weight, (tag,))
 
 
-_SMALL = {"levels": 4, "base_resolution": 4, "per_level_scale": 1.5, "log2_hashmap_size": 8}
+_SMALL: dict[str, Any] = {"levels": 4, "base_resolution": 4, "per_level_scale": 1.5, "log2_hashmap_size": 8}
 SPEC = OpSpec(
     name="hash_encoding",
     level=1,

@@ -229,12 +229,13 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
     made["starts"] = 0.3 + 0.1 * call.rand(count)
     made["ends"] = made["starts"] + 0.2
     last = call["samples"], grid, cascades, call["cone_angle"]
-    double = {name: t.double() for name, t in made.items()}
-    want = reference(*double.values(), bits, *last)
+    double: dict[str, Any] = {name: t.double() for name, t in made.items()}
+    exact: Any = reference
+    want = exact(*double.values(), bits, *last)
     firm = torch.ones(count, dtype=torch.bool, device=call.device)
     for moved in (-4e-6, 4e-6):
         near = {**double, "origins": double["origins"] + moved}
-        found = reference(*near.values(), bits, *last)
+        found = exact(*near.values(), bits, *last)
         firm &= ((found[0] - want[0]).abs() < 1e-4).all(1) & ((found[2] - want[2]).abs() < 1e-4)
     if firm.any():
         chosen = torch.where(firm, torch.arange(count, device=call.device), firm.nonzero()[0, 0])

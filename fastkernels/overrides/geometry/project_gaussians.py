@@ -260,13 +260,12 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
         call["radius_clip"],
     )
     firm = torch.ones(call["gaussians"], dtype=torch.bool, device=call.device)
-    double = [t.double() for t in parts[:3]], None if opacities is None else opacities.double()
+    first, quats, scales = (t.double() for t in parts[:3])
+    rest = None if opacities is None else opacities.double(), views.double(), ks.double()
+    want = reference(first, quats, scales, *rest, *sizes)[0]
     for factor in (0.998, 1.002):
-        moved = [double[0][0] * factor, double[0][1], double[0][2] * factor]
-        near = reference(*moved, double[1], views.double(), ks.double(), *sizes)[0]
-        firm &= (
-            (near == reference(*double[0], double[1], views.double(), ks.double(), *sizes)[0]).all(-1).all(0)
-        )
+        near = reference(first * factor, quats, scales * factor, *rest, *sizes)[0]
+        firm &= (near == want).all(-1).all(0)
     if firm.any():  # others become copies of one that is firm
         chosen = torch.where(firm, torch.arange(len(firm), device=call.device), firm.nonzero()[0, 0])
         parts = [t[chosen] for t in parts]

@@ -113,7 +113,7 @@ class FunctionHost:
     def _put(self, op: str, target: Target, request: Request) -> tuple[Row, Swapped | None]:
         row = Row(0, op, target.name, 0, "off", provider=Environment.read().provider.get(op, ""), own=True)
         module, _, name = target.path.partition(":")
-        theirs = getattr(importlib.import_module(module), name, None)
+        theirs: Any = getattr(importlib.import_module(module), name, None)
         reason = self._why_off(op, target, theirs, request)
         if reason is not None:
             if request.strict and not reason.kind.harmless:
