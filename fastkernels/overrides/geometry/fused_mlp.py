@@ -16,7 +16,7 @@ from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
-WIDTHS = 16, 32, 64, 128
+WIDTHS = (16, 32, 64, 128)
 MOST_INPUTS = 128
 
 

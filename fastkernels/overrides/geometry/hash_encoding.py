@@ -16,7 +16,7 @@ from fastkernels.core.spec import OpSpec, Permutable
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
-PRIMES = 1, 2_654_435_761, 805_459_861
+PRIMES = (1, 2_654_435_761, 805_459_861)
 MOST_FEATURES = 8
 
 

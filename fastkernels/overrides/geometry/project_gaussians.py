@@ -210,7 +210,8 @@ def _supports_triton(
     viewmats: torch.Tensor, Ks: torch.Tensor, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
     given = [t for t in (means, quats, scales, opacities, viewmats, Ks) if t is not None]
-    if wrong := {t.dtype for t in given} - {torch.float32}:
+    wrong = {t.dtype for t in given} - {torch.float32}
+    if wrong:
         return f"the kernel is for float32, not {', '.join(map(str, wrong))}"
     return None
 

@@ -205,7 +205,8 @@ def _supports_triton(
     backgrounds: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     given = [t for t in (means2d, conics, colors, opacities, backgrounds) if t is not None]
-    if wrong := {t.dtype for t in given} - {torch.float32}:
+    wrong = {t.dtype for t in given} - {torch.float32}
+    if wrong:
         return f"the kernel is for float32, not {', '.join(map(str, wrong))}"
     if tile_size not in (8, 16):
         return f"the kernel has tiles of 8 or 16 pixels, not {tile_size}"
