@@ -115,7 +115,7 @@ class GaussianSplatting(nn.Module):
         )
         places = -torch.einsum("cji,cj->ci", viewmats[:, :3, :3], viewmats[:, :3, 3])
         seen = (radii > 0).all(-1)
-        shown = spherical_harmonics(self.degree, self.means - places[:, None], self.coeffs, seen)
+        shown = spherical_harmonics(self.means - places[:, None], self.coeffs, self.degree, seen)
         colors = (shown + 0.5).clamp_min_(0)
         each = opacities * compensations if self.antialiased else opacities.expand(count, n)
         tiles = cdiv(width, TILE), cdiv(height, TILE)

@@ -90,7 +90,7 @@ def gsplat_spherical_harmonics(
     _check_floats(dirs, coeffs)
     while coeffs.dim() > 3 and (coeffs.shape[0] == 1 or coeffs.stride(0) == 0):  # the same for all cameras
         coeffs = coeffs[0]
-    return spherical_harmonics(degrees_to_use, dirs, coeffs, masks)
+    return spherical_harmonics(dirs, coeffs, degrees_to_use, masks)
 
 
 def gsplat_isect_tiles(

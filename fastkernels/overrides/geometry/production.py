@@ -16,10 +16,10 @@ from fastkernels.overrides.kit.libraries import T, from_torch
 def _harmonics() -> Function:
     from gsplat import spherical_harmonics
 
-    return spherical_harmonics
+    return lambda dirs, coeffs, degree, masks=None: spherical_harmonics(degree, dirs, coeffs, masks)
 
 
-def _no_harmonics(degree: int, dirs: T, coeffs: T, masks: T | None = None) -> str | None:
+def _no_harmonics(dirs: T, coeffs: T, degree: int, masks: T | None = None) -> str | None:
     if masks is not None:
         return "gsplat leaves masked rows unwritten"
     return None if dirs.dim() + 1 == coeffs.dim() else "gsplat has coefficients for each direction"

@@ -53,7 +53,7 @@ def basis(directions: torch.Tensor, degree: int) -> torch.Tensor:
 
 
 def reference(
-    degrees_to_use: int, dirs: torch.Tensor, coeffs: torch.Tensor, masks: torch.Tensor | None = None
+    dirs: torch.Tensor, coeffs: torch.Tensor, degrees_to_use: int, masks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sums of the first (degrees_to_use + 1) ** 2 functions.
 
@@ -160,7 +160,7 @@ def _harmonics_kernel(
 
 
 def _supports_triton(
-    degrees_to_use: int, dirs: torch.Tensor, coeffs: torch.Tensor, *_: Any, **__: Any
+    dirs: torch.Tensor, coeffs: torch.Tensor, degrees_to_use: int, *_: Any, **__: Any
 ) -> str | None:
     if torch.float64 in (dirs.dtype, coeffs.dtype):
         return "the kernel computes in float32, not float64"
@@ -168,7 +168,7 @@ def _supports_triton(
 
 
 def _triton(
-    degrees_to_use: int, dirs: torch.Tensor, coeffs: torch.Tensor, masks: torch.Tensor | None = None
+    dirs: torch.Tensor, coeffs: torch.Tensor, degrees_to_use: int, masks: torch.Tensor | None = None
 ) -> torch.Tensor:
     rows = _check(degrees_to_use, dirs, coeffs, masks)
     out = torch.empty(dirs.shape, dtype=dirs.dtype, device=dirs.device)
@@ -183,8 +183,8 @@ def _triton(
 
 
 spherical_harmonics = define(
-    "spherical_harmonics(SymInt degrees_to_use, Tensor dirs, Tensor coeffs, Tensor? masks=None) -> Tensor",
-    fake=lambda degrees_to_use, dirs, *_: torch.empty(dirs.shape, dtype=dirs.dtype, device=dirs.device),
+    "spherical_harmonics(Tensor dirs, Tensor coeffs, SymInt degrees_to_use, Tensor? masks=None) -> Tensor",
+    fake=lambda dirs, *_: torch.empty(dirs.shape, dtype=dirs.dtype, device=dirs.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", reference, devices=("cuda", "cpu")),
@@ -208,9 +208,9 @@ SPEC = OpSpec(
     reference=reference,
     op=spherical_harmonics,
     arguments=(
-        Scalar("degrees_to_use"),
         Tensor("dirs", "cameras? gaussians 3"),
         Tensor("coeffs", "gaussians coefficients 3"),
+        Scalar("degrees_to_use"),
         Tensor("masks", "cameras? gaussians", "bool", when="masked", values=_seen),
     ),
     outputs=(Tensor("out", "cameras? gaussians 3"),),

@@ -201,12 +201,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     for call, error in (
         (lambda: projected(torch.zeros(3, 2)), r"means must be \[3, 3\], got \[3, 2\]"),
         (
-            lambda: harmonics.spherical_harmonics(5, torch.zeros(1, 3), torch.zeros(1, 36, 3)),
+            lambda: harmonics.spherical_harmonics(torch.zeros(1, 3), torch.zeros(1, 36, 3), 5),
             "from 0 to 4, got 5",
         ),
-        (lambda: harmonics.spherical_harmonics(2, torch.zeros(1, 3), torch.zeros(1, 4, 3)), "needs 9"),
+        (lambda: harmonics.spherical_harmonics(torch.zeros(1, 3), torch.zeros(1, 4, 3), 2), "needs 9"),
         (
-            lambda: harmonics.spherical_harmonics(0, torch.zeros(3, 3), torch.zeros(2, 1, 3)),
+            lambda: harmonics.spherical_harmonics(torch.zeros(3, 3), torch.zeros(2, 1, 3), 0),
             "do not divide 3",
         ),
         (lambda: tiles.intersect_tiles(n, ints, torch.zeros(1, 3), 16, 1, 1, 1), r"must be \[I, N\]"),
@@ -256,7 +256,7 @@ def test_a_rendered_frame_on_a_gpu_equals_the_references(count: int) -> None:
             means, quats, scales, opacities, v, k, 200, 120
         )
         dirs = means - torch.linalg.inv(v)[:, None, :3, 3]
-        colors = harmonics.spherical_harmonics(3, dirs, coeffs, (radii > 0).all(-1))
+        colors = harmonics.spherical_harmonics(dirs, coeffs, 3, (radii > 0).all(-1))
         total = int(tiles.tiles_per_gaussian(place, radii, 16, 13, 8).sum())
         ids, offsets = tiles.intersect_tiles(place, radii, depths, 16, 13, 8, total)
         each = opacities.expand(2, count)

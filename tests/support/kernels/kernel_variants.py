@@ -170,7 +170,7 @@ def _scenes(count: int) -> None:
     views, ks = empty(1, 4, 4, dtype=F32), empty(1, 3, 3, dtype=F32)
     each = empty(count, dtype=F32)
     triton("project_gaussians", points, empty(count, 4, dtype=F32), points, each, views, ks, 64, 48)
-    triton("spherical_harmonics", 3, points, empty(count, 16, 3, dtype=F32), empty(count, dtype=torch.bool))
+    triton("spherical_harmonics", points, empty(count, 16, 3, dtype=F32), 3, empty(count, dtype=torch.bool))
     sizes, offsets = empty(1, count, 2, dtype=torch.int32), empty(13, dtype=torch.int32)
     triton("intersect_tiles", pairs, sizes, each[None], 16, 4, 3, 64)
     triton(
