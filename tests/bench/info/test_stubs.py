@@ -195,7 +195,7 @@ def test_stubs_for_every_host(host: str, tmp_path: Path) -> None:
             for method in ("__init__", "forward"):
                 theirs = signature_diff.our_signature(found.classes[ours.__name__], method)
                 assert theirs == signature_diff.our_signature(ours, method)
-    assert some >= {"torchrec": 2, "torch_geometric": 1}.get(host, 3)
+    assert some >= {"torchrec": 2, "torch_geometric": 1, "gsplat": 0}.get(host, 3)  # gsplat has functions
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
