@@ -22,6 +22,7 @@ _LAZY = {
     "EngineConfig": ".engine.config",
     "ImageParams": ".engine.scheduling.denoising",
     "LLM": ".engine.llm",
+    "RenderParams": ".engine.scheduling.rendering",
     "SamplingParams": ".engine.sampling.sampling_params",
     "StructuredOutputsParams": ".engine.structured.params",
     "UnmaskParams": ".engine.sampling.unmask_params",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
     from fastkernels.engine.scheduling.acting import ActionParams
     from fastkernels.engine.scheduling.denoising import ImageParams
+    from fastkernels.engine.scheduling.rendering import RenderParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

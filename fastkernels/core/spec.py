@@ -31,6 +31,7 @@ SEAMS = {
     "processor": "an attention layer of diffusers: its `processor`, which computes it, is replaced",
     "function": "a function of the host",
     "called_function": "a function that modules call by name: they get methods that call ours",
+    "library_function": "a function that a library offers: its modules get ours, for all callers in the process",
     "block": "a block of a model in our engine, at its places: `__class__` of the live instance is swapped",
     "router": "a function that routers of experts call: a layer's `router` gets a method that calls ours",
     "communicator": "the object that sums over a host's tensor-parallel ranks: its `__class__` is swapped in all ranks",

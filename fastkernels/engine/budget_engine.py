@@ -1,4 +1,4 @@
-"""Base of the engines whose requests wait in a BudgetScheduler: encoders, recommenders and diffusion pipelines."""
+"""Base of the engines with a BudgetScheduler: encoders, recommenders, scenes and diffusion pipelines."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class EngineConfig:
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step, decodes and chunks of prompts together; at least max_num_seqs
     max_waiting             sequences in the queue, n per request; more are refused
-    max_pixels              of an image to generate (default: four times the model's default size)
+    max_pixels              of an image to generate (default: four times the model's default size), or to render
+                            (default: 16,777,216, which are 4096 x 4096)
     max_steps               denoising steps of an image to generate
     max_images              n of a request for images
     block_size              tokens of one KV block, a power of two

@@ -18,6 +18,7 @@ from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.denoising import ImageRequest
+from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
@@ -40,7 +41,7 @@ class StepStats:
     finished: list[Request] = field(default_factory=list)
     encoded: list[Any] = field(default_factory=list)
     denoise_steps: int = 0
-    images: list[ImageRequest] = field(default_factory=list)
+    images: list[ImageRequest | RenderRequest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Engine(ABC):
     """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
 
     kind      the key of RUNNERS whose models it runs
-    inputs    what a request holds: 'tokens', 'images', 'videos' or 'prompts'
+    inputs    what a request holds: 'tokens', 'images', 'videos', 'prompts', 'samples' or 'cameras'
     requests  unfinished requests by id
     blocks    the KV cache's blocks; None without a cache
 

@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify; generate_images."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify; generate_images; render."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fastkernels.engine.sampling.sampling_params import RequestOutputKind, Sampl
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
+from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.speech.files import recording
 from fastkernels.engine.speech.recognition import Options, Recognition, Transcript
@@ -301,6 +302,32 @@ class LLM:
         each = [given] * len(listed) if isinstance(given, ActionParams) else list(given)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} observations and {len(each)} params: give one, or one for each")
+        return self._run(listed, each, use_tqdm)
+
+    def render(
+        self,
+        cameras: Any,
+        params: RenderParams | Sequence[RenderParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[RenderRequestOutput]:
+        """Render a scene: `array` of each output is an image [height, width, 3] of uint8, `image` the same for PIL.
+
+        cameras   one camera, or a list: {"width": W, "height": H, "K": 3 x 3 intrinsics in pixels, "viewmat": 4 x 4,
+                  world to camera, or "pose", its inverse, "background": (red, green, blue) from 0 to 1}, with OpenCV's
+                  axes; matrices are lists, arrays or tensors
+        params    one for all cameras, or one for each: RenderParams(raw=True) returns float32 [height, width, 4], with
+                  opacity
+        use_tqdm  as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("render", "Render")
+        listed = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
+        given = params if params is not None else RenderParams()
+        each = [given] * len(listed) if isinstance(given, RenderParams) else list(given)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} cameras and {len(each)} params: give one, or one for each")
         return self._run(listed, each, use_tqdm)
 
     def _check_kind(self, method: str, *kinds: str) -> None:

@@ -48,6 +48,11 @@ RUNNERS = {
         "fastkernels.engine.action_engine:ActionEngine",
         "LLM.act and /v1/actions",
     ),
+    "Render": RunnerKind(
+        "fastkernels.engine.execution.render:Render",
+        "fastkernels.engine.render_engine:RenderEngine",
+        "LLM.render and /v1/render",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

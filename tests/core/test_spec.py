@@ -325,7 +325,10 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
             d = made.dims
             counts = [
                 d[n]
-                for n in ("tokens", "rows", "keys", "ids", "nodes", "users", "samples", "queries")
+                for n in (
+                    "gaussians", "rays", "points", "tokens", "rows", "keys", "ids", "nodes", "users", "samples",
+                    "queries",
+                )  # fmt: skip
                 if n in d
             ]
             numbers.append(counts[0] if counts else len(d.get("seq_lens", d.get("q_lens", ()))))

@@ -798,6 +798,35 @@ def conv1d_norm_mish(ns: Any) -> list[Any]:
 EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate, conv1d_norm_mish)}
 
 
+def project_gaussians(ns: Any) -> list[Any]:
+    view, intrinsics = torch.eye(4)[None], torch.tensor([[[20.0, 0, 8], [0, 20, 8], [0, 0, 1]]])
+    means = randn(9, 3) + torch.tensor([0.0, 0, 4])
+    project = ns.fully_fused_projection
+    return list(project(means, None, randn(9, 4), 0.1 * randn(9, 3).abs(), view, intrinsics, 16, 16)[:4])
+
+
+def spherical_harmonics(ns: Any) -> list[Any]:
+    return [ns.spherical_harmonics(2, randn(7, 3), randn(7, 9, 3), randn(7) > 0)]
+
+
+def intersect_tiles(ns: Any) -> list[Any]:
+    radii = torch.tensor([[[3, 2], [0, 0], [20, 1]]], dtype=torch.int32)
+    found = ns.isect_tiles(8 * randn(1, 3, 2) + 16, radii, randn(1, 3).abs(), 16, 2, 2)
+    return [*found, ns.isect_offset_encode(found[1], 1, 2, 2)]
+
+
+def rasterize_gaussians(ns: Any) -> list[Any]:
+    conics = torch.tensor([0.05, 0.0, 0.08]).expand(1, 3, 3).contiguous()
+    ids, offsets = torch.arange(3, dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int32)
+    place, colors, opacities = 4 * randn(1, 3, 2) + 8, randn(1, 3, 3), torch.full((1, 3), 0.6)
+    return list(ns.rasterize_to_pixels(place, conics, colors, opacities, 16, 16, 16, offsets, ids))
+
+
+EXERCISES |= {
+    f.__name__: f for f in (project_gaussians, spherical_harmonics, intersect_tiles, rasterize_gaussians)
+}
+
+
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """{op: what its classes return, then what its function returns and what its arguments are afterwards}."""
     results = {}

@@ -12,6 +12,7 @@ ENCODINGS = 3e-5
 EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
+IMAGES = 5e-4  # of colors from 0 to 1
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
 DETECTIONS = 1e-4  # in parts of an image's side, and of scores
@@ -48,6 +49,11 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Act":
         test = "tests/models/test_policies.py::test_every_step_equals_the_reference"
         return Verified(f"{test}[{model.name}]", ACTIONS)
+    if arch.runner == "Render":
+        test = "test_gaussians_equal_their_equations"
+        if model.name != "gaussian_splatting":
+            test = f"test_{model.name}_equals_its_equations"
+        return Verified(f"tests/models/test_rendering.py::{test}", IMAGES)
     if arch.runner == "Denoise":
         return Verified(
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS

@@ -14,6 +14,7 @@ from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.http.histogram import Histogram, one_two_five
 from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest
+from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.speech.vocabulary import TASKS
 
@@ -120,7 +121,7 @@ class Metrics:
         waits = [r.scheduled_time - r.arrival for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", waits)
 
-    def _observe_images(self, requests: Sequence[ImageRequest]) -> None:
+    def _observe_images(self, requests: Sequence[ImageRequest | RenderRequest]) -> None:
         now = time.monotonic()
         self._images += len(requests)
         self._ended["stop"] += len(requests)
@@ -173,9 +174,10 @@ class Metrics:
             name = "fastkernels:denoise_steps_left"
             yield self._one(GaugeMetricFamily, name, "Steps of queued and running images", left)
             counters += [
-                ("fastkernels:denoise_steps", "Denoising steps of single images", self._denoise_steps),
-                ("fastkernels:images", "Images generated", self._images),
+                ("fastkernels:denoise_steps", "Denoising steps of single images", self._denoise_steps)
             ]
+        if self.engine.kind in ("Denoise", "Render"):
+            counters += [("fastkernels:images", "Images generated or rendered", self._images)]
         if (drafts := getattr(scheduler, "draft_counts", None)) is not None:
             counters += [
                 ("vllm:spec_decode_num_drafts", "Sequences with drafts, of all steps", drafts.sequences),

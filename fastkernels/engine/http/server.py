@@ -41,6 +41,7 @@ from fastkernels.engine.http.pictures import Pictures
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.recommendation import Recommendation
+from fastkernels.engine.http.rendering import Rendering
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
@@ -55,6 +56,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Encode": (Embeddings, Scoring, Detection),
     "Score": (Recommendation,),
     "Act": (Actions,),
+    "Render": (Rendering,),
     "Denoise": (Pictures,),
 }
 

@@ -18,6 +18,7 @@ from fastkernels.models.common import (
     pipeline_folder,
     quantization,
     quantized,
+    scenes,
     timm_config,
     ultralytics_config,
     weights,
@@ -37,6 +38,8 @@ def load_config(folder: Path) -> Any:
     """
     if (pipeline := pipeline_folder.read(folder)) is not None:
         return pipeline
+    if (scene := scenes.find(folder)) is not None:
+        return config_file.of_scene(scene)
     checks.check_file(folder)
     found = config_file.read(folder) or timm_config.read(folder) or ultralytics_config.read(folder)
     found = found or config_file.text_model(_from_transformers(folder))

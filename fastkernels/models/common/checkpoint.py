@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fastkernels.models.common import scenes
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PIPELINE = "model_index.json"  # of a pipeline of diffusers, with a folder for each part
@@ -64,7 +66,8 @@ def resolve(model: str) -> Path:
 
 
 def _with_config(folder: Path) -> Path:
-    if not any((folder / name).is_file() for name in ("config.json", PIPELINE)):
+    known = any((folder / name).is_file() for name in ("config.json", PIPELINE))
+    if not known and scenes.find(folder) is None:
         raise CheckpointError(
             f"{folder} has no config.json and no {PIPELINE}: it is not a Hugging Face checkpoint"
         )
@@ -101,6 +104,8 @@ def weight_files(folder: Path) -> list[Path]:
         single = next((f for n in (SINGLE, OF_DIFFUSERS, OLDER) if (f := folder / n).is_file()), None)
         files = sorted(folder.glob("*.safetensors"))
         files = [single] if single is not None and (single.name != OLDER or not files) else files
+        if not files and (scene := scenes.find(folder)) is not None:
+            return [scene]
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise CheckpointError(f"{_index(folder)} names files that are not in {folder}: {', '.join(missing)}")
@@ -188,7 +193,14 @@ def _opened(file: Path) -> Any:
         from safetensors import safe_open
 
         return safe_open(str(file), framework="pt", device="cpu")
-    return nullcontext(_older(file))
+    return nullcontext(_scene(file) if file.suffix in scenes.SUFFIXES else _older(file))
+
+
+def _scene(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return scenes.tensors(file)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _older(file: Path) -> dict[str, torch.Tensor]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import registry, scenes
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.checkpoint import CheckpointError
 
 log = logging.getLogger("fastkernels")
 COMMON = (
@@ -71,6 +72,14 @@ def read(folder: Path) -> PlainConfig | None:
         return plain(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError):
         return None
+
+
+def of_scene(file: Path) -> PlainConfig | None:
+    """The config of a folder with a scene's file, and without config.json. Raises CheckpointError."""
+    try:
+        return plain(scenes.config_of(file))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(str(error)) from error
 
 
 def plain(raw: Any) -> PlainConfig | None:

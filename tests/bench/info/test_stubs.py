@@ -195,7 +195,8 @@ def test_stubs_for_every_host(host: str, tmp_path: Path) -> None:
             for method in ("__init__", "forward"):
                 theirs = signature_diff.our_signature(found.classes[ours.__name__], method)
                 assert theirs == signature_diff.our_signature(ours, method)
-    assert some >= {"torchrec": 2, "torch_geometric": 1, "diffusion_policy_3d": 1}.get(host, 3)
+    least = {"torchrec": 2, "torch_geometric": 1, "diffusion_policy_3d": 1, "gsplat": 0}  # gsplat has functions
+    assert some >= least.get(host, 3)
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])

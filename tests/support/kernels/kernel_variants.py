@@ -170,6 +170,35 @@ def others(m: Model, tokens: int) -> None:
     )
     triton("refine_boxes", boxes, empty(2, 300, 4))
     triton("top_k_scores", empty(tokens, 64), empty(4000, 64), 20, empty(tokens + 1, dtype=I64), ids)
+    _scenes(tokens)
+
+
+def _scenes(count: int) -> None:
+    """Call the ops of scenes for this many Gaussians, or rays."""
+    points, pairs = empty(count, 3, dtype=F32), empty(1, count, 2, dtype=F32)
+    views, ks = empty(1, 4, 4, dtype=F32), empty(1, 3, 3, dtype=F32)
+    each = empty(count, dtype=F32)
+    triton("project_gaussians", points, empty(count, 4, dtype=F32), points, each, views, ks, 64, 48)
+    triton("spherical_harmonics", points, empty(count, 16, 3, dtype=F32), 3, empty(count, dtype=torch.bool))
+    sizes, offsets = empty(1, count, 2, dtype=torch.int32), empty(13, dtype=torch.int32)
+    triton("intersect_tiles", pairs, sizes, each[None], 16, 4, 3, 64)
+    triton(
+        "rasterize_gaussians",
+        pairs,
+        points[None],
+        points[None],
+        each[None],
+        64,
+        48,
+        16,
+        offsets,
+        sizes[0, :, 0],
+        ks[0, :1],
+    )
+    triton("hash_encoding", points, empty(792, 2, dtype=torch.float16), 4, 4, 1.5, 8)
+    triton("fused_mlp", empty(count, 32), empty(3072), 64, 1, 16)
+    triton("march_rays", points, points, each, each, empty(64, dtype=torch.uint8), 4, 8, 1, 0.0)
+    triton("composite_rays", empty(count, 4, 3, dtype=F32), *[empty(count, 4, dtype=F32)] * 2, each)
 
 
 def _recurrences(tokens: int, batch: int) -> None:

@@ -1,0 +1,1 @@
+"""Rendering: projection, colors, tiles and rasterization of 3-D Gaussians; encodings, marching, compositing of rays."""

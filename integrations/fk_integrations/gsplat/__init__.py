@@ -1,0 +1,1 @@
+"""gsplat: the functions that its `rasterization` calls."""
