@@ -47,6 +47,11 @@ RUNNERS = {
         "fastkernels.engine.denoise_engine:DenoiseEngine",
         "LLM.generate_images and /v1/images/generations",
     ),
+    "Rollout": RunnerKind(
+        "fastkernels.engine.execution.rollout:Rollout",
+        "fastkernels.engine.rollout_engine:RolloutEngine",
+        "LLM.generate_frames and /v1/frames",
+    ),
 }
 
 

@@ -12,6 +12,8 @@ locks. `newest` makes .venv-newest, a copy of .venv with the newest versions tha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 try:
@@ -203,6 +205,19 @@ def install_ours(name: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def alone(cached: Path) -> Iterator[None]:
+    """Hold the lock of a cached environment: two checkouts must not fill it at once."""
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with cached.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{cached.name}: waiting for another process that installs it", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def make(name: str) -> None:
     """Make or update an environment. Its stamp names the cached packages and the version of our own."""
     folder, cached = ROOT / FOLDERS[name], cache_root() / f"{name}-{key(name)}"
@@ -211,13 +226,13 @@ def make(name: str) -> None:
     if (packages, installed) == (cached.name, ours):
         return
     start = time.monotonic()
-    if not (cached / ".complete").exists():
-        size = "its packages" if has_gpu() else SIZES[name]
-        print(f"{folder.name}: installing {size}, once", file=sys.stderr, flush=True)
-        shutil.rmtree(cached, ignore_errors=True)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        fill(name, cached)
-        (cached / ".complete").touch()
+    with alone(cached):
+        if not (cached / ".complete").exists():
+            size = "its packages" if has_gpu() else SIZES[name]
+            print(f"{folder.name}: installing {size}, once", file=sys.stderr, flush=True)
+            shutil.rmtree(cached, ignore_errors=True)
+            fill(name, cached)
+            (cached / ".complete").touch()
     if packages != cached.name:
         link(cached, folder)
     install_ours(name, folder)

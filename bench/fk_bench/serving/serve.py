@@ -112,6 +112,7 @@ class EngineOptions:
         DEFAULT.max_steps
     )
     max_images: Annotated[int, typer.Option(help="n of a request for images")] = DEFAULT.max_images
+    max_frames: Annotated[int, typer.Option(help="frames to generate of a request")] = DEFAULT.max_frames
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks

@@ -29,6 +29,7 @@ from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.frames import Frames
 from fastkernels.engine.http.gate import Gate
 from fastkernels.engine.http.generation import Generation, Unmasking
 from fastkernels.engine.http.media import MediaPrompts
@@ -53,6 +54,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
     "Denoise": (Pictures,),
+    "Rollout": (Frames,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -53,7 +53,7 @@ def _attend(
     values = values.masked_fill(~visible[:, -1, :, None, None, None], 0.0)
     scores = torch.einsum("bfphd,bwphd->bphfw", q.to(acc), keys) * scale
     weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
-    return torch.einsum("bphfw,bwphd->bfphd", weights, values).to(qkv.dtype)
+    return torch.einsum("bphfw,bwphd->bfphd", weights, values).to(qkv.dtype).contiguous()
 
 
 @triton.jit
