@@ -59,10 +59,12 @@ class RolloutEngine(BudgetEngine):
         if not isinstance(params, FrameParams):
             raise ValueError(f"a model that makes frames takes FrameParams, got {type(params).__name__}")
         if not isinstance(prompt, Mapping):
-            raise ValueError(f"the prompt must be an object with images and actions, got {reprlib.repr(prompt)}")
+            raise ValueError(
+                f"the prompt must be an object with images and actions, got {reprlib.repr(prompt)}"
+            )
         if unknown := [key for key in prompt if key not in ("images", "actions", "prompt_actions")]:
             raise ValueError(f"the prompt has the unknown field {reprlib.repr(unknown[0])}")
-        steps = params.num_inference_steps or model.steps
+        steps = params.num_inference_steps or min(model.steps, self.config.max_steps)
         if steps > self.config.max_steps:
             raise ValueError(f"num_inference_steps must be at most {self.config.max_steps}, got {steps}")
         model.schedule(steps)
@@ -90,7 +92,9 @@ class RolloutEngine(BudgetEngine):
         if not isinstance(listed, (list, tuple)) or not listed or not all(map(is_image, listed)):
             raise ValueError(f"images must be a PIL image, or a list of them, got {reprlib.repr(given)}")
         if len(listed) > most:
-            raise ValueError(f"images must be at most {most}, the frames that the model sees, got {len(listed)}")
+            raise ValueError(
+                f"images must be at most {most}, the frames that the model sees, got {len(listed)}"
+            )
         height, width = self.model.size
         made = []
         for image in map(rgb, listed):
@@ -127,9 +131,7 @@ class RolloutEngine(BudgetEngine):
         if not batch:
             return []
         drops, self._drops = self._drops, []
-        starts = [
-            Beginning(r.request_id, r.images, r.actions, r.steps, r.seed) for r in batch if r.step == 0
-        ]
+        starts = [Beginning(r.request_id, r.images, r.actions, r.steps, r.seed) for r in batch if r.step == 0]
         found = self._launch(RolloutInput(starts, [(r.request_id, r.step) for r in batch], drops))
         for request in batch:
             request.step += 1

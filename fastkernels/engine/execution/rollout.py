@@ -18,7 +18,9 @@ from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.models.common.pipelines.schedules import Schedule
 
-ACTIVATIONS = 2 << 30  # bytes that are left for them: a window of Oasis at once, and frames of 32 requests, need 1 GiB
+ACTIVATIONS = (
+    2 << 30
+)  # bytes that are left for them: a window of Oasis at once, and frames of 32 requests, need 1 GiB
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,9 @@ class Rollout(Runner):
             actions += [window.actions[before.start : before.stop], of_frame]
             window.x = self.model.noise(window.generator).to(self.device)
         given = self._to_device(np.concatenate(times)), torch.cat(actions)
-        inputs = self._run("modulations", self.model.modulations, given).clone()  # the next graph overwrites it
+        inputs = self._run(
+            "modulations", self.model.modulations, given
+        ).clone()  # the next graph overwrites it
         rows, at = [], 0
         for (window, frame), before in zip(new, spans, strict=True):
             middle = at + len(before)
@@ -211,12 +215,16 @@ class Rollout(Runner):
         numbers = [(row.window.slot, row.place) for row in rows]
         slots, places = self._to_device(np.array(numbers, np.int64).T).unbind()
         v = self._run("forward", self._step, (x, inputs, slots, places))
-        moves = [(row.window, i, at) for i, (row, at) in enumerate(zip(rows, steps, strict=True)) if at is not None]
+        moves = [
+            (row.window, i, at) for i, (row, at) in enumerate(zip(rows, steps, strict=True)) if at is not None
+        ]
         if not moves:
             return
         factors = np.zeros((2, len(rows), *[1] * (x.dim() - 1)), np.float32)
         for window, i, at in moves:
-            factors[:, i] = np.reshape([window.schedule.keep[at], window.schedule.add[at]], (2, *[1] * (x.dim() - 1)))
+            factors[:, i] = np.reshape(
+                [window.schedule.keep[at], window.schedule.add[at]], (2, *[1] * (x.dim() - 1))
+            )
         keep, add = self._to_device(factors).unbind()
         moved = keep * x + add * v.float()
         for window, i, _ in moves:
@@ -244,7 +252,9 @@ class Rollout(Runner):
             if window is not None:
                 self._free.append(window.slot)
 
-    def _run(self, key: Hashable, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _run(
+        self, key: Hashable, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         return function(*inputs) if self.graphs is None else self.graphs(key, function, inputs)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

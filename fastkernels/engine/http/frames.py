@@ -33,7 +33,9 @@ class FrameGenerationRequest(Body):
     """First frames and actions of a world model. An image is a data URL, or a file in base64."""
 
     images: str | list[str] = Field(description="The first frames; at most as many as the model sees.")
-    actions: list[Action] = Field(description="One for each frame to make, at most the server's --max-frames.")
+    actions: list[Action] = Field(
+        description="One for each frame to make, at most the server's --max-frames."
+    )
     prompt_actions: list[Action] | None = Field(None, description="One for each image.")
     num_inference_steps: int | None = Field(None, ge=1, le=INT64, description="Of each frame.")
     seed: int | None = Field(None, ge=0, le=INT64)

@@ -175,7 +175,11 @@ class Metrics:
             name = "fastkernels:denoise_steps_left"
             yield self._one(GaugeMetricFamily, name, "Steps of queued and running requests", left)
             counters += [
-                ("fastkernels:denoise_steps", "Denoising steps of single images or frames", self._denoise_steps),
+                (
+                    "fastkernels:denoise_steps",
+                    "Denoising steps of single images or frames",
+                    self._denoise_steps,
+                ),
                 ("fastkernels:images", "Images generated", self._images)
                 if self.engine.kind == "Denoise"
                 else ("fastkernels:frames", "Frames generated", self._frames),

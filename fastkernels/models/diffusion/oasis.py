@@ -340,9 +340,7 @@ class OasisVae(nn.Module):
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents [N, C, h, w] to frames [N, 3, H, W] in about -1 to 1."""
-        x = linear(
-            latents.flatten(2).transpose(1, 2), self.post_quant_conv.weight, self.post_quant_conv.bias
-        )
+        x = linear(latents.flatten(2).transpose(1, 2), self.post_quant_conv.weight, self.post_quant_conv.bias)
         for block in self.decoder:
             x = block(x, self.tables["dec"])
         x = layer_norm(x, self.dec_norm.weight, self.dec_norm.bias, EPS)
