@@ -16,7 +16,7 @@ from fastkernels.engine.images import is_image
 from fastkernels.engine.media import data_of
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput
+from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.scheduling.rollout import FrameParams, FrameRequestOutput
@@ -231,8 +231,27 @@ class LLM:
         Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("generate_images", "Denoise")
+        return self._generate_pictures(prompts, params if params is not None else ImageParams(), use_tqdm)
+
+    def generate_videos(
+        self,
+        prompts: str | Sequence[str],
+        params: VideoParams | Sequence[VideoParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[ImageRequestOutput]:
+        """Generate videos: `arrays` of each output are their pixels [frames, height, width, 3], `seeds` their seeds.
+
+        params, use_tqdm: as in `generate_images`, with VideoParams. Raises ValueError for an unsupported request before
+        anything runs.
+        """
+        self._check_kind("generate_videos", "DenoiseVideo")
+        return self._generate_pictures(prompts, params if params is not None else VideoParams(), use_tqdm)
+
+    def _generate_pictures(
+        self, prompts: str | Sequence[str], given: Any, use_tqdm: Progress
+    ) -> list[ImageRequestOutput]:
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        given = params if params is not None else ImageParams()
         each = [given] * len(listed) if isinstance(given, ImageParams) else list(given)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
