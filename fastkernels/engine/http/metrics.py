@@ -170,7 +170,7 @@ class Metrics:
                 ),
                 ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", scheduler.prefix_hits),
             ]
-        if self.engine.kind in ("Denoise", "Rollout"):
+        if self.engine.kind in ("Denoise", "DenoiseVideo", "Rollout"):
             left = self.engine.steps_left  # type: ignore[attr-defined]
             name = "fastkernels:denoise_steps_left"
             yield self._one(GaugeMetricFamily, name, "Steps of queued and running requests", left)
@@ -180,9 +180,11 @@ class Metrics:
                     "Denoising steps of single images or frames",
                     self._denoise_steps,
                 ),
-                ("fastkernels:images", "Images generated", self._images)
-                if self.engine.kind == "Denoise"
-                else ("fastkernels:frames", "Frames generated", self._frames),
+                {
+                    "Denoise": ("fastkernels:images", "Images generated", self._images),
+                    "DenoiseVideo": ("fastkernels:videos", "Videos generated", self._images),
+                    "Rollout": ("fastkernels:frames", "Frames generated", self._frames),
+                }[self.engine.kind],
             ]
         if (drafts := getattr(scheduler, "draft_counts", None)) is not None:
             counters += [

@@ -44,16 +44,18 @@ from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
 from fastkernels.engine.http.sglang_api.routes import Sglang
+from fastkernels.engine.http.videos import Videos
 from fastkernels.engine.runners import RUNNERS
 
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
-# By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
+# By runner. PATHS: POST routes; GET_PATHS and DELETE_PATHS, where a class has them: GET and DELETE routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
     "Denoise": (Pictures,),
+    "DenoiseVideo": (Videos,),
     "Rollout": (Frames,),
 }
 
@@ -194,7 +196,8 @@ class Server:
         others = (routes for classes in ROUTES.values() for routes in classes if routes not in own)
         for routes in (*own, *others):
             served = routes(self.context) if routes in own else None
-            for method, paths in (("POST", routes.PATHS), ("GET", getattr(routes, "GET_PATHS", ()))):
+            others_of = [(m, getattr(routes, f"{m}_PATHS", ())) for m in ("GET", "DELETE")]
+            for method, paths in (("POST", routes.PATHS), *others_of):
                 for path, name, extra in paths:
                     if served is not None:
                         handler = getattr(served, name)
