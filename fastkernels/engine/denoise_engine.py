@@ -57,9 +57,7 @@ class DenoiseEngine(BudgetEngine):
         """
         if params is not None and type(params) is not self.params_class:
             wanted = self.params_class.__name__
-            raise ValueError(
-                f"a model that makes {self.makes} takes {wanted}, got {type(params).__name__}"
-            )
+            raise ValueError(f"a model that makes {self.makes} takes {wanted}, got {type(params).__name__}")
         params = params or self.params_class()
         model, config = self.model, self.config
         if not isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify; generate_images; generate_frames."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), embed, classify, score, generate_images, ..."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ class VideoEngine(DenoiseEngine):
     makes, params_class = "videos", VideoParams
 
     def _size(self, params: Any) -> Size:
-        frames, period = params.num_frames or min(self.model.frames, self.config.max_frames), self.model.period
+        frames, period = (
+            params.num_frames or min(self.model.frames, self.config.max_frames),
+            self.model.period,
+        )
         if params.num_frames is None:
             frames -= (frames - 1) % period
         if (frames - 1) % period:

@@ -203,7 +203,7 @@ def test_options_of_token_models_are_refused(folder: Path) -> None:
 
 def test_checkpoint_without_the_image_model_is_refused(tmp_path: Path) -> None:
     (worlds.oasis(tmp_path) / "vit-l-20.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="keys missing from it: dec_norm.bias"):
+    with pytest.raises(CheckpointError, match=r"keys missing from it: dec_norm\.bias"):
         LLM(str(tmp_path), device="cpu")
 
 

@@ -103,7 +103,7 @@ def make_tiny_sdxl(folder: str | Path, seed: int = 0, **index: Any) -> Path:
     return Path(folder)
 
 
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 
 
 def make_tiny_hunyuan(folder: str | Path, seed: int = 0, **transformer: Any) -> Path:

@@ -80,9 +80,9 @@ class ServerOptions:
     max_jobs: Annotated[int, typer.Option(min=1, help="videos that are kept, made or queued")] = (
         SERVER.max_jobs
     )
-    job_ttl: Annotated[
-        float, typer.Option(min=0, help="seconds until a finished video is deleted")
-    ] = SERVER.job_ttl
+    job_ttl: Annotated[float, typer.Option(min=0, help="seconds until a finished video is deleted")] = (
+        SERVER.job_ttl
+    )
     max_job_bytes: Annotated[int, typer.Option(min=1, help="bytes of all files of videos")] = (
         SERVER.max_job_bytes
     )

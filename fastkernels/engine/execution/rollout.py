@@ -95,8 +95,8 @@ class Rollout(Runner):
 
     Frames before the one that is made have one noise level, and attention along time is causal. Their keys and values
     are therefore computed once, not in every denoising step, until the window moves: then its frames have other frames
-    before them. What depends on times and actions is computed for all steps of a frame at once: it is a third of the
-    weights. A step of one frame of all requests, whatever their steps, is one CUDA graph.
+    before them. The modulations by times and actions are computed for all steps of a frame at once: they are a third of
+    the weights. A step of one frame of all requests, whatever their steps, is one CUDA graph.
     """
 
     def _prepare(self, folder: Path) -> None:

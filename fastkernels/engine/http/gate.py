@@ -103,9 +103,7 @@ class Gate:
         elif not kind:
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*kept, (b"content-type", b"application/json")]
-        elif kind != b"application/json" and not (
-            kind == b"multipart/form-data" and scope["path"] in EITHER
-        ):
+        elif kind != b"application/json" and not (kind == b"multipart/form-data" and scope["path"] in EITHER):
             raise ApiError(415, f"content-type must be application/json, not {kind.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body_size:

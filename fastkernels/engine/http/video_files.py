@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def write_mp4(path: Path, frames: np.ndarray, rate: int) -> None:
 
     codec = next(name for name in CODECS if name in av.codecs_available)
     with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as file:
-        stream = file.add_stream(codec, rate=Fraction(rate))
+        stream: Any = file.add_stream(codec, rate=Fraction(rate))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         for frame in frames:

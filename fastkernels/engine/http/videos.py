@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -314,8 +315,6 @@ async def _form(raw: Request) -> dict[str, Any]:
                 raise field_error(name, f"{name} is a file, and videos are made from text only")
             found[name] = value
             if name in _NUMBERS and name != "seconds":
-                try:
+                with contextlib.suppress(ValueError):  # refused by the check of its type
                     found[name] = float(value) if name == "guidance_scale" else int(value)
-                except ValueError:
-                    pass  # refused by the check of its type
     return found

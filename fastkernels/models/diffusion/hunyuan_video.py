@@ -47,7 +47,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 GUIDER = {"guidance_scale": 7.5}
 GUIDER_FIXED: dict[str, tuple[Any, ...]] = {
-    "guidance_rescale": (0.0,), "use_original_formulation": (False,), "start": (0.0,), "stop": (1.0,), "enabled": (True,),
+    "guidance_rescale": (0.0,), "use_original_formulation": (False,), "start": (0.0,), "stop": (1.0,),
+    "enabled": (True,),
 }  # fmt: skip
 STEPS, FRAMES, ASPECT = 50, 121, 9 / 16
 TEXT, GLYPHS = 1000, 256  # tokens that the two models read
@@ -216,14 +217,18 @@ class HunyuanVideoTransformer(nn.Module):
                 f" to attention_head_dim={head}"
             )
         if not float(c.rope_theta).is_integer():
-            raise Unsupported(f"transformer: rope_theta={c.rope_theta!r} is not supported, only whole numbers")
+            raise Unsupported(
+                f"transformer: rope_theta={c.rope_theta!r} is not supported, only whole numbers"
+            )
         self.theta = int(c.rope_theta)
         self.x_embedder = VideoEmbedding(c.in_channels, size)
         self.context_embedder = TokenRefiner(c, size)
         self.context_embedder_2 = GlyphProjection(c.text_embed_2_dim, size)
         self.time_embed = nn.Module()
         self.time_embed.timestep_embedder = TimeMlp(TIME_CHANNELS, size)
-        self.cond_type_embed = nn.Embedding(3, size)  # of the language model's tokens, of letters, of an image
+        self.cond_type_embed = nn.Embedding(
+            3, size
+        )  # of the language model's tokens, of letters, of an image
         self.transformer_blocks = nn.ModuleList(
             DiffusersHunyuanVideo15TransformerBlock(heads, head, c.mlp_ratio) for _ in range(c.num_layers)
         )
@@ -236,7 +241,10 @@ class HunyuanVideoTransformer(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         waves = timestep_embedding(times, TIME_CHANNELS, True, 0.0).to(latents.dtype)
         embedding = self.time_embed.timestep_embedder(waves)
-        kinds, axes = self.cond_type_embed.weight, [torch.arange(n, device=latents.device) for n in latents.shape[2:]]
+        kinds, axes = (
+            self.cond_type_embed.weight,
+            [torch.arange(n, device=latents.device) for n in latents.shape[2:]],
+        )
         rotary = rope_axes(torch.cartesian_prod(*axes).float(), self.axes, self.theta)
         words = self.context_embedder(text, waves, text_mask) + kinds[0]
         if glyphs.shape[1]:
@@ -294,14 +302,22 @@ class HunyuanVideoPipeline(Pipeline):
             for suffix, length in zip(self.encoders, lengths, strict=True)
         )
         if not getattr(self.texts[0].tokenizer, "chat_template", None):
-            raise texts.CheckpointError(f"{folder / 'tokenizer'} has no chat_template, and prompts are messages")
+            raise texts.CheckpointError(
+                f"{folder / 'tokenizer'} has no chat_template, and prompts are messages"
+            )
 
     def check_prompt(self, prompt: str, name: str = "the prompt") -> None:
         """See Pipeline."""
-        ids = self.texts[0].counter.apply_chat_template(_messages(prompt), add_generation_prompt=True, return_dict=True)
+        ids = self.texts[0].counter.apply_chat_template(
+            _messages(prompt), add_generation_prompt=True, return_dict=True
+        )
         for found, most, what in (
             (len(ids["input_ids"]) - INSTRUCTION_TOKENS, TEXT, "the text encoder takes"),
-            (self.texts[1].token_count(glyphs_of(prompt) or ""), GLYPHS, "of quoted words the text encoder takes"),
+            (
+                self.texts[1].token_count(glyphs_of(prompt) or ""),
+                GLYPHS,
+                "of quoted words the text encoder takes",
+            ),
         ):
             if found > most:
                 raise ValueError(f"{name} has {found} tokens, and {what} {most}")
@@ -317,7 +333,9 @@ class HunyuanVideoPipeline(Pipeline):
             truncation=True, max_length=reader.max_length,
         )  # fmt: skip
         # Causal: what would pad behind changes nothing.
-        states = reader.model(made["input_ids"].to(reader.model.device), output_hidden_states=True).hidden_states
+        states = reader.model(
+            made["input_ids"].to(reader.model.device), output_hidden_states=True
+        ).hidden_states
         text = states[-(LAYERS_LEFT_OUT + 1)][0, INSTRUCTION_TOKENS:]
         found = glyphs_of(prompt)
         glyphs = text.new_zeros(0, self.sizes[1])

@@ -315,9 +315,12 @@ class OasisVae(nn.Module):
         self.grid = self.size[0] // self.patch, self.size[1] // self.patch
         self.patch_embed = PatchEmbed(3, self.patch, c["enc_dim"])
         self.encoder, self.decoder = (
-            nn.ModuleList(VaeBlock(c[f"{kind}_dim"], c[f"{kind}_heads"], c["mlp_ratio"]) for _ in range(c[f"{kind}_depth"]))
+            nn.ModuleList(
+                VaeBlock(c[f"{kind}_dim"], c[f"{kind}_heads"], c["mlp_ratio"])
+                for _ in range(c[f"{kind}_depth"])
+            )
             for kind in ("enc", "dec")
-        )  # fmt: skip
+        )
         self.enc_norm, self.dec_norm = (nn.LayerNorm(c[f"{kind}_dim"], eps=EPS) for kind in ("enc", "dec"))
         self.quant_conv = nn.Linear(c["enc_dim"], 2 * self.latent_dim)
         self.post_quant_conv = nn.Linear(self.latent_dim, c["dec_dim"])

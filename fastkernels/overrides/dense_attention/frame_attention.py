@@ -1,4 +1,4 @@
-"""Attention of a world model's patches along time, with a cache of frames: rotation, cache and softmax in one kernel."""
+"""Attention of a world model's patches along time, with a cache of frames: rotation, cache, softmax."""
 
 from __future__ import annotations
 

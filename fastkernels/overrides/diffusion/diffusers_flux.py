@@ -52,9 +52,7 @@ class _FeedForward(nn.Module):
     def __init__(self, dim: int, ratio: float = 4.0):
         super().__init__()
         inner = int(dim * ratio)
-        self.net = nn.Sequential(
-            DiffusersGELU(dim, inner, "tanh"), nn.Dropout(0.0), nn.Linear(inner, dim)
-        )
+        self.net = nn.Sequential(DiffusersGELU(dim, inner, "tanh"), nn.Dropout(0.0), nn.Linear(inner, dim))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.net(hidden_states)

@@ -18,7 +18,13 @@ from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.scheduling.denoising import VideoParams
 
 PATH = "/v1/videos"
-OPTIONS = {"num_blocks": None, "max_model_len": None, "max_pixels": 64 * 64, "max_steps": 60, "max_frames": 49}
+OPTIONS = {
+    "num_blocks": None,
+    "max_model_len": None,
+    "max_pixels": 64 * 64,
+    "max_steps": 60,
+    "max_frames": 49,
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +96,7 @@ def test_running_video_can_be_cancelled(served):
     assert get(url, f"/{job['id']}").status_code == delete(url, job["id"]).status_code == 404
 
 
-def test_jobs_are_capped(served):
-    url, server = served
+def test_jobs_are_capped(url):
     body = {"prompt": "a cat", "size": "16x16", "num_frames": 1, "num_inference_steps": 1}
     made = [post(url, **body).json()["id"] for _ in range(4)]
     answer = post(url, **body)

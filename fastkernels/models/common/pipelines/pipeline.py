@@ -1,6 +1,7 @@
 """The interface of a diffusion pipeline, as the runner Denoise calls it.
 
-A size is (height, width) in pixels, of a video (height, width, frames). Latents of a request have the model's own shape, [...], and are float32.
+A size is (height, width) in pixels, of a video (height, width, frames). Latents of a request have the model's own
+shape, [...], and are float32.
 """
 
 from __future__ import annotations
