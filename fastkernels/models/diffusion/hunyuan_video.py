@@ -20,6 +20,7 @@ from torch import nn
 
 from fastkernels.models.common import pipeline_folder
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.pipelines import schedules, texts
 from fastkernels.models.common.pipelines.pipeline import Conditions, Guidance, Pipeline, Size
@@ -64,6 +65,18 @@ INSTRUCTION = (
 INSTRUCTION_TOKENS = 108
 LAYERS_LEFT_OUT = 2  # of the language model, at its end
 QUOTED = re.compile(r"\"(.*?)\"|“(.*?)”")
+
+
+def published() -> PlainConfig:
+    """The config of the model of 480p videos from text, with one block of each kind and without text encoders."""
+    return PlainConfig(
+        architectures=["HunyuanVideo15Pipeline"], model_type="hunyuan_video", dtype=torch.bfloat16, options={},
+        classes={
+            "transformer": "HunyuanVideo15Transformer3DModel", "vae": "AutoencoderKLHunyuanVideo15",
+            "scheduler": "FlowMatchEulerDiscreteScheduler", "guider": "ClassifierFreeGuidance",
+        },
+        parts={"transformer": {"num_layers": 1, "num_refiner_layers": 1}, "vae": {}},
+    )  # fmt: skip
 
 
 def glyphs_of(prompt: str) -> str | None:
