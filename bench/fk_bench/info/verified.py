@@ -46,9 +46,7 @@ def verified(model: Model, architecture: str) -> Verified:
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS
         )
     if arch.runner == "DenoiseVideo":
-        return Verified(
-            "tests/models/test_hunyuan_video.py::test_steps_and_videos_equal_diffusers", LATENTS
-        )
+        return Verified("tests/models/test_hunyuan_video.py::test_steps_and_videos_equal_diffusers", LATENTS)
     if arch.runner == "Rollout":
         return Verified("tests/models/test_oasis.py::test_frames_equal_the_reference", LATENTS)
     if arch.runner == "Generate":
