@@ -47,6 +47,7 @@ NEVER = {
     "TimmEvaBlock": "needs dim",
     "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
+    "DiffusersHunyuanVideo15ResnetBlock": "needs in_channels",
     **{
         f"Timm{name}": "is a block, not one convolution"
         for name in (
