@@ -35,6 +35,7 @@ NEVER = {
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "DiffusersAttnProcessor2_0": "another module calls it",
     "DiffusersFluxAttnProcessor": "another module calls it",
+    "DiffusersHunyuanVideo15AttnProcessor2_0": "another module calls it",
     "DiffusersApproximateGELU": "needs dim_in",
     "DiffusersGELU": "needs dim_in",
     "DiffusersGEGLU": "needs dim_in",
@@ -48,6 +49,8 @@ NEVER = {
     "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
     "DiffusersHunyuanVideo15ResnetBlock": "needs in_channels",
+    "DiffusersHunyuanVideo15TransformerBlock": "needs num_attention_heads",
+    "DiffusersHunyuanVideo15RotaryPosEmbed": "needs patch_size",
     **{
         f"Timm{name}": "is a block, not one convolution"
         for name in (
