@@ -20,7 +20,9 @@ _LAZY = {
     "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
+    "FrameParams": ".engine.scheduling.rollout",
     "ImageParams": ".engine.scheduling.denoising",
+    "VideoParams": ".engine.scheduling.denoising",
     "LLM": ".engine.llm",
     "RenderParams": ".engine.scheduling.rendering",
     "SamplingParams": ".engine.sampling.sampling_params",
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
     from fastkernels.engine.scheduling.acting import ActionParams
-    from fastkernels.engine.scheduling.denoising import ImageParams
+    from fastkernels.engine.scheduling.denoising import ImageParams, VideoParams
     from fastkernels.engine.scheduling.rendering import RenderParams
+    from fastkernels.engine.scheduling.rollout import FrameParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

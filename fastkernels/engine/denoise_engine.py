@@ -23,6 +23,7 @@ class DenoiseEngine(BudgetEngine):
     """
 
     kind = "Denoise"
+    makes, params_class = "images", ImageParams
     request_class = ImageRequest
     scheduler: BudgetScheduler[ImageRequest]
     requests: dict[str, ImageRequest]
@@ -31,7 +32,7 @@ class DenoiseEngine(BudgetEngine):
         super()._start()
         self._seeds = random.Random(self.config.seed)
         self._drops: list[str] = []
-        height, width = self.model.size
+        height, width = self.model.size[:2]
         self.max_pixels: int = self.config.max_pixels or 4 * height * width
 
     @property
@@ -54,9 +55,10 @@ class DenoiseEngine(BudgetEngine):
 
         Safe in any thread. Raises ValueError, whose message begins with the parameter.
         """
-        if params is not None and not isinstance(params, ImageParams):
-            raise ValueError(f"a model that makes images takes ImageParams, got {type(params).__name__}")
-        params = params or ImageParams()
+        if params is not None and type(params) is not self.params_class:
+            wanted = self.params_class.__name__
+            raise ValueError(f"a model that makes {self.makes} takes {wanted}, got {type(params).__name__}")
+        params = params or self.params_class()
         model, config = self.model, self.config
         if not isinstance(prompt, str):
             raise ValueError(f"the prompt must be text, got {reprlib.repr(prompt)}")
@@ -83,7 +85,7 @@ class DenoiseEngine(BudgetEngine):
 
     def _size(self, params: ImageParams) -> Size:
         model = self.model
-        height, width = size = params.height or model.size[0], params.width or model.size[1]
+        height, width = params.height or model.size[0], params.width or model.size[1]
         for name, value in (("height", height), ("width", width)):
             if value % model.multiple:
                 raise ValueError(f"{name} must be a multiple of {model.multiple}, got {value}")
@@ -92,7 +94,7 @@ class DenoiseEngine(BudgetEngine):
                 f"height times width must be at most {self.max_pixels} pixels, got {height * width} ({width} x"
                 f" {height})"
             )
-        return size
+        return height, width
 
     def _scale(self, params: ImageParams) -> float:
         model = self.model

@@ -20,6 +20,7 @@ from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
+from fastkernels.engine.scheduling.rollout import FrameRequest
 from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
 
@@ -31,7 +32,7 @@ class StepStats:
     """Metrics since the last take_stats(). Times in seconds.
 
     encoded: finished requests of encoders, recommenders and robot policies
-    denoise_steps: steps of single images; images: finished ones.
+    denoise_steps: steps of single images or frames; images: finished requests for them; frames: finished frames.
     """
 
     prompt_tokens: int = 0
@@ -41,7 +42,8 @@ class StepStats:
     finished: list[Request] = field(default_factory=list)
     encoded: list[Any] = field(default_factory=list)
     denoise_steps: int = 0
-    images: list[ImageRequest | RenderRequest] = field(default_factory=list)
+    images: list[ImageRequest | RenderRequest | FrameRequest] = field(default_factory=list)
+    frames: int = 0
 
 
 @dataclass(frozen=True)

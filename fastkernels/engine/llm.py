@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify; generate_images; render."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), embed, score, generate_images, render, act, ..."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from fastkernels.engine.media import data_of
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
-from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput
+from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
 from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
+from fastkernels.engine.scheduling.rollout import FrameParams, FrameRequestOutput
 from fastkernels.engine.speech.files import recording
 from fastkernels.engine.speech.recognition import Options, Recognition, Transcript
 
@@ -257,8 +258,27 @@ class LLM:
         Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("generate_images", "Denoise")
+        return self._generate_pictures(prompts, params if params is not None else ImageParams(), use_tqdm)
+
+    def generate_videos(
+        self,
+        prompts: str | Sequence[str],
+        params: VideoParams | Sequence[VideoParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[ImageRequestOutput]:
+        """Generate videos: `arrays` of each output are their pixels [frames, height, width, 3], `seeds` their seeds.
+
+        params, use_tqdm: as in `generate_images`, with VideoParams. Raises ValueError for an unsupported request before
+        anything runs.
+        """
+        self._check_kind("generate_videos", "DenoiseVideo")
+        return self._generate_pictures(prompts, params if params is not None else VideoParams(), use_tqdm)
+
+    def _generate_pictures(
+        self, prompts: str | Sequence[str], given: Any, use_tqdm: Progress
+    ) -> list[ImageRequestOutput]:
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        given = params if params is not None else ImageParams()
         each = [given] * len(listed) if isinstance(given, ImageParams) else list(given)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
@@ -330,6 +350,30 @@ class LLM:
             raise ValueError(f"{len(listed)} cameras and {len(each)} params: give one, or one for each")
         return self._run(listed, each, use_tqdm)
 
+    def generate_frames(
+        self,
+        prompts: dict[str, Any] | Sequence[dict[str, Any]],
+        params: FrameParams | Sequence[FrameParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[FrameRequestOutput]:
+        """Generate the frames that follow from actions: `images` of each output are PIL images, `arrays` their pixels.
+
+        prompts   {'images': a PIL image or a list of them, the first frames; 'actions': one for each frame to make;
+                  'prompt_actions': one for each image (default: no action)}, or a list of these
+        params    one for all prompts, or one for each (default: FrameParams())
+        use_tqdm  as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("generate_frames", "Rollout")
+        listed = [prompts] if isinstance(prompts, dict) else list(prompts)
+        given = params if params is not None else FrameParams()
+        each = [given] * len(listed) if isinstance(given, FrameParams) else list(given)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
+        return self._run(listed, each, use_tqdm)
+
     def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine
         if engine.kind not in kinds:
@@ -352,8 +396,12 @@ class LLM:
                 while waiting and engine.has_room(waiting[-1]):
                     request = waiting.pop()
                     engine.add_request(request.request_id, request)
-                ended = [o for o in engine.step() if o.finished]
-                done.update((o.request_id, o) for o in ended)
+                ended = []
+                for output in engine.step():
+                    if isinstance(output, FrameRequestOutput) and output.request_id in done:
+                        output = done[output.request_id].joined(output)
+                    done[output.request_id] = output
+                    ended += [output] * output.finished
                 bar.add(ended)
                 engine.take_stats()  # unused here, and they would accumulate
         except BaseException:

@@ -58,6 +58,16 @@ RUNNERS = {
         "fastkernels.engine.denoise_engine:DenoiseEngine",
         "LLM.generate_images and /v1/images/generations",
     ),
+    "DenoiseVideo": RunnerKind(
+        "fastkernels.engine.execution.denoise:Denoise",
+        "fastkernels.engine.video_engine:VideoEngine",
+        "LLM.generate_videos and /v1/videos",
+    ),
+    "Rollout": RunnerKind(
+        "fastkernels.engine.execution.rollout:Rollout",
+        "fastkernels.engine.rollout_engine:RolloutEngine",
+        "LLM.generate_frames and /v1/frames",
+    ),
     "Draft": RunnerKind(
         "",
         "",

@@ -59,7 +59,7 @@ class OutputStream:
         elif request_id in self._unfinished:
             index = self._index[request_id]
             waiting = self._pending.get(index)
-            self._pending[index] = item if waiting is None or not self.delta else joined(waiting, item)
+            self._pending[index] = item if waiting is None or not self.delta else _merged(waiting, item)
             if item.finished:
                 self._unfinished.discard(request_id)
         if self._waiter is not None and not self._waiter.done():
@@ -77,6 +77,10 @@ class OutputStream:
         if self._unfinished:
             left, self._unfinished = list(self._unfinished), set()
             self._abort(left)
+
+
+def _merged(first: Any, second: Any) -> Any:
+    return joined(first, second) if isinstance(second, RequestOutput) else first.joined(second)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -35,6 +35,7 @@ NEVER = {
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "DiffusersAttnProcessor2_0": "another module calls it",
     "DiffusersFluxAttnProcessor": "another module calls it",
+    "DiffusersHunyuanVideo15AttnProcessor2_0": "another module calls it",
     "DiffusersApproximateGELU": "needs dim_in",
     "DiffusersGELU": "needs dim_in",
     "DiffusersGEGLU": "needs dim_in",
@@ -47,6 +48,9 @@ NEVER = {
     "TimmEvaBlock": "needs dim",
     "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
+    "DiffusersHunyuanVideo15ResnetBlock": "needs in_channels",
+    "DiffusersHunyuanVideo15TransformerBlock": "needs num_attention_heads",
+    "DiffusersHunyuanVideo15RotaryPosEmbed": "needs patch_size",
     **{
         f"Timm{name}": "is a block, not one convolution"
         for name in (
@@ -326,9 +330,18 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
             counts = [
                 d[n]
                 for n in (
-                    "gaussians", "rays", "points", "tokens", "rows", "keys", "ids", "nodes", "users", "samples",
+                    "gaussians",
+                    "rays",
+                    "points",
+                    "tokens",
+                    "rows",
+                    "keys",
+                    "ids",
+                    "nodes",
+                    "users",
+                    "samples",
                     "queries",
-                )  # fmt: skip
+                )
                 if n in d
             ]
             numbers.append(counts[0] if counts else len(d.get("seq_lens", d.get("q_lens", ()))))

@@ -240,7 +240,10 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         phases=Phases(),
         config=EngineConfig("m"),
     )
-    pipeline: Any = SimpleNamespace(**{**vars(engine), "kind": "Denoise", "steps_left": 0})
-    found = [Metrics("m", one).text().decode() for one in (engine, pipeline)]
+    others = [
+        SimpleNamespace(**{**vars(engine), "kind": kind, "steps_left": 0})
+        for kind in ("Denoise", "DenoiseVideo", "Rollout")
+    ]
+    found = [Metrics("m", one).text().decode() for one in (engine, *others)]
     names = re.findall(r"# TYPE (\w+:\w+) ", "".join(found))
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

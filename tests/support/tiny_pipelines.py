@@ -1,4 +1,4 @@
-"""Tiny random pipelines of diffusers with tokenizers: `python tests/support/tiny_pipelines.py FOLDER [flux|sdxl]`."""
+"""Tiny random pipelines of diffusers with tokenizers: `python tests/support/tiny_pipelines.py FOLDER [KIND]`."""
 
 from __future__ import annotations
 
@@ -103,8 +103,55 @@ def make_tiny_sdxl(folder: str | Path, seed: int = 0, **index: Any) -> Path:
     return Path(folder)
 
 
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+
+
+def make_tiny_hunyuan(folder: str | Path, seed: int = 0, **transformer: Any) -> Path:
+    """A random float32 HunyuanVideo-1.5 pipeline: videos of multiples of 16 pixels, and of 4 frames and one."""
+    import diffusers
+    import torch
+    import transformers
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    torch.manual_seed(seed)
+    reader = _tokenizer(4096)
+    reader.chat_template = CHAT
+    text = transformers.Qwen2_5_VLTextConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=3, bos_token_id=0, eos_token_id=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    letters = transformers.T5Config(
+        vocab_size=384, d_model=24, d_kv=8, d_ff=48, num_layers=2, num_heads=3, pad_token_id=0, eos_token_id=1
+    )
+    sizes = {
+        "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
+        "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 32, "text_embed_2_dim": 24, "image_embed_dim": 16,
+        "rope_axes_dim": (4, 6, 6), "target_size": 64,
+    }  # fmt: skip
+    pipe = diffusers.HunyuanVideo15Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        vae=diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=4, block_out_channels=(8, 8, 16, 16, 16), layers_per_block=1
+        ),
+        text_encoder=transformers.Qwen2_5_VLTextModel(text), tokenizer=reader,
+        text_encoder_2=transformers.T5EncoderModel(letters), tokenizer_2=transformers.ByT5Tokenizer(),
+        transformer=diffusers.HunyuanVideo15Transformer3DModel(**{**sizes, **transformer}),
+        guider=ClassifierFreeGuidance(guidance_scale=3.0),
+    )  # fmt: skip
+    for part in (pipe.transformer, pipe.vae):
+        _spread(part, 1.0, seed)
+    with torch.no_grad():
+        for name, parameter in pipe.vae.named_parameters():
+            if name.endswith("gamma"):
+                parameter.fill_(1.0)
+    pipe.save_pretrained(folder)
+    return Path(folder)
+
+
 if __name__ == "__main__":
+    MAKERS = {"flux": make_tiny_flux, "sdxl": make_tiny_sdxl, "hunyuan_video": make_tiny_hunyuan}
     if len(sys.argv) not in (2, 3):
-        sys.exit("usage: python tests/support/tiny_pipelines.py FOLDER [flux|sdxl]")
+        sys.exit(f"usage: python tests/support/tiny_pipelines.py FOLDER [{'|'.join(MAKERS)}]")
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    print({"flux": make_tiny_flux, "sdxl": make_tiny_sdxl}[(sys.argv[2:] or ["flux"])[0]](sys.argv[1]))
+    print(MAKERS[(sys.argv[2:] or ["flux"])[0]](sys.argv[1]))

@@ -24,7 +24,7 @@ def config_of(model: str) -> Any:
     public, found = public_name(model), models().get(model) or by_architecture().get(model)
     if found is None and public is None:
         raise registry.UnknownName("model", model, [*models(), *PUBLIC])
-    if found is not None and found.arch.runner in ("Denoise", "Act"):
+    if found is not None and found.arch.runner in ("Denoise", "DenoiseVideo", "Rollout", "Act"):
         raise Unsupported(
             f"{model} has no block that can be judged: its runner gives it other inputs than a step of tokens"
         )

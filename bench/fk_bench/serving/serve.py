@@ -77,6 +77,15 @@ class ServerOptions:
         str,
         typer.Option(help="JSON list of hosts whose URLs of images are downloaded (default: only data URLs)"),
     ] = "[]"
+    max_jobs: Annotated[int, typer.Option(min=1, help="videos that are kept, made or queued")] = (
+        SERVER.max_jobs
+    )
+    job_ttl: Annotated[float, typer.Option(min=0, help="seconds until a finished video is deleted")] = (
+        SERVER.job_ttl
+    )
+    max_job_bytes: Annotated[int, typer.Option(min=1, help="bytes of all files of videos")] = (
+        SERVER.max_job_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ class EngineOptions:
         DEFAULT.max_steps
     )
     max_images: Annotated[int, typer.Option(help="n of a request for images")] = DEFAULT.max_images
+    max_frames: Annotated[int, typer.Option(help="frames to generate of a request")] = DEFAULT.max_frames
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks

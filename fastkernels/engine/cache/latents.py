@@ -57,4 +57,21 @@ class LatentPool:
         each = [self._images[i].negative if negative else self._images[i].conditions for i in request_ids]
         first = each[0]
         assert first is not None
-        return {name: torch.stack([c[name] for c in each if c is not None]) for name in first}
+        return {name: _stacked([c[name] for c in each if c is not None]) for name in first}
+
+
+def joined(first: Conditions, second: Conditions) -> Conditions:
+    """The conditions of two batches [A, ...] and [B, ...] as those of one, [A + B, ...]."""
+    return {name: _stacked([*first[name], *second[name]]) for name in first}
+
+
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as a batch; texts of several lengths are padded with zeros, which their masks leave out."""
+    longest = max(len(row) for row in rows)
+    padded = [
+        row
+        if len(row) == longest
+        else torch.nn.functional.pad(row, (0, 0) * (row.dim() - 1) + (0, longest - len(row)))
+        for row in rows
+    ]
+    return torch.stack(padded)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
-from fastkernels.engine.cache.latents import LatentPool, Latents
+from fastkernels.engine.cache.latents import LatentPool, Latents, joined
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.encode import CACHE_OPTIONS
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
@@ -64,7 +64,7 @@ class Denoise(Runner):
         seed = self.config.seed if self.config.load_format == "dummy" else None
         self.model.load_texts(self._folder, self.hf_config, self.device, self.dtype, seed)
         if self.device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)  # convolutions
+            _channels_last(self.model)
         self._mark("text encoders")
 
     def num_fitting_blocks(self) -> int:
@@ -138,7 +138,7 @@ class Denoise(Runner):
             output = self._forward(size, scaled, times, guidance, conditions).float()
         else:
             negative = self.pool.conditions(ids, negative=True)
-            both = {name: torch.cat((negative[name], c)) for name, c in conditions.items()}
+            both = joined(negative, conditions)
             twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
             without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
             output = without + guidance.view(shape) * (with_prompt - without)
@@ -159,8 +159,17 @@ class Denoise(Runner):
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
+def _channels_last(model: torch.nn.Module) -> None:
+    """Weights of convolutions have their channels last, as the images have."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.to(memory_format=torch.channels_last)
+        elif isinstance(module, torch.nn.Conv3d):
+            module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+
+
 class DenoiseStep:
-    """A launched step (step.Pending). pixels: {request id: [3, H, W] uint8} of images that end with it."""
+    """A launched step (step.Pending). pixels: {request id: [.., 3, H, W] uint8} of images that end with it."""
 
     def __init__(self, device: torch.device, pixels: dict[str, torch.Tensor]):
         self._pixels = pixels
@@ -169,7 +178,7 @@ class DenoiseStep:
             self._done.record()
 
     def result(self) -> dict[str, np.ndarray]:
-        """{request id: [H, W, 3] uint8}. Waits for the device, so that new requests join at the next step."""
+        """{request id: [.., H, W, 3] uint8}. Waits for the device, so that new requests join at the next step."""
         if self._done is not None:
             self._done.synchronize()
-        return {i: np.ascontiguousarray(p.permute(1, 2, 0).cpu().numpy()) for i, p in self._pixels.items()}
+        return {i: np.ascontiguousarray(p.movedim(-3, -1).cpu().numpy()) for i, p in self._pixels.items()}

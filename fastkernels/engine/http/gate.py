@@ -17,6 +17,7 @@ from fastkernels.engine.http.errors import ApiError, error_response
 # no key required, and answered during shutdown
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # all others take JSON
+EITHER = frozenset({"/v1/videos"})  # which take forms, too
 MAX_ID = 256  # bytes of a client's X-Request-Id
 BODY_TIMEOUT = 60.0  # seconds to wait for the next part of a body
 
@@ -102,7 +103,7 @@ class Gate:
         elif not kind:
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*kept, (b"content-type", b"application/json")]
-        elif kind != b"application/json":
+        elif kind != b"application/json" and not (kind == b"multipart/form-data" and scope["path"] in EITHER):
             raise ApiError(415, f"content-type must be application/json, not {kind.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body_size:

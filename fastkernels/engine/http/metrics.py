@@ -16,6 +16,7 @@ from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
+from fastkernels.engine.scheduling.rollout import FrameRequest
 from fastkernels.engine.speech.vocabulary import TASKS
 
 LATENCY = (
@@ -37,7 +38,7 @@ class Metrics:
     def __init__(self, model_name: str, engine: Engine):
         self.engine, self.refused, self.failed_steps = engine, 0, 0
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._images = 0
+        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._images = self._frames = 0
         self._ended = dict.fromkeys(REASONS, 0)
         self._audio = dict.fromkeys(TASKS, 0)
         self._audio_seconds = 0.0
@@ -82,6 +83,7 @@ class Metrics:
         if stats.encoded:
             self._observe_encoded(stats.encoded)
         self._denoise_steps += stats.denoise_steps
+        self._frames += stats.frames
         if stats.images:
             self._observe_images(stats.images)
 
@@ -121,7 +123,7 @@ class Metrics:
         waits = [r.scheduled_time - r.arrival for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", waits)
 
-    def _observe_images(self, requests: Sequence[ImageRequest | RenderRequest]) -> None:
+    def _observe_images(self, requests: Sequence[ImageRequest | RenderRequest | FrameRequest]) -> None:
         now = time.monotonic()
         self._images += len(requests)
         self._ended["stop"] += len(requests)
@@ -169,15 +171,24 @@ class Metrics:
                 ),
                 ("vllm:prefix_cache_hits", "Tokens found in the prefix cache", scheduler.prefix_hits),
             ]
-        if self.engine.kind == "Denoise":
+        if self.engine.kind in ("Denoise", "DenoiseVideo", "Rollout"):
             left = self.engine.steps_left  # type: ignore[attr-defined]
             name = "fastkernels:denoise_steps_left"
-            yield self._one(GaugeMetricFamily, name, "Steps of queued and running images", left)
+            yield self._one(GaugeMetricFamily, name, "Steps of queued and running requests", left)
             counters += [
-                ("fastkernels:denoise_steps", "Denoising steps of single images", self._denoise_steps)
+                (
+                    "fastkernels:denoise_steps",
+                    "Denoising steps of single images or frames",
+                    self._denoise_steps,
+                ),
+                {
+                    "Denoise": ("fastkernels:images", "Images generated", self._images),
+                    "DenoiseVideo": ("fastkernels:videos", "Videos generated", self._images),
+                    "Rollout": ("fastkernels:frames", "Frames generated", self._frames),
+                }[self.engine.kind],
             ]
-        if self.engine.kind in ("Denoise", "Render"):
-            counters += [("fastkernels:images", "Images generated or rendered", self._images)]
+        if self.engine.kind == "Render":
+            counters += [("fastkernels:images", "Images rendered", self._images)]
         if (drafts := getattr(scheduler, "draft_counts", None)) is not None:
             counters += [
                 ("vllm:spec_decode_num_drafts", "Sequences with drafts, of all steps", drafts.sequences),

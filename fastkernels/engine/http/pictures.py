@@ -25,16 +25,16 @@ from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.scheduling.denoising import ImageParams
 
 Format = Literal["png", "jpeg", "webp"]
-_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
-_SIZE_SCHEMA = {
-    "anyOf": [{"const": "auto"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]
+SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+SIZE_SCHEMA = {
+    "anyOf": [{"const": "auto"}, {"type": "string", "pattern": f"^{SIZE.pattern}$"}, {"type": "null"}]
 }
 # The fields of ImageParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
 
 
-def _size(value: str | None) -> str | None:
-    if value not in (None, "auto") and not _SIZE.fullmatch(str(value)):
+def check_size(value: str | None) -> str | None:
+    if value not in (None, "auto") and not SIZE.fullmatch(str(value)):
         raise ValueError('must be "auto" or WIDTHxHEIGHT in pixels, such as "1024x768"')
     return value
 
@@ -46,8 +46,8 @@ class ImageGenerationRequest(Body):
     n: int | None = Field(1, ge=1, le=INT64, description="At most the server's --max-images.")
     size: Annotated[
         str | None,
-        AfterValidator(_size),
-        WithJsonSchema(_SIZE_SCHEMA),
+        AfterValidator(check_size),
+        WithJsonSchema(SIZE_SCHEMA),
     ] = "auto"  # fmt: skip
     response_format: Literal["b64_json"] | None = "b64_json"
     output_format: Format | None = "png"
@@ -83,7 +83,7 @@ class ImageGenerationRequest(Body):
 
     def image_params(self) -> ImageParams:
         """Raises ValueError, whose message begins with the field of ImageParams."""
-        found = _SIZE.fullmatch(self.size or "")
+        found = SIZE.fullmatch(self.size or "")
         width, height = (None, None) if found is None else map(int, found.groups())
         return ImageParams(
             self.n or 1, height, width, self.num_inference_steps, self.guidance_scale, self.negative_prompt, self.seed

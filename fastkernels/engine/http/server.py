@@ -31,6 +31,7 @@ from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.detection import Detection
 from fastkernels.engine.http.embeddings import Embeddings
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.frames import Frames
 from fastkernels.engine.http.gate import Gate
 from fastkernels.engine.http.generation import Generation, Unmasking
 from fastkernels.engine.http.media import MediaPrompts
@@ -46,10 +47,11 @@ from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
 from fastkernels.engine.http.sglang_api.routes import Sglang
+from fastkernels.engine.http.videos import Videos
 from fastkernels.engine.runners import RUNNERS
 
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
-# By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
+# By runner. PATHS: POST routes; GET_PATHS and DELETE_PATHS, where a class has them: GET and DELETE routes
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Unmask": (Unmasking,),
@@ -58,6 +60,8 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Act": (Actions,),
     "Render": (Rendering,),
     "Denoise": (Pictures,),
+    "DenoiseVideo": (Videos,),
+    "Rollout": (Frames,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts
@@ -197,7 +201,8 @@ class Server:
         others = (routes for classes in ROUTES.values() for routes in classes if routes not in own)
         for routes in (*own, *others):
             served = routes(self.context) if routes in own else None
-            for method, paths in (("POST", routes.PATHS), ("GET", getattr(routes, "GET_PATHS", ()))):
+            others_of = [(m, getattr(routes, f"{m}_PATHS", ())) for m in ("GET", "DELETE")]
+            for method, paths in (("POST", routes.PATHS), *others_of):
                 for path, name, extra in paths:
                     if served is not None:
                         handler = getattr(served, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -11,7 +12,6 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from fastkernels.engine.async_llm import EngineError
-from fastkernels.engine.http.responses import Answer
 from fastkernels.engine.stream import OutputStream
 
 log = logging.getLogger("fastkernels")
@@ -24,13 +24,13 @@ HEADERS = [
 
 
 class EventStream(Response):
-    """A stream of server-sent events.
+    """A stream of server-sent events. answer: an Answer, or an object with its opening, events, closing and failed.
 
     Outputs for a slow client are joined. A write that takes longer than `stall_timeout` seconds aborts the requests and
     closes the connection.
     """
 
-    def __init__(self, answer: Answer, outputs: OutputStream, stall_timeout: float):
+    def __init__(self, answer: Any, outputs: OutputStream, stall_timeout: float):
         super().__init__(media_type="text/event-stream")
         self.answer, self.outputs, self.stall_timeout = answer, outputs, stall_timeout
         self._writing_since: float | None = None
@@ -50,6 +50,10 @@ class EventStream(Response):
             await cancel(sending, gone)
         # The server closes the connection of an incomplete stream.
 
+    async def _events(self) -> bytes:
+        made: Any = self.answer.events(await self.outputs.get())
+        return await made if inspect.isawaitable(made) else made
+
     def _stalled(self) -> bool:
         since = self._writing_since
         return since is not None and asyncio.get_running_loop().time() - since > self.stall_timeout
@@ -60,7 +64,7 @@ class EventStream(Response):
         try:
             body = self.answer.opening()
             while body or not self.outputs.finished:
-                body = body or self.answer.events(await self.outputs.get())
+                body = body or await self._events()
                 self._writing_since = clock()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 self._writing_since, body = None, b""

@@ -50,11 +50,26 @@ class ImageParams:
             raise ValueError(f"negative_prompt must be text, got {self.negative_prompt!r:.80}")
 
 
+@dataclass(frozen=True)
+class VideoParams(ImageParams):
+    """The same for videos.
+
+    num_frames  of the video
+    """
+
+    num_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_frames is not None and (type(self.num_frames) is not int or self.num_frames < 1):
+            raise ValueError(f"num_frames must be an integer of at least 1, got {self.num_frames!r}")
+
+
 @dataclass(eq=False)
 class ImageRequest:
     """One image to make. A lower priority number goes first.
 
-    size        (height, width)
+    size        (height, width), of a video (height, width, frames)
     steps, scale, seed  of this image, with the model's defaults
     num_tokens  that a step computes for it: see Pipeline.tokens; twice as many with guidance by a doubled batch
     step        steps that are done
@@ -63,7 +78,7 @@ class ImageRequest:
     request_id: str
     prompt: str
     params: ImageParams
-    size: tuple[int, int]
+    size: tuple[int, ...]
     steps: int
     scale: float
     seed: int
@@ -78,7 +93,7 @@ class ImageRequest:
 
 @dataclass
 class ImageRequestOutput:
-    """The images of a request: arrays [height, width, 3] of uint8, and the seed of each."""
+    """The images of a request: arrays [height, width, 3] of uint8, and the seed of each. Videos: [frames, ...]."""
 
     request_id: str
     prompt: str

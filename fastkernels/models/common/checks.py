@@ -129,8 +129,9 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
     """
     runner = registry.find(config.architectures[0]).arch.runner
     if runner not in ("Generate", "Unmask"):
-        if runner == "Denoise":
-            raise Unsupported(f"{config.architectures[0]} makes images, on one rank only")
+        if runner in ("Denoise", "DenoiseVideo"):
+            made = "images" if runner == "Denoise" else "videos"
+            raise Unsupported(f"{config.architectures[0]} makes {made}, on one rank only")
         if experts > 1:
             raise Unsupported(f"{config.architectures[0]} has no experts")
         return  # has no description; its modules check themselves

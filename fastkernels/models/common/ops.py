@@ -32,7 +32,7 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         name = next(iter(load(f"{found.module}:VARIANTS")))
         raw = {"architecture": name, "num_classes": 1000, "pretrained_cfg": {}}
         return build.skeleton(Path(), timm_config.parse(raw, Path("config.json")), dtype)
-    if found.arch.runner == "Denoise":
+    if found.arch.folders:
         return build.skeleton(Path(), load(f"{found.module}:published")(), dtype)
     names, sizes = [found.arch.names[0]], dict(next(iter(found.arch.public.values()), {}))
     whole = config_file.of_type(found.arch.model_type, names, sizes)

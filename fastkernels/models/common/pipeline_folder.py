@@ -16,7 +16,7 @@ from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.config import PlainConfig
 from fastkernels.models.common.description import Unsupported
 
-CONFIGS = ("config.json", "scheduler_config.json")
+CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 
 
 def read(folder: Path) -> PlainConfig | None:

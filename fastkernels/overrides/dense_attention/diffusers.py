@@ -115,6 +115,68 @@ class DiffusersFluxAttnProcessor:
         return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
+class DiffusersHunyuanVideo15AttnProcessor2_0:
+    """HunyuanVideo15AttnProcessor2_0: joint attention of a video's tokens and the valid tokens of its text.
+
+    hidden_states [B, S, C]; encoder_hidden_states [B, St, C]; attention_mask [B, St] of the text, whose valid tokens
+    come first, as the host's model sorts them; image_rotary_emb: cosines and sines [S, head_dim]. Returns both shapes;
+    what the text has behind its valid tokens is projected zeros. The host adds a mask of all pairs of tokens, 2.5
+    billion for 121 frames of 480 x 832 pixels. Here the padding is a sequence of its own.
+    """
+
+    live_methods = ("__call__",)
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self):
+        pass
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our processor does not suit this attention layer, or None."""
+        if getattr(module, "fused_projections", False):
+            return "its projections were fused"
+        return _elsewhere(module.processor)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        reason = _elsewhere(self)
+        if encoder_hidden_states is None or attention_mask is None:
+            reason = "it was called without a text or its mask"
+        elif attention_mask.shape[1] != encoder_hidden_states.shape[1]:
+            reason = "its mask is not of the text alone"
+        if reason is not None:
+            attention_dense.note(reason)
+            theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
+            given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return theirs.__call__(self, attn, *given)
+        assert encoder_hidden_states is not None and attention_mask is not None
+        heads = (attn.heads, -1)
+        q, k, v = (t.unflatten(2, heads) for t in products((attn.to_q, attn.to_k, attn.to_v), hidden_states))
+        q, k = positioned(attn, (q, None), (k, None), image_rotary_emb)
+        text = products((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), encoder_hidden_states)
+        text_q, text_k, text_v = (t.unflatten(2, heads) for t in text)
+        text_q = text_q if attn.norm_added_q is None else attn.norm_added_q(text_q)
+        text_k = text_k if attn.norm_added_k is None else attn.norm_added_k(text_k)
+        both = [torch.cat(pair, dim=1) for pair in ((q, text_q), (k, text_k), (v, text_v))]
+        valid = attention_mask.bool()
+        tokens, length = q.shape[1], both[0].shape[1]
+        starts = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * length
+        ends = starts[:-1] + tokens + valid.sum(1, dtype=torch.int32)  # of what is valid
+        cu = torch.cat((torch.stack((starts[:-1], ends), dim=1).flatten(), starts[-1:]))
+        flat = [t.flatten(0, 1)[None] for t in both]
+        found = attention_dense(*flat, flat[0].shape[-1] ** -0.5, None, cu, cu, length, length)
+        found = found.view(len(q), length, -1).to(q.dtype)
+        image = attn.to_out[1](product(attn.to_out[0], found[:, :tokens].contiguous()))
+        return image, attn.to_add_out(found[:, tokens:] * valid[..., None])  # type: ignore[return-value]
+
+
 def _elsewhere(processor: Any) -> str | None:
     """Why the host computes a processor's attention in another way, or None."""
     backend = getattr(processor._attention_backend, "value", processor._attention_backend)
@@ -156,5 +218,6 @@ TARGETS = {
         _target("attention_processor", "AttnProcessor2_0", (H100,)),
         # FLUX.1, 1024 px, 4 steps, bfloat16: 106 ms of attention, in the compiled host 128 (H100); 109 and 129 (H200)
         _target("transformers.transformer_flux", "FluxAttnProcessor", (H100, H200)),
+        _target("transformers.transformer_hunyuan_video15", "HunyuanVideo15AttnProcessor2_0"),
     )
 }

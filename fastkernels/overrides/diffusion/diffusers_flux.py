@@ -49,11 +49,10 @@ class _Attention(nn.Module):
 class _FeedForward(nn.Module):
     """An MLP with a GELU, named like the host's."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, ratio: float = 4.0):
         super().__init__()
-        self.net = nn.Sequential(
-            DiffusersGELU(dim, 4 * dim, "tanh"), nn.Dropout(0.0), nn.Linear(4 * dim, dim)
-        )
+        inner = int(dim * ratio)
+        self.net = nn.Sequential(DiffusersGELU(dim, inner, "tanh"), nn.Dropout(0.0), nn.Linear(inner, dim))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.net(hidden_states)

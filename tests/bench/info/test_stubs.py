@@ -195,7 +195,12 @@ def test_stubs_for_every_host(host: str, tmp_path: Path) -> None:
             for method in ("__init__", "forward"):
                 theirs = signature_diff.our_signature(found.classes[ours.__name__], method)
                 assert theirs == signature_diff.our_signature(ours, method)
-    least = {"torchrec": 2, "torch_geometric": 1, "diffusion_policy_3d": 1, "gsplat": 0}  # gsplat has functions
+    least = {
+        "torchrec": 2,
+        "torch_geometric": 1,
+        "diffusion_policy_3d": 1,
+        "gsplat": 0,
+    }  # gsplat has functions
     assert some >= least.get(host, 3)
 
 

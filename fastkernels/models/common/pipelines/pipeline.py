@@ -1,6 +1,7 @@
 """The interface of a diffusion pipeline, as the runner Denoise calls it.
 
-A size is (height, width) in pixels. Latents of a request have the model's own shape, [...], and are float32.
+A size is (height, width) in pixels, of a video (height, width, frames). Latents of a request have the model's own
+shape, [...], and are float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastkernels.models.common.pipelines.autoencoder import Autoencoder
 from fastkernels.models.common.pipelines.schedules import Schedule
 from fastkernels.models.common.pipelines.texts import Encoder
 
-Size: TypeAlias = tuple[int, int]
+Size: TypeAlias = tuple[int, ...]
 Conditions: TypeAlias = Mapping[str, torch.Tensor]
 
 
@@ -36,6 +37,8 @@ class Pipeline(nn.Module):
     guidance      see Guidance
     steps, scale, size  defaults of a request: steps, guidance scale and size
     multiple      height and width are multiples of it
+    frames        of a video, by default; 0: the model makes images
+    period        of a video, all frames but the first are a multiple of it
     longest       the most tokens of a prompt
     """
 
@@ -44,6 +47,8 @@ class Pipeline(nn.Module):
     scale: float
     size: Size
     multiple: int
+    frames: int = 0
+    period: int = 1
     vae: Autoencoder
     encoders: ClassVar[tuple[str, ...]] = (
         "",
@@ -81,7 +86,7 @@ class Pipeline(nn.Module):
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, size: Size) -> torch.Tensor:
-        """Pixels [B, 3, H, W], uint8."""
+        """Pixels [B, 3, H, W], of videos [B, F, 3, H, W], uint8."""
 
     @property
     def longest(self) -> int:
@@ -89,7 +94,7 @@ class Pipeline(nn.Module):
 
     def noise(self, seed: int, size: Size, dtype: torch.dtype) -> torch.Tensor:
         """Normal noise [1, C, h, w] on the CPU: that of diffusers with a generator of this seed."""
-        height, width = (n // self.vae.scale for n in size)
+        height, width = (n // self.vae.scale for n in size[:2])
         shape = (1, self.vae.channels, height, width)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 

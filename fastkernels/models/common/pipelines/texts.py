@@ -13,7 +13,7 @@ import torch
 from fastkernels.models.common.checkpoint import CheckpointError, some
 from fastkernels.models.common.description import Unsupported
 
-CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
+CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel", "Qwen2_5_VLTextModel")
 UNLIMITED = 1 << 31  # transformers gives a tokenizer without a length 10^30
 
 
