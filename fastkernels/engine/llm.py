@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), embed, score, generate_images, render, act, ..."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), embed, score, generate_images, render, ..."""
 
 from __future__ import annotations
 
