@@ -27,6 +27,8 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.startup import Phases, keep_objects
 from fastkernels.engine.execution.step import StepInput, TokenMasks
 
+log = logging.getLogger("fastkernels")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -56,14 +58,21 @@ def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
 
 
 def join(runner: Any, rendezvous: str) -> None:
-    """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet."""
+    """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
+
+    On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster.
+    """
     from fastkernels.core import parallel
+    from fastkernels.overrides.collective.measure import choose
 
     # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead. gloo may use
     # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
         size = runner.config.tensor_parallel_size
         parallel.init(runner.rank, size, f"file://{rendezvous}", str(runner.device))
+    most = choose(parallel.communicator(parallel.TP))
+    if most > 0 and not runner.rank:
+        log.info("all-reduce: ours is faster than NCCL up to %d KiB, and is used", most >> 10)
 
 
 ARRAYS = (

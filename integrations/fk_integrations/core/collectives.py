@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,16 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastkernels.core import parallel, registry
+from fastkernels.core import parallel
 from fastkernels.core.communicator import Communicator
 from fastkernels.overrides.collective.in_hosts import Ours
+from fastkernels.overrides.collective.measure import Sum, Times, limit, measure
 
 LIMIT_S = 60.0  # a rank may be so late
-SIZES = tuple(4096 << i for i in range(12))  # bytes of the measured messages: 4 KiB to 8 MiB
-CALLS, ROUNDS = 20, 9
-MARGIN = 0.98  # of the host's time, which ours must not exceed
 _numbers = itertools.count()
-Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class _Found:
     """One rank's finding: why it keeps the host's code, or the times of each measured message (ours, the host's)."""
 
     reason: str = ""
-    times: tuple[tuple[float, float], ...] = ()
+    times: Times = ()
 
 
 def join(
@@ -94,16 +89,6 @@ def agreed(cpu_group: Any, mine: _Found) -> _Found:
     return _Found(times=tuple((max(t[0] for t in each), max(t[1] for t in each)) for each in by_size))
 
 
-def limit(times: tuple[tuple[float, float], ...], sizes: tuple[int, ...] = SIZES) -> int:
-    """Bytes of the largest message such that ours is faster for it and all smaller ones; -1: for none."""
-    most = -1
-    for size, (ours, theirs) in zip(sizes, times, strict=True):
-        if ours > MARGIN * theirs:
-            break
-        most = size
-    return most
-
-
 def capture_of(communicator: Any) -> Callable[[], Any]:
     """The context in which the host captures graphs: its kernel then reads captured tensors in place."""
     custom = getattr(communicator, "ca_comm", None)
@@ -115,57 +100,7 @@ def capture_of(communicator: Any) -> Callable[[], Any]:
 
 def measured(made: Communicator, op: str, theirs: Sum, capture: Callable[[], Any]) -> _Found:
     """Seconds of a call for each of SIZES, interleaved; in captured graphs on a GPU."""
-    kernel = next(p.fn for p in registry.get(op).op.providers if p.name == "measured")
-
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        return kernel(x, made.name)
-
     try:
-        times = []
-        for size in SIZES:
-            x = torch.ones(size // 2, dtype=torch.bfloat16, device=made.device)
-            runs = [
-                _prepared(f, x, made, context)
-                for f, context in ((ours, contextlib.nullcontext), (theirs, capture))
-            ]
-            taken: list[list[float]] = [[], []]
-            for _ in range(ROUNDS):
-                for run, into in zip(runs, taken, strict=True):
-                    into.append(run())
-            times.append((statistics.median(taken[0]), statistics.median(taken[1])))
-        return _Found(times=tuple(times))
+        return _Found(times=measure(made, op, theirs, capture))
     except RuntimeError as error:
         return _Found(f"a measurement failed: {str(error).splitlines()[0][:200]}")
-
-
-def _prepared(
-    fn: Sum, x: torch.Tensor, made: Communicator, capture: Callable[[], Any]
-) -> Callable[[], float]:
-    """A function that returns the seconds of a call."""
-    for _ in range(3):
-        fn(x)
-    if made.device.type != "cuda":
-
-        def run() -> float:
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                fn(x)
-            return (time.perf_counter() - start) / CALLS
-
-        return run
-    torch.cuda.synchronize(made.device)
-    graph = torch.cuda.CUDAGraph()
-    with capture(), torch.cuda.graph(graph):
-        kept = [fn(x) for _ in range(CALLS)]
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def replay() -> float:
-        torch.cuda.synchronize(made.device)
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        events[1].synchronize()
-        return 1e-3 * events[0].elapsed_time(events[1]) / len(kept)
-
-    return replay
