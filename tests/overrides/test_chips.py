@@ -40,7 +40,7 @@ def cases(op: str) -> list[Any]:
 def launches(op: str, name: str) -> list[ahead.Launch]:
     spec, fn = registry.get(op), provider(op, name).fn
     problem: Exception | None = None
-    for case in cases(op)[:6]:
+    for case in reversed(cases(op)[:6]):  # the first one is often of single numbers
         args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
         try:
             if found := ahead.launched(lambda args=args: fn(*args)):  # type: ignore[misc]

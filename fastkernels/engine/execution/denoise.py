@@ -163,7 +163,7 @@ def _channels_last(model: torch.nn.Module) -> None:
     """Weights of convolutions have their channels last, as the images have."""
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d):
-            module.to(memory_format=torch.channels_last)
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         elif isinstance(module, torch.nn.Conv3d):
             module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 

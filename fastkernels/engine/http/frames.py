@@ -100,7 +100,7 @@ class Frames:
         for i, given in enumerate(listed):
             url = given if given.startswith("data:") else f"data:;base64,{given}"
             try:
-                data = data_of(url, i)
+                data = data_of(url, f"image {i}")
             except ValueError as error:
                 raise ApiError(400, str(error), "images") from error
             try:

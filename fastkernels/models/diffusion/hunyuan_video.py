@@ -111,7 +111,8 @@ class Mlp(nn.Module):
         self.net = nn.ModuleList([first, nn.Identity(), nn.Linear(REFINER_RATIO * size, size)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net[2](nn.functional.silu(self.net[0].proj(x)))
+        first: Any = self.net[0]
+        return self.net[2](nn.functional.silu(first.proj(x)))
 
 
 class RefinerAttention(nn.Module):
@@ -253,7 +254,8 @@ class HunyuanVideoTransformer(nn.Module):
         glyphs: torch.Tensor, glyph_mask: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         waves = timestep_embedding(times, TIME_CHANNELS, True, 0.0).to(latents.dtype)
-        embedding = self.time_embed.timestep_embedder(waves)
+        embedder: Any = self.time_embed.timestep_embedder
+        embedding = embedder(waves)
         kinds, axes = (
             self.cond_type_embed.weight,
             [torch.arange(n, device=latents.device) for n in latents.shape[2:]],

@@ -98,9 +98,9 @@ def _frame_attention_kernel(
     for f in range(0, F):
         at = place + f
         if at < W:
-            cos = tl.load(cos_ptr + at * D + cols, mask=inside, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + at * D + cols, mask=inside, other=0.0).to(tl.float32)
-            q = _turned(x_ptr, f * x_f, cols, cos, sin, inside).to(tl.float32)
+            q_cos = tl.load(cos_ptr + at * D + cols, mask=inside, other=0.0).to(tl.float32)
+            q_sin = tl.load(sin_ptr + at * D + cols, mask=inside, other=0.0).to(tl.float32)
+            q = _turned(x_ptr, f * x_f, cols, q_cos, q_sin, inside).to(tl.float32)
             scores = tl.sum(keys * q, axis=1) * (scale * LOG2E)
             scores = tl.where(all_rows <= at, scores, float("-inf"))
             weights = tl.exp2(scores - tl.max(scores, axis=0))
