@@ -427,7 +427,7 @@ def run(p: Problem, out: torch.Tensor) -> None:
         *strides(p.b, 2),
         NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
         BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
-        num_warps=8 if p.rule == PAIR else 4, **shared,
+        num_warps=8 if p.rule == PAIR or (exact and by_channel) else 4, **shared,
     )  # fmt: skip
     if q is None or k is None:
         q, k = p.q, p.k
