@@ -250,7 +250,10 @@ def test_defaults_of_a_config_are_yolov10n_for_coco() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
-def test_graphs_on_a_gpu_give_the_boxes_of_the_cpu(name: str, tmp_path: Path) -> None:
+def test_graphs_on_a_gpu_give_the_boxes_of_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # on by default
     images = pictures(*SIZES)
     wanted = EXPECTED[name](tmp_path, images)
     llm = LLM(str(tmp_path), dtype="float32")
