@@ -42,6 +42,11 @@ RUNNERS = {
         "fastkernels.engine.score_engine:ScoreEngine",
         "LLM.score and /v1/scores",
     ),
+    "Segment": RunnerKind(
+        "fastkernels.engine.execution.segment:Segment",
+        "fastkernels.engine.segment_engine:SegmentEngine",
+        "LLM.segment and /v1/segmentations",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

@@ -18,13 +18,13 @@ from fastkernels.overrides.point.clouds import scan
 
 INTEGERS = (torch.int32, torch.int64)
 WIDEST = 15  # cells of a kernel's side
-# A key is (cloud, x, y, z), of 9, 18, 18 and 18 bits: coordinates from 0 to 2^17 - 1, and clouds from 0 to 511
-BITS = 18
+# A key is (cloud, x, y, z), of 12, 17, 17 and 17 bits: coordinates from 0 to 2^16 - 1, and clouds from 0 to 4095
+BITS = 17
 MARGIN = WIDEST // 2  # is added to coordinates: those of neighbors stay above 0
 
 
 def reference(grid_coord: torch.Tensor, batch: torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """grid_coord: [N, 3] int, 0 to 2^17 - 1; batch: [N] int, the cloud of each cell, 0 to 511; kernel_size: odd, at most 15.
+    """grid_coord: [N, 3] int, 0 to 2^16 - 1; batch: [N] int, the cloud of each cell, 0 to 4095; kernel_size: odd, at most 15.
 
     Returns [kernel_size^3, N] int32. Row (i * kernel_size + j) * kernel_size + k has for each cell the number of the cell
     of the same cloud at its coordinates + (i, j, k) - kernel_size // 2, or -1. Of equal cells the first counts.
@@ -79,7 +79,7 @@ def _neighbors_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     way = tl.program_id(1).to(tl.int64)
     half = SIDE // 2
-    step = ((way // (SIDE * SIDE) - half) << 36) + ((way // SIDE % SIDE - half) << 18) + (way % SIDE - half)
+    step = ((way // (SIDE * SIDE) - half) << 34) + ((way // SIDE % SIDE - half) << 17) + (way % SIDE - half)
     mask = at < N
     want = tl.load(own_ptr + at, mask=mask, other=0) + step
     low = at * 0
@@ -138,7 +138,7 @@ def _same(args: list[Any]) -> None:
 
 
 def _largest(args: list[Any]) -> None:
-    args[0].fill_((1 << 17) - 1)
+    args[0].fill_((1 << 16) - 1)
 
 
 SPEC = OpSpec(

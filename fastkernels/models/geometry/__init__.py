@@ -1,0 +1,1 @@
+"""Scenes that are rendered from cameras: 3-D Gaussians and hash-encoded radiance fields."""
