@@ -9,9 +9,10 @@ Keys are those of Pointcept's DefaultSegmentorV2, whose backbone is the class of
 Fields that are left out have the class's defaults. Without num_classes, the result is the features of the points. The
 interface is that of models/recsys/dlrm_v2.py; a result has a row for each point.
 
-With shuffle_orders, the class permutes the orders at random in each call. Here the permutations are those of a call after
-torch.manual_seed(shuffle_seed), so that the same cloud has the same result; and no result depends on the other clouds of
-a batch, since each has a cube of its own. Patches are those of the class with flash attention.
+The class permutes the orders at random in each call: in its pools, and with shuffle_orders in front of the first stage,
+too. Here the permutations are those of a call after torch.manual_seed(shuffle_seed), so that the same cloud has the same
+result. No result depends on the other clouds of a batch, since each has a cube of its own. Patches are those of the class
+with flash attention.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import base64
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,11 +354,10 @@ class PointTransformerV3(nn.Module):
         self.stride, stages = config.stride, len(config.enc_depths)
         self.rows = [ORDERS.index(order) for order in config.order]
         generator = torch.Generator().manual_seed(config.shuffle_seed)
-        count = len(self.rows)
-        self.shuffles = [
-            torch.randperm(count, generator=generator).tolist() if config.shuffle_orders else list(range(count))
-            for _ in range(stages)
-        ]
+        draw = partial(torch.randperm, len(self.rows), generator=generator, device="cpu")
+        # The class's pools always permute the orders
+        self.shuffles = [draw().tolist() if config.shuffle_orders else list(range(len(self.rows)))]
+        self.shuffles += [draw().tolist() for _ in range(stages - 1)]
         self.embedding = Embedding(config)
         self.enc, self.dec = nn.ModuleDict(), nn.ModuleDict()
         channels = config.enc_channels
