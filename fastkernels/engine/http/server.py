@@ -42,6 +42,7 @@ from fastkernels.engine.http.recommendation import Recommendation
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
+from fastkernels.engine.http.segmentation import Segmentation
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.runners import RUNNERS
 
@@ -52,6 +53,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Unmask": (Unmasking,),
     "Encode": (Embeddings, Scoring),
     "Score": (Recommendation,),
+    "Segment": (Segmentation,),
     "Denoise": (Pictures,),
 }
 
