@@ -174,7 +174,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ptv3_equals_its_equations(tmp_path: Path, name: str) -> None:
-    """A batch of clouds of 190 cells to one: each has the result that it has alone."""
+    """A batch of clouds of 257 cells to one: each has the result that it has alone."""
     config = {**clouds.PTV3, **CONFIGS[name]}
     state = clouds.ptv3(tmp_path, **CONFIGS[name])
     given = [clouds.cloud(n, seed=n) for n in (300, 30, 1, 9)]
@@ -195,7 +195,25 @@ def test_ptv3_equals_its_equations(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(torch.from_numpy(one.data), data, atol=2e-5, rtol=2e-5)
 
 
-RECORDED: dict[str, list[list[float]]] = {}
+RECORDED = {  # logits of every 75th point, of the class with enable_flash=False
+    "segmentor": [
+        [2.2454, -2.2528, 0.555, 8.2834, 5.307], [0.7515, -2.236, 2.8477, 3.8719, 2.0166],
+        [3.5325, 2.9622, 5.6176, 3.7883, 6.3698], [3.5291, 1.0226, 2.1204, 10.2765, 9.0016],
+    ],
+    "unpermuted": [
+        [0.0661, 1.1487, 0.4326, -0.5611, -0.582], [0.2792, 0.9554, 0.3233, 0.2128, -0.9558],
+        [0.2534, 1.2698, 0.5166, -0.5729, 0.0625], [0.4658, 0.0635, 0.7455, -0.5299, 0.813],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_result_is_that_of_the_repository(tmp_path: Path, name: str) -> None:
+    clouds.ptv3(tmp_path, **CONFIGS[name])
+    with LLM(str(tmp_path), device="cpu") as llm:
+        (found,) = llm.segment(clouds.cloud(300, seed=300), use_activation=False, use_tqdm=False)
+    want = torch.tensor(RECORDED[name])
+    torch.testing.assert_close(torch.from_numpy(found.outputs.data[::75]), want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone.", "module."])
