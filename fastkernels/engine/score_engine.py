@@ -53,7 +53,10 @@ class ScoreEngine(BudgetEngine):
     """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
 
     kind = "Score"
-    served, counted = "recommenders", "ids"  # words of messages: what runs, and what a request has a number of
+    served, counted = (
+        "recommenders",
+        "ids",
+    )  # words of messages: what runs, and what a request has a number of
     limit = "max_num_batched_tokens"
     request_class = ScoreRequest
     scheduler: BudgetScheduler[ScoreRequest]

@@ -6,7 +6,7 @@ from fastkernels.engine.score_engine import ScoreEngine
 
 
 class SegmentEngine(ScoreEngine):
-    """See ScoreEngine. A step takes as many waiting clouds as max_num_seqs and, of points, max_num_batched_tokens allow.
+    """See ScoreEngine. A step has as many clouds as max_num_seqs and, of points, max_num_batched_tokens allow.
 
     A larger cloud runs alone. outputs.data is [points, classes], and outputs.items the class of each point; None for a
     model without a head, whose outputs.data are features.

@@ -100,7 +100,11 @@ def cloud(points: int, seed: int = 0, channels: int = 4, grid_size: float = 0.05
     """Points of a flat box, several of them in a cell."""
     generator = torch.Generator().manual_seed(seed)
     coord = torch.rand(points, 3, generator=generator) * torch.tensor([0.6, 0.9, 0.2]) - 0.3
-    return {"coord": coord, "feat": torch.randn(points, channels, generator=generator), "grid_size": grid_size}
+    return {
+        "coord": coord,
+        "feat": torch.randn(points, channels, generator=generator),
+        "grid_size": grid_size,
+    }
 
 
 def lists(given: dict[str, Any]) -> dict[str, Any]:

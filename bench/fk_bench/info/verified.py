@@ -12,6 +12,7 @@ ENCODINGS = 3e-5
 EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
+POINTS = 2e-5  # and relative
 LATENTS = 1e-4  # and relative
 
 
@@ -41,6 +42,9 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Score":
         test = "tests/integrations/test_recommenders.py::test_models_of_torchrec_and_torch_geometric"
         return Verified(f"{test}[{model.name}]", RECOMMENDATIONS)
+    if arch.runner == "Segment":
+        test = f"tests/models/test_{model.name}.py::test_{model.name}_equals_its_equations"
+        return Verified(f"{test}[segmentor]", POINTS)
     if arch.runner == "Denoise":
         return Verified(
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS

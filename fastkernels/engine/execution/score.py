@@ -85,7 +85,7 @@ class ScoreStep:
         self._found = found
 
     def result(self) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Per sample scores [n, ...] float32, and the ids [n] int64 that they belong to, if any. Waits for the device."""
+        """Per sample scores [n, ...] float32, and the ids [n] int64 that they belong to, if any. Waits for them."""
         scores = torch.cat([scores.float() for scores, _ in self._found]).cpu().numpy()
         listed = [ids for _, ids in self._found if ids is not None]
         ids = torch.cat(listed).cpu().numpy() if listed else None

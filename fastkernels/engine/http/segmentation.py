@@ -62,9 +62,13 @@ class Segmentation:
         output = body.output or ("features" if headless else "labels")
         if headless != (output == "features"):
             can = "'features'" if headless else "'labels', 'probabilities' and 'logits'"
-            raise ApiError(400, f"output {output!r} is not possible: {self.context.model_name!r} has {can}", "output")
+            raise ApiError(
+                400, f"output {output!r} is not possible: {self.context.model_name!r} has {can}", "output"
+            )
         if np.isnan(found.data).any():
-            raise ApiError(400, f"the result of input {i} is NaN: its numbers are too large for the model", "inputs")
+            raise ApiError(
+                400, f"the result of input {i} is NaN: its numbers are too large for the model", "inputs"
+            )
         entry = {"index": i, "object": "segmentation", "labels": found.item_ids, "data": None}
         if output != "labels":
             as_text = body.encoding_format == "base64"

@@ -1,7 +1,7 @@
-"""Point Transformer V3 (Wu et al., arXiv 2312.10035): features or classes of the points of a cloud, Pointcept's checkpoints.
+"""Point Transformer V3 (Wu et al., arXiv 2312.10035): classes or features of points, from Pointcept's checkpoints.
 
-Keys are those of Pointcept's DefaultSegmentorV2, whose backbone is the class of the repository Pointcept/PointTransformerV3
-(commit 3229e9b), or of that class alone. config.json is ours, with that class's arguments under their names:
+Keys are those of Pointcept's DefaultSegmentorV2, whose backbone is the class of Pointcept/PointTransformerV3 (commit
+3229e9b), or of that class alone. config.json is ours, with that class's arguments under their names:
 
     {"architectures": ["PointTransformerV3"], "model_type": "ptv3", "dtype": "float32", "num_classes": 20,
      "in_channels": 6, "enc_depths": [2, 2, 2, 6, 2], ...}
@@ -9,10 +9,10 @@ Keys are those of Pointcept's DefaultSegmentorV2, whose backbone is the class of
 Fields that are left out have the class's defaults. Without num_classes, the result is the features of the points. The
 interface is that of models/recsys/dlrm_v2.py; a result has a row for each point.
 
-The class permutes the orders at random in each call: in its pools, and with shuffle_orders in front of the first stage,
-too. Here the permutations are those of a call after torch.manual_seed(shuffle_seed), so that the same cloud has the same
-result. No result depends on the other clouds of a batch, since each has a cube of its own. Patches are those of the class
-with flash attention.
+The class permutes the orders at random in each call: in its pools, and with shuffle_orders in front of the first stage
+as well. Here the permutations are those of a call after torch.manual_seed(shuffle_seed), so that the same cloud has the
+same result. No result depends on the other clouds of a batch, since each has a cube of its own. Patches are those of
+the class with flash attention.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     made = {**DEFAULTS, **raw}
     positive(made, "in_channels")
     if type(made["num_classes"]) is not int or made["num_classes"] < 0:
-        raise Unsupported(f"config.num_classes={made['num_classes']!r} is not supported, only integers from 0 on")
+        raise Unsupported(
+            f"config.num_classes={made['num_classes']!r} is not supported, only integers from 0 on"
+        )
     for name in REFUSED:
         if made[name]:
             raise Unsupported(f"config.{name}={made[name]!r} is not supported, only false")
@@ -83,7 +85,9 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         for channels, heads in zip(made[f"{name}_channels"], made[f"{name}_num_head"], strict=True):
             if channels % heads:
                 raise Unsupported(f"config.{name}_channels has {channels}, which {heads} heads do not divide")
-    if made["dec_patch_size"] != made["enc_patch_size"][:-1]:  # the class would cut a stage by its first layer's size
+    if (
+        made["dec_patch_size"] != made["enc_patch_size"][:-1]
+    ):  # the class would cut a stage by its first layer's size
         raise Unsupported(
             f"config.dec_patch_size={made['dec_patch_size']!r} must be enc_patch_size without its last number,"
             f" {made['enc_patch_size'][:-1]!r}"
@@ -332,7 +336,7 @@ class Embedding(nn.Module):
 
 @dataclass(frozen=True)
 class Sample:
-    """A cloud: its cells [V, 3] int32, the features of their first points [V, C] float32, the cell of each point [N]."""
+    """A cloud: its cells [V, 3] int32, their first points' features [V, C] float32, and the cell of each point [N]."""
 
     grid: np.ndarray
     feat: np.ndarray
@@ -380,7 +384,9 @@ class PointTransformerV3(nn.Module):
             for i in range(getattr(config, f"{side}_depths")[s])
         }
 
-    def levels(self, grid: torch.Tensor, batch: torch.Tensor, counts: Sequence[int]) -> tuple[list[Level], list[Pool]]:
+    def levels(
+        self, grid: torch.Tensor, batch: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[list[Level], list[Pool]]:
         """All scales of a batch of clouds. grid: [N, 3] int32, without repeated cells; batch: [N] int64, ascending."""
         depths = depths_of(grid, batch, len(counts))
         codes = serialize_points(grid, batch, depths)
@@ -397,8 +403,7 @@ class PointTransformerV3(nn.Module):
         x = self.embedding(feat, levels[0])
         skips = []
         for s, level in enumerate(levels):
-            stage = self.enc[f"enc{s}"] if f"enc{s}" in self.enc else {}
-            for name, layer in stage.items():
+            for name, layer in self.enc[f"enc{s}"].items() if f"enc{s}" in self.enc else ():
                 x = layer(x, pools[s - 1]) if name == "down" else layer(x, level)
             skips.append(x)
         for s in reversed(range(len(pools))):
@@ -453,9 +458,15 @@ class PointTransformerV3(nn.Module):
         counts = [len(sample.grid) for sample in samples]
         starts = np.cumsum([0, *counts])
         batch = place(np.repeat(np.arange(len(samples)), counts))
-        feat = place(np.concatenate([sample.feat for sample in samples])).to(self.embedding.stem.conv.weight.dtype)
-        found = self(feat, *self.levels(place(np.concatenate([sample.grid for sample in samples])), batch, counts))
-        points = found.float()[place(np.concatenate([s.cell + at for s, at in zip(samples, starts, strict=False)]))]
+        feat = place(np.concatenate([sample.feat for sample in samples])).to(
+            self.embedding.stem.conv.weight.dtype
+        )
+        found = self(
+            feat, *self.levels(place(np.concatenate([sample.grid for sample in samples])), batch, counts)
+        )
+        points = found.float()[
+            place(np.concatenate([s.cell + at for s, at in zip(samples, starts, strict=False)]))
+        ]
         made: Scores = []
         for part, active in zip(points.split([sample.size for sample in samples]), activated, strict=True):
             if self.seg_head is None:
@@ -478,7 +489,9 @@ def _rows(given: Any, name: str, columns: int) -> np.ndarray:
             found = np.frombuffer(raw, "<f4").reshape(-1, columns).astype(np.float32)
         else:
             listed = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
-            if isinstance(listed, (list, tuple)) and any(isinstance(v, (bool, str)) for row in listed for v in row):
+            if isinstance(listed, (list, tuple)) and any(
+                isinstance(v, (bool, str)) for row in listed for v in row
+            ):
                 raise TypeError
             with np.errstate(over="ignore"):
                 found = np.asarray(listed, np.float32)
@@ -505,7 +518,11 @@ ARCH = Architecture(
     inputs="points",
     model_type="ptv3",
     packed={},
-    prefixes={"module.backbone.": "", "backbone.": "", "module.": ""},  # of the segmentor, and of DistributedDataParallel
+    prefixes={
+        "module.backbone.": "",
+        "backbone.": "",
+        "module.": "",
+    },  # of the segmentor, and of DistributedDataParallel
     unused=("*num_batches_tracked",),
     own_config="fastkernels.models.geometry.ptv3:read_config",
 )

@@ -1,1 +1,1 @@
-"""Point clouds on a grid: orders along space-filling curves, sparse convolution, and reductions of neighboring points."""
+"""Point clouds on a grid: orders along space-filling curves, sparse convolution, and reductions of segments."""

@@ -10,8 +10,8 @@ DEEPEST = 16  # bits of a coordinate: codes have 3 * DEEPEST bits below the clou
 def scan(rows: int, clouds: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """grid_coord [rows, 3] int32 without repeated cells, and the cloud of each, [rows] int64, ascending.
 
-    Points are on the walls and the floor of a box with a rough surface, so that a cell of an indoor scan has about 9 of 27
-    neighbors. The side of a box follows from its number of points.
+    Cells are on the walls and the floor of a box with a rough surface: as in an indoor scan, about 9 of 27 neighbors of
+    a cell are occupied. The side of a box follows from its number of points.
     """
     device = generator.device
     sizes = [rows // clouds + (i < rows % clouds) for i in range(clouds)]

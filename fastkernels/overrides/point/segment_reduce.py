@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def reference(
     rows = (x if indices is None else x[indices.long()]).to(acc)
     ends = offsets.tolist()
     out = x.new_zeros((len(ends) - 1, x.shape[1]), dtype=acc)
-    for s, (begin, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for s, (begin, end) in enumerate(pairwise(ends)):
         if begin < end:
             part = rows[begin:end]
             out[s] = part.amax(0) if reduce == "max" else part.mean(0) if reduce == "mean" else part.sum(0)
@@ -129,7 +130,9 @@ def _torch(
     return x.new_zeros((len(counts), x.shape[1])).scatter_reduce_(0, of, rows, kind, include_self=False)
 
 
-def _runs_torch(x: torch.Tensor, offsets: torch.Tensor, indices: Any = None, reduce: str = "max") -> str | None:
+def _runs_torch(
+    x: torch.Tensor, offsets: torch.Tensor, indices: Any = None, reduce: str = "max"
+) -> str | None:
     exact = x.dtype in (torch.float32, torch.float64) or reduce == "max"
     return None if exact else f"PyTorch's CPU kernel adds in {x.dtype}"
 
@@ -157,7 +160,14 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _case(
-    name: str, tag: str, rows: int, segments: int, dim: int, dtype: str = "float32", weight: float = 1, **more: Any
+    name: str,
+    tag: str,
+    rows: int,
+    segments: int,
+    dim: int,
+    dtype: str = "float32",
+    weight: float = 1,
+    **more: Any,
 ) -> Case:
     return Case(name, {"rows": rows, "segments": segments, "dim": dim, **more}, dtype, weight, (tag,))
 

@@ -28,8 +28,8 @@ _SPREAD = (
 def reference(grid_coord: torch.Tensor, batch: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
     """grid_coord: [N, 3] int; batch: [N] int, the cloud of each cell; depths: [clouds] int, at most 16.
 
-    Returns codes [4, N] int64, in the order of ORDERS: z-order, z-order with x and y exchanged, Hilbert's curve, and that
-    with x and y exchanged. A code is batch * 2^48 plus the cell's number along the curve through its cloud's cube of
+    Returns codes [4, N] int64, in the order of ORDERS: z-order, z-order with x and y exchanged, Hilbert's curve, and
+    that with x and y exchanged. A code is batch * 2^48 plus the cell's number along the curve through its cloud's cube of
     2^depth cells a side. Higher bits of a coordinate are ignored.
     """
     _check(grid_coord, batch, depths)
@@ -151,12 +151,19 @@ def _triton(grid_coord: torch.Tensor, batch: torch.Tensor, depths: torch.Tensor)
         return out
     given = (t.contiguous() for t in (grid_coord, batch, depths))
     launch_kernel(
-        _serialize_kernel, (cdiv(len(batch), 256),), *given, out, len(batch), len(depths), BLOCK=256, num_warps=4
+        _serialize_kernel,
+        (cdiv(len(batch), 256),),
+        *given,
+        out,
+        len(batch),
+        len(depths),
+        BLOCK=256,
+        num_warps=4,
     )
     return out
 
 
-def _torch(grid_coord: torch.Tensor, batch: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
+def by_masks(grid_coord: torch.Tensor, batch: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
     """The steps of the kernel: interleaved by masks, not bit by bit."""
     _check(grid_coord, batch, depths)
     depth = depths.long()[batch.long()] if len(batch) else batch.long()
@@ -189,7 +196,7 @@ serialize_points = define(
     fake=_fake,
     providers=(
         Provider("triton", _triton),
-        Provider("torch", _torch, devices=("cpu",)),
+        Provider("torch", by_masks, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )

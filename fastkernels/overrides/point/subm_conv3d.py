@@ -25,8 +25,8 @@ def reference(
 ) -> torch.Tensor:
     """x: [N, I]; weight: [O, k, k, k, I], spconv's layout; neighbors: [k^3, N], of voxel_neighbors; bias: [O].
 
-    Returns [N, O] in x's dtype: the sum over all neighbors of a cell of weight[:, i, j, k] x, plus the bias. Computed in
-    at least float32.
+    Returns [N, O] in x's dtype: the sum over all neighbors of a cell of weight[:, i, j, k] x, plus the bias. Computed
+    in at least float32.
     """
     _check(x, weight, neighbors, bias)
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -57,7 +57,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, neighbors: torch.Tensor, bias:
 
 @triton.jit(do_not_specialize=["N"])
 def _conv_kernel(
-    x_ptr, w_ptr, neighbor_ptr, bias_ptr, out_ptr, x_stride, N, I, O, HAS_BIAS: tl.constexpr, KERNEL: tl.constexpr,
+    x_ptr, w_ptr, neighbor_ptr, bias_ptr, out_ptr, x_stride, N, INNER, OUTER, HAS_BIAS: tl.constexpr, KERNEL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -72,17 +72,17 @@ def _conv_kernel(
         row = tl.load(place, mask=cells < N, other=-1).to(tl.int64)
         there = (row >= 0) & (row < N)
         if tl.max(there.to(tl.int32), 0) > 0:
-            for first in range(0, I, BLOCK_K):
+            for first in range(0, INNER, BLOCK_K):
                 inner = first + tl.arange(0, BLOCK_K)
                 x_at = x_ptr + row[:, None] * x_stride + inner[None, :]
-                x = tl.load(x_at, mask=there[:, None] & (inner < I)[None, :], other=0.0)
-                w_at = w_ptr + (outs[None, :] * KERNEL + way) * I + inner[:, None]
-                w = tl.load(w_at, mask=(outs < O)[None, :] & (inner < I)[:, None], other=0.0)
+                x = tl.load(x_at, mask=there[:, None] & (inner < INNER)[None, :], other=0.0)
+                w_at = w_ptr + (outs[None, :] * KERNEL + way) * INNER + inner[:, None]
+                w = tl.load(w_at, mask=(outs < OUTER)[None, :] & (inner < INNER)[:, None], other=0.0)
                 acc = tl.dot(x, w, acc, input_precision=PRECISION)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + outs, mask=outs < O, other=0.0).to(tl.float32)[None, :]
-    mask = (cells < N)[:, None] & (outs < O)[None, :]
-    tl.store(out_ptr + cells[:, None] * O + outs[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        acc += tl.load(bias_ptr + outs, mask=outs < OUTER, other=0.0).to(tl.float32)[None, :]
+    mask = (cells < N)[:, None] & (outs < OUTER)[None, :]
+    tl.store(out_ptr + cells[:, None] * OUTER + outs[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -162,7 +162,14 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _case(
-    name: str, tag: str, rows: int, inner: int, outer: int, dtype: str = "float16", weight: float = 1, **more: Any
+    name: str,
+    tag: str,
+    rows: int,
+    inner: int,
+    outer: int,
+    dtype: str = "float16",
+    weight: float = 1,
+    **more: Any,
 ) -> Case:
     return Case(name, {"rows": rows, "inner": inner, "outer": outer, **more}, dtype, weight, (tag,))
 

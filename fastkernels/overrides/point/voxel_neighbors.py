@@ -24,10 +24,11 @@ MARGIN = WIDEST // 2  # is added to coordinates: those of neighbors stay above 0
 
 
 def reference(grid_coord: torch.Tensor, batch: torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """grid_coord: [N, 3] int, 0 to 2^16 - 1; batch: [N] int, the cloud of each cell, 0 to 4095; kernel_size: odd, at most 15.
+    """grid_coord: [N, 3] int, 0 to 2^16 - 1; batch: [N] int, the cloud of each cell, 0 to 4095.
 
-    Returns [kernel_size^3, N] int32. Row (i * kernel_size + j) * kernel_size + k has for each cell the number of the cell
-    of the same cloud at its coordinates + (i, j, k) - kernel_size // 2, or -1. Of equal cells the first counts.
+    Returns [kernel_size^3, N] int32. Row (i * kernel_size + j) * kernel_size + k has for each cell the number of the
+    cell of the same cloud at its coordinates + (i, j, k) - kernel_size // 2, or -1. Of equal cells the first counts.
+    kernel_size is odd, and at most 15.
     """
     _check(grid_coord, batch, kernel_size)
     keys, order = _sorted(grid_coord, batch)

@@ -55,7 +55,7 @@ def test_labels_and_numbers_are_those_of_the_engine(served):
 
 
 def test_requests_share_steps(served):
-    """Clouds that come while a step runs are computed together in the next one, with the results that they have alone."""
+    """Clouds that come while a step runs share the next one, with the results that they have alone."""
     url, server, llm = served
     inputs, sizes = [given(20 + i, i) for i in range(4)], []
     want = [llm.segment(one, use_tqdm=False)[0].outputs.item_ids for one in inputs]
@@ -82,7 +82,10 @@ def test_model_without_a_head_returns_features(tmp_path):
         (one,) = post(url, inputs=given(9)).json()["data"]
         assert one["labels"] is None and np.shape(one["data"]) == (9, 16)
         answer = post(url, inputs=given(9), output="labels")
-        assert answer.status_code == 400 and "output 'labels' is not possible: 'ptv3' has 'features'" in answer.text
+        assert (
+            answer.status_code == 400
+            and "output 'labels' is not possible: 'ptv3' has 'features'" in answer.text
+        )
 
 
 def huge():
@@ -102,7 +105,11 @@ def huge():
         ({"inputs": [given(3), {"coord": [], "feat": []}]}, 400, "input 1 has no points in `coord`"),
         ({"inputs": given(401)}, 400, "input 0 has 401 points, and a request may have 400 (max_model_len)"),
         ({"inputs": {**given(3), "grid_size": 1e-9}}, 400, "65536 are possible: use a larger grid_size"),
-        ({"inputs": given(3), "output": "features"}, 400, "'ptv3' has 'labels', 'probabilities' and 'logits'"),
+        (
+            {"inputs": given(3), "output": "features"},
+            400,
+            "'ptv3' has 'labels', 'probabilities' and 'logits'",
+        ),
         ({"inputs": given(3), "output": "colors"}, 400, "output"),
         ({"inputs": given(3), "input": 1}, 400, "did you mean 'inputs'?"),
         ({"inputs": given(3), "model": "other"}, 404, "the model 'other' does not exist"),

@@ -1,4 +1,4 @@
-"""Ops of point clouds beyond their cases: properties of the curves, dense convolutions, repeated cells, wrong shapes."""
+"""Ops of point clouds beyond their cases: properties of the curves, dense convolutions, wrong shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_curves_visit_each_cell_once(depth: int) -> None:
             assert (along.diff(dim=0).abs().sum(1) == 1).all()
     # x and y exchanged
     turned = every(
-        serialize_points, cells[:, [1, 0, 2]], torch.zeros(len(cells), dtype=torch.int64), torch.tensor([depth])
+        serialize_points,
+        cells[:, [1, 0, 2]],
+        torch.zeros(len(cells), dtype=torch.int64),
+        torch.tensor([depth]),
     )
     assert torch.equal(turned[[1, 0, 3, 2]], codes)
 
@@ -97,7 +100,9 @@ def test_neighbors_of_any_cells(cells: list[tuple[int, ...]], side: int) -> None
 def test_neighbors_at_the_edge_of_the_grid() -> None:
     """The largest coordinates and clouds do not run into each other."""
     last = (1 << 16) - 1
-    coord = torch.tensor([[0, 0, 0], [0, 0, last], [0, last, 0], [last, last, last], [0, 0, 0], [last, last, last]])
+    coord = torch.tensor(
+        [[0, 0, 0], [0, 0, last], [0, last, 0], [last, last, last], [0, 0, 0], [last, last, last]]
+    )
     batch = torch.tensor([0, 0, 0, 0, 1, 4095])
     found = every(voxel_neighbors, coord, batch, 15)
     assert (found[15**3 // 2] == torch.arange(6)).all()
