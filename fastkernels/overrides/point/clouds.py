@@ -10,7 +10,7 @@ DEEPEST = 16  # bits of a coordinate: codes have 3 * DEEPEST bits below the clou
 def scan(rows: int, clouds: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """grid_coord [rows, 3] int32 without repeated cells, and the cloud of each, [rows] int64, ascending.
 
-    Cells are on the walls and the floor of a box with a rough surface: as in an indoor scan, about 9 of 27 neighbors of
+    Cells are on the walls and the floor of a box with a rough surface: as in an indoor scan, about 8 of 27 neighbors of
     a cell are occupied. The side of a box follows from its number of points.
     """
     device = generator.device
@@ -18,7 +18,7 @@ def scan(rows: int, clouds: int, generator: torch.Generator) -> tuple[torch.Tens
     parts = []
     for size in sizes:
         side = 4
-        while side * side < size:
+        while 3 * side * side < size:
             side += 1 + side // 8
         face = torch.randint(3, (4 * size + 8,), generator=generator, device=device)
         cell = torch.randint(side, (4 * size + 8, 3), generator=generator, device=device)

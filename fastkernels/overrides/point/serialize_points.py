@@ -29,8 +29,8 @@ def reference(grid_coord: torch.Tensor, batch: torch.Tensor, depths: torch.Tenso
     """grid_coord: [N, 3] int; batch: [N] int, the cloud of each cell; depths: [clouds] int, at most 16.
 
     Returns codes [4, N] int64, in the order of ORDERS: z-order, z-order with x and y exchanged, Hilbert's curve, and
-    that with x and y exchanged. A code is batch * 2^48 plus the cell's number along the curve through its cloud's cube of
-    2^depth cells a side. Higher bits of a coordinate are ignored.
+    that with x and y exchanged. A code is batch * 2^48 plus the cell's number along the curve through its cloud's cube,
+    of 2^depth cells a side. Higher bits of a coordinate are ignored.
     """
     _check(grid_coord, batch, depths)
     depth = depths.long()[batch.long()] if len(batch) else batch.long()
