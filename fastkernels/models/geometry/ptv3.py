@@ -403,12 +403,12 @@ class PointTransformerV3(nn.Module):
         x = self.embedding(feat, levels[0])
         skips = []
         for s, level in enumerate(levels):
-            for name, layer in self.enc[f"enc{s}"].items() if f"enc{s}" in self.enc else ():
+            for name, layer in _layers(self.enc, f"enc{s}"):
                 x = layer(x, pools[s - 1]) if name == "down" else layer(x, level)
             skips.append(x)
         for s in reversed(range(len(pools))):
             seen = None
-            for name, layer in self.dec[f"dec{s}"].items():
+            for name, layer in _layers(self.dec, f"dec{s}"):
                 if name == "up":
                     x, seen = layer(x, skips[s], pools[s])
                 else:  # the first convolution reads a point's own features, as in the class that was trained
@@ -474,6 +474,11 @@ class PointTransformerV3(nn.Module):
             else:
                 made.append((part.softmax(1) if active else part, part.argmax(1)))
         return made
+
+
+def _layers(stages: nn.ModuleDict, name: str) -> list[tuple[str, Any]]:
+    """The layers of a stage by name; none of one without layers."""
+    return list(stages[name].named_children()) if name in stages else []
 
 
 def _rows(given: Any, name: str, columns: int) -> np.ndarray:
