@@ -178,6 +178,26 @@ class LLM:
             raise ValueError(f"score: samples must be a dict or a list of dicts, got {reprlib.repr(samples)}")
         return self._run(listed, [PoolingParams("classify")] * len(listed), use_tqdm)
 
+    def segment(
+        self, clouds: Any, *, use_activation: bool = True, use_tqdm: Progress = True
+    ) -> list[PoolingRequestOutput]:
+        """Classify the points of clouds: `outputs.items` is an array [points] of classes, `outputs.data` their numbers.
+
+        clouds          one, or a list: {"coord": [points, 3], "feat": [points, in_channels], "grid_size": side of a
+                        cell}, with lists, arrays or tensors; see the model's file
+        use_activation  `outputs.data` is [points, classes] of probabilities; False: of logits. Without a head it is the
+                        features, and `outputs.items` is None
+        use_tqdm        as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("segment", "Segment")
+        listed = [clouds] if isinstance(clouds, dict) else clouds
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"segment: clouds must be a dict or a list of dicts, got {reprlib.repr(clouds)}")
+        params = PoolingParams("classify", use_activation=use_activation)
+        return self._run(listed, [params] * len(listed), use_tqdm)
+
     def lexical_weights(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
     ) -> list[dict[int, float]]:

@@ -53,6 +53,11 @@ RUNNERS = {
         "fastkernels.engine.render_engine:RenderEngine",
         "LLM.render and /v1/render",
     ),
+    "Segment": RunnerKind(
+        "fastkernels.engine.execution.segment:Segment",
+        "fastkernels.engine.segment_engine:SegmentEngine",
+        "LLM.segment and /v1/segmentations",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

@@ -53,6 +53,11 @@ class ScoreEngine(BudgetEngine):
     """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
 
     kind = "Score"
+    served, counted = (
+        "recommenders",
+        "ids",
+    )  # words of messages: what runs, and what a request has a number of
+    limit = "max_num_batched_tokens"
     request_class = ScoreRequest
     scheduler: BudgetScheduler[ScoreRequest]
     requests: dict[str, ScoreRequest]
@@ -60,7 +65,7 @@ class ScoreEngine(BudgetEngine):
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None):
         if config.tensor_parallel_size > 1:
             raise ValueError(
-                f"tensor_parallel_size {config.tensor_parallel_size} is not supported for recommenders, only 1"
+                f"tensor_parallel_size {config.tensor_parallel_size} is not supported for {self.served}, only 1"
             )
         super().__init__(config, checkpoint)
 
@@ -70,12 +75,12 @@ class ScoreEngine(BudgetEngine):
         """See Engine. prompt: a sample, as the model's `read` documents it. params: of the task 'classify'."""
         params = params or PoolingParams("classify")
         if not isinstance(params, PoolingParams) or params.task != "classify":
-            raise ValueError(f"a recommender takes PoolingParams('classify'), got {params!r}")
+            raise ValueError(f"{self.served} take PoolingParams('classify'), got {params!r}")
         request = ScoreRequest(request_id, None, [], params, priority, sample=self.runner.model.read(prompt))
         if request.num_tokens > self.max_model_len:
             raise ValueError(
-                f"the input has {request.num_tokens} ids, and a request may have {self.max_model_len}"
-                " (max_num_batched_tokens)"
+                f"the input has {request.num_tokens} {self.counted}, and a request may have {self.max_model_len}"
+                f" ({self.limit})"
             )
         return request
 

@@ -13,6 +13,7 @@ EMBEDDINGS = 2e-5
 SCORES = 1e-4
 RECOMMENDATIONS = 1e-5  # and relative
 IMAGES = 5e-4  # of colors from 0 to 1
+POINTS = 2e-5  # and relative
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
 DETECTIONS = 1e-4  # in parts of an image's side, and of scores
@@ -54,6 +55,9 @@ def verified(model: Model, architecture: str) -> Verified:
         if model.name != "gaussian_splatting":
             test = f"test_{model.name}_equals_its_equations"
         return Verified(f"tests/models/test_rendering.py::{test}", IMAGES)
+    if arch.runner == "Segment":
+        test = f"tests/models/test_{model.name}.py::test_{model.name}_equals_its_equations"
+        return Verified(f"{test}[segmentor]", POINTS)
     if arch.runner == "Denoise":
         return Verified(
             f"tests/engine/test_denoise.py::test_pipeline_equals_diffusers[{model.name}]", LATENTS

@@ -28,22 +28,30 @@ class ScoreInput:
 class Score(Runner):
     """Runs a model of the interface in models/recsys/dlrm_v2.py, in the checkpoint's dtype unless another is named."""
 
+    what = "a recommender"
+
     def _prepare(self, folder: Path) -> None:
         config = self.config
         default = EngineConfig(model="")
         for name in CACHE_OPTIONS:
             if getattr(config, name) != getattr(default, name):
-                raise ValueError(f"{name} applies to models that generate; {config.model} is a recommender")
+                raise ValueError(f"{name} applies to models that generate; {config.model} is {self.what}")
         self._folder = folder
         if config.dtype == "auto":  # scores are compared with those of float32 models
             found = getattr(self.hf_config, "dtype", None) or torch.float32
             self.dtype = ALL_DTYPES[found] if isinstance(found, str) else found
-        self.max_model_len = config.max_model_len or config.max_num_batched_tokens
-        if config.max_num_batched_tokens < self.max_model_len:
+        self.max_model_len = self._longest()
+
+    def _longest(self) -> int:
+        """The ids that a sample may have."""
+        config = self.config
+        longest = config.max_model_len or config.max_num_batched_tokens
+        if config.max_num_batched_tokens < longest:
             raise ValueError(
                 f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len"
-                f" {self.max_model_len}: a sample is computed in one step"
+                f" {longest}: a sample is computed in one step"
             )
+        return longest
 
     def _loaded(self) -> None:
         self.model.ready(self._folder, self.config.load_format == "dummy")
@@ -77,7 +85,7 @@ class ScoreStep:
         self._found = found
 
     def result(self) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Per sample scores [n] float32, and the ids [n] int64 that they belong to, if any. Waits for the device."""
+        """Per sample scores [n, ...] float32, and the ids [n] int64 that they belong to, if any. Waits for them."""
         scores = torch.cat([scores.float() for scores, _ in self._found]).cpu().numpy()
         listed = [ids for _, ids in self._found if ids is not None]
         ids = torch.cat(listed).cpu().numpy() if listed else None

@@ -579,6 +579,23 @@ class SamplesRequest(Body):
         return [self.inputs] if isinstance(self.inputs, dict) else self.inputs
 
 
+class CloudsRequest(Body):
+    """Point clouds, whose fields depend on the model."""
+
+    inputs: dict[str, Any] | list[dict[str, Any]]
+    output: Literal["labels", "probabilities", "logits", "features"] | None = Field(
+        None, description="The numbers of each point next to its label; by default none."
+    )
+    encoding_format: Literal["float", "base64"] | None = "float"
+    user: str | None = Field(None, description="Accepted and ignored.")
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+    @property
+    def clouds(self) -> list[dict[str, Any]]:
+        """The clouds one by one."""
+        return [self.inputs] if isinstance(self.inputs, dict) else self.inputs
+
+
 # vLLM's names of the two sides of a score
 SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 

@@ -189,6 +189,22 @@ class SampleScoreList(BaseModel):
     usage: EmbeddingUsage
 
 
+class Segmented(BaseModel):
+    index: int
+    object: Literal["segmentation"]
+    labels: list[int] | None = None
+    data: list[list[float]] | str | None = None
+
+
+class SegmentationList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Segmented]
+    usage: EmbeddingUsage
+
+
 class ScoreList(BaseModel):
     id: str
     object: Literal["list"]
@@ -301,5 +317,5 @@ COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
 EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)
 POOLING, SCORES, RERANKING = answers(PoolingList), answers(ScoreList), answers(RerankList)
-RECOMMENDATION = answers(SampleScoreList)
+RECOMMENDATION, SEGMENTATION = answers(SampleScoreList), answers(SegmentationList)
 TOKENIZE, DETOKENIZE, DONE = answers(Tokens), answers(Text), answers(Done)

@@ -46,6 +46,7 @@ from fastkernels.engine.http.rendering import Rendering
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
+from fastkernels.engine.http.segmentation import Segmentation
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.http.videos import Videos
 from fastkernels.engine.runners import RUNNERS
@@ -59,6 +60,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Score": (Recommendation,),
     "Act": (Actions,),
     "Render": (Rendering,),
+    "Segment": (Segmentation,),
     "Denoise": (Pictures,),
     "DenoiseVideo": (Videos,),
     "Rollout": (Frames,),

@@ -1,0 +1,1 @@
+"""Point clouds on a grid: orders along space-filling curves, sparse convolution, and reductions of segments."""
