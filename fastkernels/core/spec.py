@@ -16,8 +16,8 @@ from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import varied
 
 __all__ = [
-    "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Ranking", "Scalar", "Sizes", "Target",
-    "Tensor", "Tolerance", "dtype_of", "fan_in", "full", "uniform",
+    "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Ranking", "Scalar", "Sizes",
+    "Target", "Tensor", "Tolerance", "dtype_of", "fan_in", "full", "uniform",
 ]  # fmt: skip
 
 SEAMS = {

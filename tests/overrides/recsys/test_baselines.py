@@ -91,9 +91,9 @@ class Uncapturable(TorchDispatchMode):
             self.found.append(
                 name
             )  # lift_fresh: of a tensor on the CPU with a Python number, as x[at] = 1 makes
-        if name in ("index", "index_put", "index_put_"):
-            if any(t is not None and t.dtype == torch.bool for t in args[1]):
-                self.found.append(f"{name} with a mask")
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if any(t is not None and t.dtype == torch.bool for t in indices):
+            self.found.append(f"{name} with a mask")
         return func(*args, **(kwargs or {}))
 
 
