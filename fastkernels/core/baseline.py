@@ -101,6 +101,8 @@ class Baseline:
                 Raises ImportError, AttributeError or RuntimeError where the library is another version's
     modules     importable modules that it needs, all of them; of a tuple among them, any one
     refuses     refuses(*op_args) -> None if it takes the case, else the reason; may synchronize, so not when timed
+    faults      faults(*op_args) -> None if it takes these values, else why it reads beyond its arguments, which ends a
+                process that uses a GPU; may synchronize. Hosts never call it with such values
     overwrites  positions of arguments that it may write over though the op does not (the hosts no longer need them)
     differs     why its right outputs may be others than the oracle's ('' if they may not): other noise, other order
     unchecked   positions of the outputs for which that is so: these are not compared
@@ -114,6 +116,7 @@ class Baseline:
     modules: tuple[str | tuple[str, ...], ...] = ()
     devices: tuple[str, ...] = ("cuda",)
     refuses: Callable[..., str | None] | None = None
+    faults: Callable[..., str | None] | None = None
     overwrites: tuple[int, ...] = ()
     differs: str = ""
     unchecked: tuple[int, ...] = ()
@@ -141,6 +144,10 @@ class Baseline:
     def supports(self, *args: Any) -> str | None:
         """Why it does not take these arguments of the op; None if it does."""
         return None if self.refuses is None else self.refuses(*args)
+
+    def fails(self, *args: Any) -> str | None:
+        """Why it cannot be called with the values of these arguments; None if it can."""
+        return None if self.faults is None else self.faults(*args)
 
 
 def _nothing(*args: Any) -> None:

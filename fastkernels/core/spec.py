@@ -16,8 +16,8 @@ from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import varied
 
 __all__ = [
-    "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Scalar", "Sizes", "Target", "Tensor",
-    "Tolerance", "dtype_of", "fan_in", "full", "uniform",
+    "SEAMS", "TOLERANCE", "Axis", "Call", "Case", "Expr", "OpSpec", "Permutable", "Ranking", "Scalar", "Sizes",
+    "Target", "Tensor", "Tolerance", "dtype_of", "fan_in", "full", "uniform",
 ]  # fmt: skip
 
 SEAMS = {
@@ -113,6 +113,23 @@ class Permutable:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """An output of ids that the op orders by scores which it computes: rounding may exchange nearly equal ones.
+
+    Ids are correct if their exact scores are the expected ones, within the tolerance of the scores, and if no row has
+    an id twice.
+
+    ids     position of this output [..., k]; -1 stands for no id
+    scores  position of the output with the scores [..., k] of these ids
+    score   score(ids, *args) -> (scores of any ids, whether each of them may be chosen), computed as `reference` does
+    """
+
+    ids: int
+    scores: int
+    score: Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """The description of one op. The file fastkernels/overrides/FAMILY/NAME.py ends with SPEC = OpSpec(...).
 
@@ -157,6 +174,7 @@ class OpSpec:
     tie_sensitive  a tie between inputs decides what is computed, such as a token's experts. `inputs` avoids ties, and
                  the judge changes values only as `permutable` allows
     permutable   permutable(*args) -> Permutable, for ops that are tie-sensitive or return integers
+    ranking      the output of ids whose order rounding may change; other integers must be exact
     baseline     the provider that production uses
 
     A collective, whose result depends on the tensors of several ranks:
@@ -213,6 +231,7 @@ class OpSpec:
     contained: Any = None
     tie_sensitive: bool = False
     permutable: Callable[..., Permutable] | None = None
+    ranking: Ranking | None = None
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     dtype_arg: int | None = None
     mutates: tuple[int, ...] = ()

@@ -37,14 +37,25 @@ def block_of(channels: int) -> int:
     return min(64, next_power_of_2(channels))
 
 
-def channel_sums(x: torch.Tensor, squares: bool = False) -> torch.Tensor:
-    """x [B, T, C] to [B, parts, C] in float32, whose sum over the parts is that over the T places."""
+def channel_sums(
+    x: torch.Tensor, squares: bool = False, block_t: int = BLOCK_T, programs: int = 1
+) -> torch.Tensor:
+    """x [B, T, C] to [B, parts, C] in float32, whose sum over the parts is that over the T places.
+
+    block_t   places that a program reads at once
+    programs  that are wanted: of few images and channels, parts are smaller than SPAN
+    """
     batch, places, channels = x.shape
-    parts = min(MOST, cdiv(places, SPAN))
+    columns = cdiv(channels, block_of(channels))
+    parts = min(MOST, max(cdiv(places, SPAN), min(cdiv(programs, batch * columns), cdiv(places, block_t))))
+    span = cdiv(places, parts)
+    if programs > 1:  # whole blocks, of which no program has one more than it needs
+        span = cdiv(span, block_t) * block_t
+        parts = cdiv(places, span)
     out = torch.empty(batch, parts, channels, dtype=torch.float32, device=x.device)
     launch_kernel(
-        _channel_sums_kernel, (batch, parts, cdiv(channels, block_of(channels))),
-        x, out, places, channels, cdiv(places, parts), *x.stride(),
-        SQUARES=squares, BLOCK_T=BLOCK_T, BLOCK_C=block_of(channels), num_warps=4,
+        _channel_sums_kernel, (batch, parts, columns),
+        x, out, places, channels, span, *x.stride(),
+        SQUARES=squares, BLOCK_T=block_t, BLOCK_C=block_of(channels), num_warps=4,
     )  # fmt: skip
     return out

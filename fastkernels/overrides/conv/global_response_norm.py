@@ -15,7 +15,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.conv.channel_sums import BLOCK_T, block_of, channel_sums
 from fastkernels.overrides.conv.spatial import unsupported
-from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import unsupported_vector
 
@@ -42,27 +42,38 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
         )
 
 
-@triton.jit
+PROGRAMS = 512  # that read an image at the same time: about four for each multiprocessor of an H200
+SUMS = 1 << 15  # that a program of the second kernel reads at once
+
+
+@triton.jit(do_not_specialize=["parts"])
 def _response_kernel(
-    sums_ptr, out_ptr, parts, C, eps, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr
+    sums_ptr, out_ptr, parts, C, eps, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # One program per image: the norms of its channels over their mean.
+    # One program per image: the norms of its channels over their mean. All parts are read at once: one after the other,
+    # each would cost the latency of the memory. WHOLE: BLOCK_C are all channels.
     follow(OVERLAP)
     image = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    part = tl.arange(0, PARTS)
     for begin in range(0, C, BLOCK_C):
         cols = begin + tl.arange(0, BLOCK_C)
-        squares = tl.zeros((BLOCK_C,), dtype=tl.float32)
-        for part in range(parts):
-            squares += tl.load(sums_ptr + (image * parts + part) * C + cols, mask=cols < C, other=0.0)
-        norms = tl.sqrt(squares)
+        known = (part < parts)[:, None] & (cols < C)[None, :]
+        at = sums_ptr + (image * parts + part[:, None]) * C + cols[None, :]
+        norms = tl.sqrt(tl.sum(tl.load(at, mask=known, other=0.0), axis=0))
         total += norms
-        tl.store(out_ptr + image * C + cols, norms, mask=cols < C)
+        if not WHOLE:
+            tl.store(out_ptr + image * C + cols, norms, mask=cols < C)
     scale = 1.0 / (tl.sum(total, axis=0) / C + eps)
-    for begin in range(0, C, BLOCK_C):  # each thread reads what it wrote
-        cols = begin + tl.arange(0, BLOCK_C)
-        norms = tl.load(out_ptr + image * C + cols, mask=cols < C, other=0.0)
-        tl.store(out_ptr + image * C + cols, norms * scale, mask=cols < C)
+    if WHOLE:
+        cols = tl.arange(0, BLOCK_C)
+        tl.store(out_ptr + image * C + cols, total * scale, mask=cols < C)
+    else:
+        for begin in range(0, C, BLOCK_C):  # each thread reads what it wrote
+            cols = begin + tl.arange(0, BLOCK_C)
+            norms = tl.load(out_ptr + image * C + cols, mask=cols < C, other=0.0)
+            tl.store(out_ptr + image * C + cols, norms * scale, mask=cols < C)
 
 
 @triton.jit
@@ -97,12 +108,17 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: floa
     if out.numel() == 0:
         return out
     batch, tokens, channels = x.shape
-    sums = channel_sums(x, squares=True)
+    sums = channel_sums(x, squares=True, block_t=2 * BLOCK_T, programs=PROGRAMS)
     n = torch.empty(batch, channels, dtype=torch.float32, device=x.device)
+    parts = next_power_of_2(sums.shape[1])
+    at_once = min(next_power_of_2(channels), SUMS // parts)
     launch_kernel(
-        _response_kernel, (batch,), sums, n, sums.shape[1], channels, eps, BLOCK_C=1024, num_warps=8
-    )
+        _response_kernel, (batch,), sums, n, sums.shape[1], channels, eps, PARTS=parts, BLOCK_C=at_once,
+        WHOLE=channels <= at_once, num_warps=16 if parts * at_once >= SUMS // 2 else 8,
+    )  # fmt: skip
     tiles, block = cdiv(tokens, BLOCK_T), block_of(channels)
+    if x.stride(2) == 1:
+        block = min(2 * block, next_power_of_2(channels))
     launch_kernel(
         _respond_kernel, (batch * tiles, cdiv(channels, block)),
         x, n, weight, bias, out, tokens, channels, tiles, *x.stride(),

@@ -23,6 +23,7 @@ from fastkernels.overrides.recsys.cases import zipf
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
+MANY = 2048  # programs of four warps that fill a GPU
 
 
 def reference(
@@ -94,9 +95,9 @@ def _check(
         raise ValueError("embedding_bag: per_sample_weights are for sums: use mean=False")
 
 
-@triton.jit(do_not_specialize=["batch", "out_stride"])
+@triton.jit(do_not_specialize=["batch", "features"])
 def _embedding_bag_kernel(
-    ids_ptr, offsets_ptr, w_ptr, starts_ptr, rows_ptr, factors_ptr, out_ptr, w_stride, D, batch, out_stride,
+    ids_ptr, offsets_ptr, w_ptr, starts_ptr, rows_ptr, factors_ptr, out_ptr, w_stride, D, batch, features,
     ADDRESSES: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -112,9 +113,12 @@ def _embedding_bag_kernel(
     if not ADDRESSES:
         start = start * w_stride
     total = tl.zeros([BLOCK_D], tl.float32)
+    following = tl.load(ids_ptr + begin + tl.arange(0, BLOCK_L), mask=tl.arange(0, BLOCK_L) < n, other=-1)
     for first in range(0, n, BLOCK_L):
         places = first + tl.arange(0, BLOCK_L)
-        ids = tl.load(ids_ptr + begin + places, mask=places < n, other=-1).to(tl.int64)
+        ids = following.to(tl.int64)
+        # The next ids arrive while the rows of these do.
+        following = tl.load(ids_ptr + begin + places + BLOCK_L, mask=places + BLOCK_L < n, other=-1)
         there = (ids >= 0) & (ids < rows)
         mask = there[:, None] & (cols < D)[None, :]
         row = tl.load(w_ptr + start + ids[:, None] * w_stride + cols[None, :], mask=mask, other=0.0)
@@ -125,9 +129,8 @@ def _embedding_bag_kernel(
         total += tl.sum(row, 0)
     if MEAN:
         total = total / tl.maximum(n, 1).to(tl.float32)
-    tl.store(
-        out_ptr + sample * out_stride + feature * D + cols, total.to(out_ptr.dtype.element_ty), mask=cols < D
-    )
+    out_at = out_ptr + (sample * features + feature) * D + cols
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
 def _fake(
@@ -166,12 +169,16 @@ def launch(
         return out
     bags, dim = len(offsets) - 1, weight.shape[1]
     block = min(next_power_of_2(dim), 512)
-    at_once = min(next_power_of_2(cdiv(max(len(indices), 1), bags)), max(2048 // block, 1), 16)
+    programs = bags * cdiv(dim, block)
+    # Of many bags, each is the work of one warp: its sum needs no other, and more bags wait for memory at a time.
+    most = 1024 if programs >= MANY else 2048
+    at_once = min(next_power_of_2(cdiv(max(len(indices), 1), bags)), max(most // block, 1), 16)
+    tile = block * at_once
     launch_kernel(
         _embedding_bag_kernel, (bags, cdiv(dim, block)), indices.contiguous(), offsets.contiguous(), weight,
         starts.contiguous(), rows.contiguous(), None if factors is None else factors.contiguous(), out,
-        weight.stride(0), dim, len(out), out.stride(0), ADDRESSES=addresses, WEIGHTED=factors is not None, MEAN=mean,
-        BLOCK_L=at_once, BLOCK_D=block, num_warps=1 if block * at_once <= 512 else 2 if block * at_once <= 1024 else 4,
+        weight.stride(0), dim, len(out), len(starts), ADDRESSES=addresses, WEIGHTED=factors is not None, MEAN=mean,
+        BLOCK_L=at_once, BLOCK_D=block, num_warps=1 if tile <= 512 or most == 1024 else 2 if tile <= 1024 else 4,
     )  # fmt: skip
     return out
 

@@ -85,6 +85,15 @@ def _bags(
     return made.view(features, batch, -1).transpose(0, 1).flatten(1)
 
 
+def _beyond_tables(indices: T, offsets: T, weight: T, table_starts: T, table_rows: T, *_: Any) -> str | None:
+    features = len(table_starts)
+    batch = (len(offsets) - 1) // features
+    if not batch or not len(indices):
+        return None
+    rows = table_rows.repeat_interleave(offsets[::batch].diff(), output_size=len(indices))
+    return "an id is beyond its table" if bool(((indices < 0) | (indices >= rows)).any()) else None
+
+
 def _cross(x0: T, x: T, v: T, w: T, bias: T) -> T:
     """torchrec's own code of a layer."""
     return x0 * (F.linear(F.linear(x, v), w) + bias) + x
@@ -96,6 +105,11 @@ def _sparse(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = 
         warnings.simplefilter("ignore", UserWarning)  # CSR is in beta state
         graph = torch.sparse_csr_tensor(crow_indices, col_indices, values.to(x.dtype), (len(x), len(x)))
     return graph @ x if alpha is None else mixed(lambda now: graph @ now, x, alpha)
+
+
+def _beyond_nodes(x: T, crow_indices: T, col_indices: T, *_: Any) -> str | None:
+    there = (col_indices >= 0) & (col_indices < len(x))
+    return None if bool(there.all()) else "an edge is from a node that does not exist"
 
 
 def _scattered(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
@@ -111,7 +125,12 @@ def _scattered(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None
 
 def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | None = None) -> tuple[T, T]:
     """All scores, those of seen items overwritten by -inf, and torch.topk."""
-    scores = (users @ items.t()).float()
+    if users.dtype == torch.float32:
+        scores = users @ items.t()
+    elif users.is_cuda:
+        scores = torch.mm(users, items.t(), out_dtype=torch.float32)
+    else:
+        scores = users.float() @ items.float().t()
     if seen is not None and seen_starts is not None:
         of = torch.arange(len(users), device=users.device)
         of = of.repeat_interleave(seen_starts.diff(), output_size=len(seen))
@@ -121,11 +140,11 @@ def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | No
 
 
 BASELINES |= {
-    "embedding_bag": from_torch(_bags),
+    "embedding_bag": from_torch(_bags, faults=_beyond_tables),
     "cross_low_rank": (*from_torch(_cross), inductor("cross_low_rank")),
     "graph_propagate": (
-        *from_torch(_scattered),
-        Baseline("cusparse", "library", lambda: _sparse),
+        *from_torch(_scattered, faults=_beyond_nodes),
+        Baseline("cusparse", "library", lambda: _sparse, faults=_beyond_nodes),
     ),
     "top_k_scores": from_torch(_best),
 }

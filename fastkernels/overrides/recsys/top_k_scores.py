@@ -12,7 +12,7 @@ import triton.language as tl
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import OpSpec, Permutable
+from fastkernels.core.spec import OpSpec, Permutable, Ranking
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recsys.cases import zipf
@@ -41,18 +41,40 @@ def reference(
     _check(users, items, k, seen_starts, seen)
     acc = torch.promote_types(users.dtype, torch.float32)
     scores = users.to(acc) @ items.to(acc).t()
-    hidden = torch.zeros_like(scores, dtype=torch.bool)
-    if seen is not None and seen_starts is not None:
-        place = torch.arange(len(seen), device=seen.device)
-        user = torch.searchsorted(seen_starts[1:].long(), place, right=True)
-        kept = (seen >= 0) & (seen < len(items)) & (user < len(users))
-        hidden[user[kept], seen[kept].long()] = True
+    hidden = _hidden(users, items, seen_starts, seen)
     # A stable sort puts seen items last, even behind scores of -inf.
     best, ids = scores.masked_fill(hidden, float("-inf")).sort(dim=1, descending=True, stable=True)
     order = hidden.gather(1, ids).to(torch.int8).argsort(dim=1, stable=True)[:, :k]
     best, ids = best.gather(1, order), ids.gather(1, order)
     out = hidden.gather(1, ids)
     return best.masked_fill(out, float("-inf")), ids.masked_fill(out, -1)
+
+
+def _hidden(
+    users: torch.Tensor, items: torch.Tensor, seen_starts: torch.Tensor | None, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """The items that each user has seen: [B, M] bool. Does not synchronize, so that it can be captured in a graph."""
+    cells = len(users) * len(items)
+    hidden = torch.zeros(
+        cells + 1, dtype=torch.bool, device=users.device
+    )  # the last is for ids beyond the items
+    if seen is not None and seen_starts is not None:
+        place = torch.arange(len(seen), device=seen.device)
+        user = torch.searchsorted(seen_starts[1:].long(), place, right=True)
+        kept = (seen >= 0) & (seen < len(items)) & (user < len(users))
+        hidden.index_fill_(0, torch.where(kept, user * len(items) + seen, cells), True)
+    return hidden[:-1].view(len(users), len(items))
+
+
+def _score(
+    ids: torch.Tensor, users: torch.Tensor, items: torch.Tensor, k: int, seen_starts: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The scores of ids [B, k], and whether the user may get each: it exists, and the user has not seen it."""
+    acc = torch.promote_types(users.dtype, torch.float32)
+    at = ids.clamp(0, len(items) - 1)
+    scores = (users.to(acc)[:, None] * items[at].to(acc)).sum(-1)
+    return scores, (ids == at) & ~_hidden(users, items, seen_starts, seen).gather(1, at)
 
 
 def _check(
@@ -204,13 +226,8 @@ def _torch(
     bits = scores.masked_fill(scores.isnan(), float("nan")).view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (order << 32) | (0x7FFFFFFF - torch.arange(len(items), device=users.device))
-    if seen is not None and seen_starts is not None:
-        place = torch.arange(len(seen), device=seen.device)
-        user = torch.searchsorted(seen_starts[1:].long(), place, right=True)
-        kept = (seen >= 0) & (seen < len(items)) & (user < len(users))
-        hidden = torch.zeros((len(users) + 1, len(items)), dtype=torch.bool, device=users.device)
-        hidden[torch.where(kept, user, len(users)), torch.where(kept, seen, 0).long()] = True
-        keys = keys.masked_fill(hidden[:-1], NONE)
+    if seen is not None:
+        keys = keys.masked_fill(_hidden(users, items, seen_starts, seen), NONE)
     return _decoded(keys, k)
 
 
@@ -232,7 +249,7 @@ top_k_scores = define(
 
 
 def _values(call: Call) -> dict[str, torch.Tensor]:
-    """Users of a few tastes, with items of clearly different scores for each: no ties among the best."""
+    """Users of a few tastes, with items of clearly different scores for each: few near ties among the best."""
     batch, count, dim, k = call["users"], call["items"], call["dim"], call["k"]
     device, generator = call.device, call.generator
     tastes = min(dim, 4)
@@ -309,6 +326,7 @@ SPEC = OpSpec(
         _case("none", "odd", 0, 20, 8, 3),
     ),
     tie_sensitive=True,
+    ranking=Ranking(ids=1, scores=0, score=_score),
     permutable=lambda *args: Permutable(rows=(0,) if len(args) < 4 or args[3] is None else ()),
     activations=("users",),
     baseline="torch",

@@ -51,7 +51,7 @@ TAIL = (
 
 def keys_inside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """States [..., K, V] whose keys are contiguous, as our engine and vLLM store them."""
-    return call.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+    return call.randn(*shape).to(dtype).mT.contiguous().mT
 
 
 def state(axes: str, of: str, **more: Any) -> Tensor:

@@ -64,6 +64,24 @@ def test_triton_kernels_keep_the_memory_format_of_pytorch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+RESPONSES = """
+import torch
+from fastkernels.overrides.conv import global_response_norm as norm
+for sums in (norm.SUMS, 64):  # all channels at once, or 16 for at most four parts
+    norm.SUMS = sums
+    for shape in ((1, 70, 40), (2, 300, 50), (3, 1, 65)):
+        x, w, b = torch.randn(shape), torch.randn(shape[2]), torch.randn(shape[2])
+        for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+            want = norm.reference(given.double(), w.double(), b.double()).float()
+            torch.testing.assert_close(norm._triton(given, w, b), want, atol=2e-5, rtol=2e-5)
+"""
+
+
+def test_global_response_norm_in_parts_and_layouts() -> None:
+    done = warm.run(["-c", RESPONSES], {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.tuples(*[st.integers(1, 3)] * 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import warm
+from support.kernels import ahead, warm
 
 from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
+from fastkernels.overrides.kit import overlap
 from fastkernels.overrides.recsys.cases import bipartite, zipf
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
-from fastkernels.overrides.recsys.embedding_bag import embedding_bag
+from fastkernels.overrides.recsys.embedding_bag import _triton, embedding_bag, launch
 from fastkernels.overrides.recsys.graph_propagate import graph_of, graph_propagate
 from fastkernels.overrides.recsys.jagged import pooled_at_once
 from fastkernels.overrides.recsys.top_k_scores import top_k_scores
@@ -92,13 +94,32 @@ for factors, mean in ((None, False), (None, True), (torch.rand(6), False)):
     found = launch(ids, ends, tables[0], distances, rows, factors, mean, addresses=True)
     want = reference(ids, ends, torch.cat(tables), rows.cumsum(0) - rows, rows, factors, mean)
     torch.testing.assert_close(found, want)
+from fastkernels.core import registry
+from fastkernels.overrides.recsys import embedding_bag
+embedding_bag.MANY = 1  # a warp for each bag
+spec = registry.get("embedding_bag")
+for case in (c for c in spec.cases if "odd" in c.tags):
+    args = spec.inputs(case, "cpu", torch.Generator().manual_seed(1))
+    want, close = reference(*args), spec.tolerance[case.dtype]
+    torch.testing.assert_close(embedding_bag._triton(*args), want, atol=close.atol, rtol=close.rtol)
 """
 
 
-def test_kernel_reads_separate_tables_where_they_are() -> None:
+def test_kernel_of_separate_tables_and_of_many_bags() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = warm.run(["-c", INTERPRETED], env, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_kernel_of_many_half_bags_has_wide_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "_quick", False)  # each launch is Triton's own
+    monkeypatch.setattr(sys.modules[launch.__module__], "MANY", 1)
+    ids, zero = torch.arange(40), torch.zeros(1, dtype=torch.int64)
+    weight = torch.empty(40, 128, dtype=torch.float16)
+    (kernel,) = ahead.launched(lambda: _triton(ids, torch.arange(0, 41, 8), weight, zero, zero + 40))
+    ptx = ahead.compile_for(kernel, 90).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx and "st.global.v2.b32" in ptx and ".global.b16" not in ptx
+    assert "bar.sync" not in ptx  # a bag is the work of one warp
 
 
 def collection(device: str, mode: str = "sum", weighted: bool = False) -> Any:

@@ -174,11 +174,11 @@ def others(m: Model, tokens: int) -> None:
     )
     triton("refine_boxes", boxes, empty(2, 300, 4))
     triton("top_k_scores", empty(tokens, 64), empty(4000, 64), 20, empty(tokens + 1, dtype=I64), ids)
-    cells = empty(tokens, 3, dtype=torch.int32)
-    triton("serialize_points", cells, ids, empty(8, dtype=I64))
-    near = triton("voxel_neighbors", cells, ids, 3)
-    triton("subm_conv3d", empty(tokens, 64), empty(64, 3, 3, 3, 64), near, empty(64))
-    triton("segment_reduce", vectors, empty(tokens + 1, dtype=I64), ids)
+    cells, order = empty(1000, 3, dtype=torch.int32), empty(1000, dtype=I64)  # of a cloud, not of a prompt
+    triton("serialize_points", cells, order, empty(8, dtype=I64))
+    near = triton("voxel_neighbors", cells, order, 3)
+    triton("subm_conv3d", empty(1000, 64), empty(64, 3, 3, 3, 64), near, empty(64))
+    triton("segment_reduce", empty(1000, 64), empty(201, dtype=I64), order)
     _scenes(tokens)
 
 

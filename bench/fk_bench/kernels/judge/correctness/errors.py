@@ -37,12 +37,14 @@ class Expected:
 
     run     computes the same by the reference in the arguments' own dtypes
     dtypes  of the outputs and written arguments; None: unknown, so that `native` is always needed
+    score   score(ids) -> exact scores of the ids of a ranking, and whether each may be chosen; see Ranking
     """
 
     outputs: list[torch.Tensor]
     written: dict[int, torch.Tensor]
     run: Callable[[], list[torch.Tensor]]
     dtypes: Sequence[torch.dtype] | None = None
+    score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     needed: bool = False  # whether `native` was computed
 
     def all(self) -> list[torch.Tensor]:
@@ -79,7 +81,9 @@ def expect(
         return [*out, *changed.values()]
 
     every = None if dtypes is None else [*dtypes, *(args[i].dtype for i in written)]
-    return Expected(outputs, written, native, every)
+    ranking = spec.ranking
+    score = None if ranking is None else lambda ids: ranking.score(ids, *precise)
+    return Expected(outputs, written, native, every, score)
 
 
 @dataclass
@@ -130,10 +134,11 @@ def compare(
             if i not in unchecked:
                 output = i if i < len(want.outputs) else None
                 label = f"output {i}" if output is not None else "a written argument"
-                errors = baseline or Errors()
-                total = total.worse(
-                    _compare(spec, case, label, a, b, n, allowed, errors, finite, nonfinite, output)
-                )
+                limits = allowed, baseline or Errors(), finite, nonfinite
+                if spec.ranking is not None and output == spec.ranking.ids and _differ(a, b, n):
+                    total = total.worse(_compare_ids(spec, case, label, a, want, native, *limits))
+                else:
+                    total = total.worse(_compare(spec, case, label, a, b, n, *limits, output))
         return total
 
     if want.dtypes is not None:
@@ -141,6 +146,57 @@ def compare(
         if not first.problem:
             return first
     return all_of(want.native, False)
+
+
+def _differ(got: torch.Tensor, want: torch.Tensor, native: torch.Tensor) -> bool:
+    """Whether only values differ."""
+    return got.shape == want.shape and got.dtype == native.dtype and not torch.equal(got, want.to(got.dtype))
+
+
+def _compare_ids(
+    spec: OpSpec,
+    case: Case,
+    label: str,
+    got: torch.Tensor,
+    want: Expected,
+    native: list[torch.Tensor],
+    allowed: float | None,
+    baseline: Errors,
+    finite_only: bool,
+    nonfinite: bool,
+) -> Errors:
+    """Compare the ids of a ranking that are not the expected ones: by their scores, see Ranking."""
+    ranking = spec.ranking
+    assert ranking is not None and want.score is not None
+    ids, best = want.outputs[ranking.ids], want.outputs[ranking.scores]
+
+    def scores_of(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of these ids, with those that were expected for the expected ids; and the wrong ids."""
+        scores, may = want.score(found.to(ids.dtype))  # type: ignore[misc]
+        other = found != ids
+        return torch.where(other, scores.to(best.dtype), best), other & ~may
+
+    def problem(wrong: torch.Tensor, what: str) -> Errors:
+        at = int(wrong.flatten().int().argmax())
+        values = (
+            f"at {_index(at, got.shape)} expected {ids.flatten()[at].item()}, got {got.flatten()[at].item()}"
+        )
+        return Errors(f"{label}: {int(wrong.sum())} of {got.numel()} ids {what}; {values}")
+
+    scores, forbidden = scores_of(got)
+    if forbidden.any():
+        return problem(forbidden, "do not exist or may not be chosen")
+    ordered, places = got.sort(-1)
+    again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if again.any():
+        twice = torch.zeros_like(got, dtype=torch.bool).scatter_(-1, places[..., 1:], again)
+        return problem(twice, "occur twice in their row")
+    dtype = native[ranking.scores].dtype
+    own = scores_of(native[ranking.ids])[0]
+    return _compare(
+        spec, case, f"{label} (exact scores of its ids)", scores.to(dtype), best, own.to(dtype), allowed, baseline,
+        finite_only, nonfinite, ranking.scores,
+    )  # fmt: skip
 
 
 def _compare(

@@ -28,6 +28,7 @@ class Implementation:
         self.prepared: list[Prepared] = []  # the baselines among them that prepare weights; never a candidate
         self.production: list[str] = []  # baselines of hosts and libraries that can be tried
         self.missing: dict[str, tuple[str, ...]] = {}  # {such a baseline that is not installed: its packages}
+        self.inside: Any = None  # the baseline of the op that its module calls
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.building: Callable[..., Any] | None = (
             None  # of a host's module, in place of our class: see of_block
@@ -61,7 +62,7 @@ class Implementation:
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
-        self.building, self.around = None, nullcontext
+        self.building, self.around, self.inside = None, nullcontext, None
         self.production, self.missing = [], {}
         self.device, self.spec = device, registry.get(op)
         self.overload = self.spec.op.overload if self.spec.op is not None else None
@@ -153,11 +154,16 @@ class Implementation:
         except Exception:  # another version of the library: try the next baseline
             return False
         self._put(op, fn, baseline.name, remembered(baseline.supports))
+        if op == self.spec.name:
+            self.inside = baseline
         return True
 
     def use(self, baseline: str, args: list[Any] | None) -> dict[str, Any]:
         """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
         chosen, self.building, self.around = self.baselines.get(baseline), None, nullcontext
+        called = self.inside if chosen is None else chosen
+        if args is not None and called is not None and (reason := called.fails(*args)) is not None:
+            return {"unsupported": reason}
         if chosen is None:  # a module on installed baselines, or another candidate
             return {"prepares": bool(self.prepared)}
         if args is not None and (reason := chosen.supports(*args)) is not None:
