@@ -140,7 +140,11 @@ def own_sums(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
 
     Candidates for a whole layer, and for a part of this model, get and return sums.
     """
-    values = {"leaves_sum": ("reduce_results", True), "sums_ranks": ("sums_ranks", False), "unsummed": ("unsummed", False)}
+    values = {
+        "leaves_sum": ("reduce_results", True),
+        "sums_ranks": ("sums_ranks", False),
+        "unsummed": ("unsummed", False),
+    }
     return [
         (module, *change)
         for module in model.modules()
