@@ -111,7 +111,7 @@ def _leave_sums_to_norms(layers: Sequence[Any], last: nn.Module) -> None:
     for layer, behind in zip(layers, [*norms, last], strict=True):
         if isinstance(layer, WholeLayer):
             _leave_sum(layer.self_attn.o_proj, layer.post_attention_layernorm)
-            layer.unsummed = _leave_sum(layer.mlp.down_proj, behind)
+            layer.__dict__["unsummed"] = _leave_sum(layer.mlp.down_proj, behind)
         if not isinstance(layer, DecoderLayer):
             continue
         if layer.parallel or layer.multiplier != 1.0 or layer.cross or layer.moe or layer.layer_input:
