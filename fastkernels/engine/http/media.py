@@ -109,7 +109,10 @@ class MediaPrompts:
         if url.startswith("data:"):
             return
         allowed = self._config.allowed_media_domains
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be read: {url[:200]!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not allowed:
             only = f"data URLs, and URLs of {', '.join(allowed)}" if allowed else "data URLs only"
             raise ValueError(

@@ -91,7 +91,9 @@ def add_and_norm(
     if residual is None:
         return (delta if norm is None else norm(delta)), delta
     if getattr(norm, "sums_ranks", False):
-        return apply_norm(norm, delta, residual), residual
+        if type(norm) is VllmRMSNorm:
+            return apply_norm(norm, delta, residual), residual
+        delta = parallel.all_reduce(delta)  # the class of a candidate gets a sum, as in a model of one rank
     if isinstance(norm, (VllmRMSNorm, VllmGemmaRMSNorm)):
         return norm(delta, residual)
     if isinstance(norm, VllmLayerNorm) and fuses(gated_residual, (layer_norm,), delta):
@@ -109,7 +111,7 @@ def _leave_sums_to_norms(layers: Sequence[Any], last: nn.Module) -> None:
     for layer, behind in zip(layers, [*norms, last], strict=True):
         if isinstance(layer, WholeLayer):
             _leave_sum(layer.self_attn.o_proj, layer.post_attention_layernorm)
-            vars(layer)["unsummed"] = _leave_sum(layer.mlp.down_proj, behind)
+            layer.__dict__["unsummed"] = _leave_sum(layer.mlp.down_proj, behind)
         if not isinstance(layer, DecoderLayer):
             continue
         if layer.parallel or layer.multiplier != 1.0 or layer.cross or layer.moe or layer.layer_input:
@@ -129,8 +131,26 @@ def _leave_sum(row: Any, norm: Any) -> bool:
     kind = type(norm)  # a subclass may compute something else
     if kind is not VllmRMSNorm or not norm.has_weight or norm.variance_size_override is not None:
         return False
-    row.reduce_results, norm.sums_ranks = False, True
+    row.reduce_results, row.leaves_sum, norm.sums_ranks = False, True, True
     return True
+
+
+def own_sums(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
+    """Return (module, attribute, value) of the changes with which row-parallel layers sum for themselves again.
+
+    Candidates for a whole layer, and for a part of this model, get and return sums.
+    """
+    values = {
+        "leaves_sum": ("reduce_results", True),
+        "sums_ranks": ("sums_ranks", False),
+        "unsummed": ("unsummed", False),
+    }
+    return [
+        (module, *change)
+        for module in model.modules()
+        for marker, change in values.items()
+        if getattr(module, marker, False)
+    ]
 
 
 class WideNorm(nn.Module):

@@ -169,6 +169,11 @@ def _apply(runner: Any, request: Request) -> Patched:
 
     def begun(patched: Patched) -> None:
         _patches[runner] = patched
+        if any(is_block(op) or registry.get(op).level > 2 for op in kept):
+            from fastkernels.models.common.decoder import own_sums
+
+            for module, name, value in own_sums(runner.model):
+                patched.journal.set_attribute(module, name, value)
 
     try:
         patched = apply(FastKernelsAdapter(runner), runner.model, request, runner.rank, begun)

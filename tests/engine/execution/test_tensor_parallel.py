@@ -184,6 +184,62 @@ def test_norms_sum_what_row_parallel_layers_leave(two, tiny):
     assert [after > n for after, n in zip(ranks.call(fused, None), calls, strict=True)] == [True, True]
 
 
+LAYER = """
+import torch
+from torch import nn
+
+
+def normed(norm, x):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+class VllmLlamaDecoderLayer(nn.Module):
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states if residual is None else hidden_states + residual
+        out = self.self_attn(positions=positions, hidden_states=normed(self.input_layernorm, residual))
+        residual = residual + out
+        return self.mlp(normed(self.post_attention_layernorm, residual)), residual
+"""
+
+
+@pytest.mark.parametrize("name", ["llama_decoder_layer", "llama.decoder_layer"])
+def test_candidate_for_a_layer_gets_sums(two, tmp_path, name):
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    (tmp_path / f"{name}.py").write_text(LAYER)
+    with fastkernels.patch(two, candidates={name: str(tmp_path / f"{name}.py")}) as report:
+        assert tokens(two.generate(PROMPTS, GREEDY)) == before
+        assert all(row.calls for row in report.refresh().rows if row.op == name)
+        rows, norms = two.llm_engine.executor.call(sums_of)[0]
+        assert all(rows) and not any(norms)
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+    rows, norms = two.llm_engine.executor.call(sums_of)[0]
+    assert not any(rows) and norms == [False] + [True] * len(rows)
+
+
+NORM = """
+import torch
+
+
+class VllmRMSNorm(torch.nn.Module):
+    def forward(self, x, residual=None):
+        if residual is not None:
+            residual.add_(x)
+            x = residual
+        out = torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon) {more}
+        return out if residual is None else (out, residual)
+"""
+
+
+def test_class_of_a_candidate_runs_in_norms_that_sum(two, tmp_path):
+    """Of a Llama model, that is the final norm."""
+    before = tokens(two.generate(PROMPTS, GREEDY))
+    for more, same in (("", True), ("* torch.arange(x.shape[-1])", False)):
+        (tmp_path / "norm.py").write_text(NORM.format(more=more))
+        with fastkernels.patch(two, candidates={"rms_norm": str(tmp_path / "norm.py")}):
+            assert (tokens(two.generate(PROMPTS, GREEDY)) == before) is same
+    assert tokens(two.generate(PROMPTS, GREEDY)) == before
+
+
 def sums_of(runner):
     layers = runner.model.model.layers
     rows = [row.reduce_results for x in layers for row in (x.self_attn.o_proj, x.mlp.down_proj)]

@@ -185,6 +185,7 @@ BAD = [
     ([audio(SOUND), video(SOUND)], "video 0 of the prompt is one that is damaged, or no file of a known format"),
     ([video(MOVIE[:600])], "video 0 of the prompt is one"),
     ([audio(SOUND), {"type": "audio_url", "audio_url": {"url": "http://localhost/a"}}], "audio 1 cannot be read: the"),
+    ([{"type": "audio_url", "audio_url": {"url": "http://["}}], "audio 0 cannot be read: 'http://[': Invalid IPv6 URL"),
     ([{"type": "video_url", "video_url": {"url": "file:///etc/passwd"}}], "video 0 cannot be read: its URL begins"),
     ([{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA"}}], "video 0 is a video whose frame 0"),
     ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,***"}}], "video 0 is not base64 behind the"),
