@@ -124,6 +124,26 @@ def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
     assert (config.model_type, config.num_attention_heads) == ("llama", 8)
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("[1]", r"config\.json must hold a JSON object, got \[1\]"),
+        (
+            json.dumps({"architectures": ["InstantNGP"], "model_type": "instant_ngp", "levels": 10**400}),
+            r"levels=10+\.\.\.0+ is too large, it must fit into 64 bits$",
+        ),
+        (
+            json.dumps({"architectures": ["Oasis"], "model_type": "oasis", "vae": {"enc_dim": -(10**400)}}),
+            r"vae\.enc_dim=-10+\.\.\.0+ is too large",
+        ),
+    ],
+)
+def test_files_that_are_no_configs_are_refused(tmp_path: Path, written: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(written)
+    with pytest.raises(CheckpointError, match=message):
+        build.load_config(tmp_path)
+
+
 def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     """Its config.json has another model type and names Python code; all fields mean the same."""
     types = {"kimi": {"model_type": "kimi_k2", "auto_map": REMOTE}, "deepseek": {"model_type": "deepseek_v3"}}

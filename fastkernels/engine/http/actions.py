@@ -136,7 +136,9 @@ def _file(given: Any, i: int) -> Any:
     if not isinstance(given, str):
         raise ValueError(f"the input has an image {i} that is neither a data URL nor base64")
     try:
-        return data_of(given if given.startswith(("data:", "http")) else f"data:;base64,{given}", i)
+        return data_of(
+            given if given.startswith(("data:", "http")) else f"data:;base64,{given}", f"image {i}"
+        )
     except ValueError as error:
         raise ValueError(f"the input cannot be read: {error}") from error
 

@@ -63,7 +63,7 @@ class VideoGenerationRequest(Body):
                 raise ValueError("seconds and num_frames exclude each other")
             try:
                 seconds = float(self.seconds)
-            except ValueError:
+            except (ValueError, OverflowError):
                 seconds = -1.0
             if not 0 < seconds <= most / RATE:
                 raise ValueError(
@@ -189,7 +189,7 @@ class Videos:
         self._forget_old()
         asked = raw.query_params
         limit, order = asked.get("limit", "20"), asked.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
             raise ApiError(400, f"limit must be a number from 1 to 100, got {shown(limit)}", "limit")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order must be 'asc' or 'desc', got {shown(order)}", "order")
@@ -291,12 +291,13 @@ class Videos:
 async def _body(raw: Request) -> VideoGenerationRequest:
     """The checked body. Raises ApiError and RequestValidationError."""
     kind = raw.headers.get("content-type", "").partition(";")[0].strip().lower()
+    data: Any = None
     try:
         data = await _form(raw) if kind == "multipart/form-data" else await raw.json()
         return VideoGenerationRequest.model_validate(data)
     except ValidationError as error:
         wrong = error.errors()
-        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in wrong]) from error
+        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in wrong], body=data) from error
     except PydanticCustomError as error:
         raise ApiError(400, error.message(), (error.context or {}).get("param")) from error
 

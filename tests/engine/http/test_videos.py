@@ -139,6 +139,12 @@ def test_old_and_large_videos_are_forgotten(folder):
         ({"num_frames": 53}, "num_frames", "num_frames must be at most 49, got 53"),
         ({"seconds": 3}, "seconds", "seconds must be a number above 0, at most 2.0, got 3"),
         ({"seconds": "many"}, "seconds", "seconds must be a number above 0"),
+        ({"seconds": 10**400}, "seconds", "seconds must be a number above 0, at most 2.0, got 1000"),
+        (
+            {"seconds": [1]},
+            "seconds",
+            "seconds: Input should be a valid integer, or a valid number, or a valid string",
+        ),
         ({"seconds": 1, "num_frames": 5}, "seconds", "exclude each other"),
         ({"num_inference_steps": 61}, "num_inference_steps", "must be at most 60, got 61"),
         ({"guidance_scale": 101}, "guidance_scale", "guidance_scale"),
@@ -158,7 +164,7 @@ def test_wrong_forms_queries_and_models_are_refused(url):
     answer = httpx.post(url + PATH, files={"prompt": (None, "a cat"), "input_reference": b"abc"}, timeout=60)
     assert answer.status_code == 400 and "input_reference is a file" in answer.json()["error"]["message"]
     assert post(url, prompt="a cat", model="other").status_code == 404
-    for query in ("?limit=0", "?limit=many", "?order=up"):
+    for query in ("?limit=0", "?limit=many", "?order=up", f"?limit={'9' * 5000}"):
         assert get(url, query).status_code == 400
     assert get(url, "?after=video_1").status_code == get(url, "/video_1/content").status_code == 404
     answer = httpx.post(f"{url}/v1/images/generations", json={"prompt": "a cat"}, timeout=60)
