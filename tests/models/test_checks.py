@@ -15,6 +15,7 @@ from support.tiny import make_tiny
 from typer.testing import CliRunner
 
 from fastkernels.models.common import build, checks, registry
+from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Attention, Experts, Unsupported
 
 REMOTE = {

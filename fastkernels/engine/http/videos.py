@@ -21,6 +21,7 @@ from fastapi.responses import FileResponse, Response
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
@@ -233,6 +234,9 @@ class Videos:
             job.bytes, job.file = path.stat().st_size, path
         except asyncio.CancelledError:
             raise
+        except EngineError as error:  # a step failed, which the engine has logged, or the server ends
+            log.warning("the video %s failed: %s", own, error)
+            job.error = str(error)
         except Exception as error:
             log.exception("the video %s failed", own)
             job.error = f"{type(error).__name__}: {error}"

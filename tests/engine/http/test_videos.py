@@ -126,6 +126,15 @@ def test_old_and_large_videos_are_forgotten(folder):
         assert get(url).json()["data"] == []
 
 
+def test_end_of_the_server_ends_its_videos(folder, caplog):
+    body = {"prompt": "a cat", "size": "64x64", "num_frames": 49, "num_inference_steps": 60}
+    with live_server(folder, ServerConfig("hunyuan"), **OPTIONS) as (url, _):
+        made = [post(url, **body).json()["id"] for _ in range(2)]
+    said = [f"the video {one} failed: the server is shutting down" for one in made]
+    assert [r.getMessage() for r in caplog.records if "failed" in r.getMessage()] == said
+    assert not [r for r in caplog.records if r.exc_info]
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "words"),
     [
