@@ -200,7 +200,7 @@ class Videos:
             ids = ids[ids.index(after) + 1 :]
         some = ids[: int(limit)]
         data = [self._video(i, self._jobs[i]) for i in some]
-        ends = {"first_id": some[0], "last_id": some[-1]} if some else {}
+        ends: dict[str, Any] = {"first_id": some[0], "last_id": some[-1]} if some else {}
         answer = VideoList(data=data, has_more=len(some) < len(ids), **ends)
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -225,7 +225,8 @@ class Videos:
     async def _run(self, own: str, job: Job) -> None:
         """Wait for the frames, and write the file."""
         try:
-            ((_, output),) = await job.stream.rest()
+            made: Any = await job.stream.rest()
+            ((_, output),) = made
             path, job.made = self._folder / f"{own}.mp4", True
             await asyncio.to_thread(write_mp4, path, output.arrays[0], RATE)
             if own not in self._jobs:  # deleted while it was written
