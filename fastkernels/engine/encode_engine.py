@@ -161,6 +161,11 @@ class EncodeEngine(BudgetEngine):
         return isinstance(self.runner.model, Detector)
 
     @property
+    def use(self) -> str:
+        embeds, detects = super().use.split(", or ")
+        return detects if self.detects else embeds
+
+    @property
     def num_labels(self) -> int:
         """Classes that the model's classifier tells apart; 0 without one."""
         return getattr(self.runner.model, "num_labels", 0)

@@ -114,6 +114,11 @@ class Engine(ABC):
         """The Runner of this process."""
         return self.executor.runner
 
+    @property
+    def use(self) -> str:
+        """How to call this model, for error messages."""
+        return RUNNERS[self.kind].use
+
     @abstractmethod
     def _start(self) -> None:
         """Make the scheduler and the engine's own state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -14,7 +14,6 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import is_integer, make_engine
 from fastkernels.engine.images import is_image
 from fastkernels.engine.media import data_of
-from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
@@ -128,7 +127,7 @@ class LLM:
         Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("detect", "Encode")
-        listed = [images] if is_image(images) else list(images)
+        listed = [images] if is_image(images) else _listed(images)
         params = PoolingParams("detect", threshold=threshold, max_detections=max_detections)
         return self._run(listed, [params] * len(listed), use_tqdm)
 
@@ -298,10 +297,8 @@ class LLM:
     def _generate_pictures(
         self, prompts: str | Sequence[str], given: Any, use_tqdm: Progress
     ) -> list[ImageRequestOutput]:
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [given] * len(listed) if isinstance(given, ImageParams) else list(given)
-        if len(each) != len(listed):
-            raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
+        listed = _listed(prompts)
+        each = _for_each(given, len(listed), "prompts")
         made = [
             self.llm_engine.make_requests(str(next(self._ids)), prompt, one)
             for prompt, one in zip(listed, each, strict=True)
@@ -339,10 +336,7 @@ class LLM:
                 f"act: observations must be a dict or a list of dicts, got {reprlib.repr(observations)}"
             )
         given = params if params is not None else ActionParams()
-        each = [given] * len(listed) if isinstance(given, ActionParams) else list(given)
-        if len(each) != len(listed):
-            raise ValueError(f"{len(listed)} observations and {len(each)} params: give one, or one for each")
-        return self._run(listed, each, use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "observations"), use_tqdm)
 
     def render(
         self,
@@ -363,12 +357,9 @@ class LLM:
         Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("render", "Render")
-        listed = list(cameras) if isinstance(cameras, (list, tuple)) else [cameras]
+        listed = _listed(cameras)
         given = params if params is not None else RenderParams()
-        each = [given] * len(listed) if isinstance(given, RenderParams) else list(given)
-        if len(each) != len(listed):
-            raise ValueError(f"{len(listed)} cameras and {len(each)} params: give one, or one for each")
-        return self._run(listed, each, use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "cameras"), use_tqdm)
 
     def generate_frames(
         self,
@@ -387,17 +378,14 @@ class LLM:
         Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("generate_frames", "Rollout")
-        listed = [prompts] if isinstance(prompts, dict) else list(prompts)
+        listed = _listed(prompts)
         given = params if params is not None else FrameParams()
-        each = [given] * len(listed) if isinstance(given, FrameParams) else list(given)
-        if len(each) != len(listed):
-            raise ValueError(f"{len(listed)} prompts and {len(each)} params: give one, or one for each")
-        return self._run(listed, each, use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "prompts"), use_tqdm)
 
     def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine
         if engine.kind not in kinds:
-            raise ValueError(f"{method}: {engine.config.model} is for {RUNNERS[engine.kind].use}")
+            raise ValueError(f"{method}: {engine.config.model} is for {engine.use}")
 
     def _run(self, prompts: Sequence[Any], params: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         engine = self.llm_engine
@@ -497,6 +485,20 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _listed(given: Any) -> list[Any]:
+    """Prompts as a list: one alone, or several of any iterable."""
+    one = isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable)
+    return [given] if one else list(given)
+
+
+def _for_each(params: Any, count: int, what: str) -> list[Any]:
+    """The params of each of `count` prompts. Raises ValueError for another number of them."""
+    each = list(params) if isinstance(params, Iterable) else [params] * count
+    if len(each) != count:
+        raise ValueError(f"{count} {what} and {len(each)} params: give one, or one for each")
+    return each
 
 
 def _as_list(prompts: Any, media: bool = False) -> list[Any]:

@@ -15,6 +15,7 @@ from support.tiny import make_tiny
 from typer.testing import CliRunner
 
 from fastkernels.models.common import build, checks, registry
+from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Attention, Experts, Unsupported
 
 REMOTE = {
@@ -122,6 +123,26 @@ def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
         (folder / f"{name}.py").write_text("raise SystemExit('this was run')")
     config = build.load_config(folder)
     assert (config.model_type, config.num_attention_heads) == ("llama", 8)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("[1]", r"config\.json must hold a JSON object, got \[1\]"),
+        (
+            json.dumps({"architectures": ["InstantNGP"], "model_type": "instant_ngp", "levels": 10**400}),
+            r"levels=10+\.\.\.0+ is too large, it must fit into 64 bits$",
+        ),
+        (
+            json.dumps({"architectures": ["Oasis"], "model_type": "oasis", "vae": {"enc_dim": -(10**400)}}),
+            r"vae\.enc_dim=-10+\.\.\.0+ is too large",
+        ),
+    ],
+)
+def test_files_that_are_no_configs_are_refused(tmp_path: Path, written: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(written)
+    with pytest.raises(CheckpointError, match=message):
+        build.load_config(tmp_path)
 
 
 def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:

@@ -171,16 +171,24 @@ def test_other_tasks_and_inputs_are_refused(tmp_path: Path) -> None:
     for call, message in (
         (lambda: llm.embed([image]), "task 'embed' is not available: .* is for the task 'detect' only"),
         (lambda: llm.detect(["a text"]), "the prompt must be a PIL image, got str"),
+        (lambda: llm.detect(None), "the prompt must be a PIL image, got NoneType"),
         (lambda: llm.detect(image, 1.5), "threshold must be a number from 0 to 1, got 1.5"),
         (lambda: llm.detect(image, 0.5, 0), "max_detections must be an integer, at least 1, got 0"),
         (
             lambda: llm.generate(["a"]),
-            "is for LLM.embed and /v1/embeddings, or LLM.detect and /v1/detections",
+            r"generate: [^ ]+ is for LLM.detect and /v1/detections$",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     make_rtdetr(tmp_path / "few", num_queries=200)
+    fields = json.loads((tmp_path / "few" / "config.json").read_text())
+    (tmp_path / "negative").mkdir()
+    (tmp_path / "negative" / "config.json").write_text(json.dumps({**fields, "decoder_ffn_dim": -1}))
+    with pytest.raises(
+        Unsupported, match=r"config\.decoder_ffn_dim=-1 is not supported, only one integer above"
+    ):
+        LLM(str(tmp_path / "negative"), device="cpu", load_format="dummy")
     with pytest.raises(
         ValueError, match=r"96 x 64 pixels for the model, has 126 cells, and config\.num_queries is 200"
     ):

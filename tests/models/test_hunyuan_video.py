@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.tiny_pipelines import make_tiny_hunyuan
 
-from fastkernels import LLM
+from fastkernels import LLM, FrameParams
 from fastkernels.engine.execution.denoise import Denoise
 from fastkernels.engine.scheduling.denoising import ImageParams, VideoParams
 from fastkernels.models.common import build
@@ -130,11 +130,20 @@ def test_numbers_and_words_of_diffusers(folder: Path) -> None:
         (VideoParams(height=40), "height must be a multiple of 16, got 40"),
         (VideoParams(num_inference_steps=101), "num_inference_steps must be at most 100"),
         (ImageParams(), "a model that makes videos takes VideoParams, got ImageParams"),
+        (FrameParams(), "a model that makes videos takes VideoParams, got FrameParams"),
     ],
 )
 def test_wrong_params_are_refused(llm: LLM, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.generate_videos("a cat", params, use_tqdm=False)
+
+
+def test_wrong_values_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="guidance_scale must be a number from 0 to 100, got 1000"):
+        VideoParams(guidance_scale=10**400)
+    for prompt in (None, 3, b"a cat", {"prompt": "a cat"}):
+        with pytest.raises(ValueError, match="the prompt must be text, got"):
+            llm.generate_videos(prompt, use_tqdm=False)
 
 
 def test_default_frames_fit_the_limit(llm: LLM) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import worlds
 
-from fastkernels import LLM
+from fastkernels import LLM, VideoParams
 from fastkernels.engine.execution.rollout import Rollout
 from fastkernels.engine.scheduling.rollout import FrameParams
 from fastkernels.models.common import build
@@ -169,6 +169,10 @@ def test_wrong_prompts_are_refused(llm: LLM, changes: dict[str, Any], message: s
 def test_wrong_params_are_refused(llm: LLM, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.generate_frames(worlds.walk(1, 1), FrameParams(**fields), use_tqdm=False)
+    with pytest.raises(ValueError, match="takes FrameParams, got VideoParams"):
+        llm.generate_frames(worlds.walk(1, 1), VideoParams(), use_tqdm=False)
+    with pytest.raises(ValueError, match="the prompt must be an object with images and actions, got None"):
+        llm.generate_frames(None, use_tqdm=False)
     assert len(llm.generate_frames([], use_tqdm=False)) == 0
 
 

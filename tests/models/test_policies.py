@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fk_bench.info.verified import ACTIONS
 from safetensors.torch import load_file, save_file
 from support import policies
 
-from fastkernels import LLM, ActionParams
+from fastkernels import LLM, ActionParams, SamplingParams
 from fastkernels.models.common import build
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.robotics import dp3
@@ -403,6 +404,12 @@ def test_wrong_parameters_are_refused(tmp_path: Path) -> None:
                 llm.act(given, ActionParams(**params), use_tqdm=False)
         with pytest.raises(ValueError, match=r"is for LLM\.act and /v1/actions"):
             llm.generate("text")
+        with pytest.raises(ValueError, match="a robot policy takes ActionParams, got SamplingParams"):
+            llm.act(given, SamplingParams(), use_tqdm=False)
+        with warnings.catch_warnings():  # float16 has no number as large as float32's largest
+            warnings.simplefilter("error")
+            half = {name: np.array(values, np.float16) for name, values in given.items()}
+            assert np.isfinite(llm.act(half, use_tqdm=False)[0].actions).all()
         with pytest.raises(ValueError, match="observations must be a dict or a list of dicts"):
             llm.act("text", use_tqdm=False)
     with pytest.raises(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from support import scenes
 
-from fastkernels import LLM, RenderParams
+from fastkernels import LLM, RenderParams, SamplingParams
 from fastkernels.models.common import build
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.overrides.geometry.spherical_harmonics import basis
@@ -315,12 +315,20 @@ def test_cameras_that_are_no_cameras_are_refused(gaussians: Path) -> None:
             ({"viewmat": np.eye(4) * 2}, "a rotation and a translation"),
             ({"viewmat": np.diag([1.0, -1, 1, 1])}, "mirrors the scene"),
             ({"background": [1, 2]}, "background must be 3"),
+            ({"background": []}, "background must be 3"),
             ({"fov": 3}, "fov is not a field"),
         ):
             with pytest.raises(ValueError, match=error):
                 llm.render({**good, **changes})
         with pytest.raises(ValueError, match="camera must be an object"):
             llm.render(3)
+        red, *others = (
+            llm.render({**good, "background": color}, RAW)[0].array
+            for color in ((1, 0.5, 0), np.array([1, 0.5, 0]), torch.tensor([1, 0.5, 0]))
+        )
+        assert red[..., 0].max() > 0.5 and all((red == other).all() for other in others)
+        with pytest.raises(ValueError, match="a scene takes RenderParams, got SamplingParams"):
+            llm.render(good, SamplingParams())
         with pytest.raises(ValueError, match="1 cameras and 2 params"):
             llm.render(good, [RAW, RAW])
         with pytest.raises(ValueError, match=r"is for LLM\.render"):

@@ -22,6 +22,7 @@ _HUB_NAMES = {
     for m in models().values()
     for hub_id in m.arch.public
 }
+SCENES = {".ply", ".ingp", ".msgpack"}  # files of models/common/scenes.py, which imports torch
 _OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
 
 
@@ -56,6 +57,8 @@ def check_name(model: str) -> None:
                 f"{path} is a pipeline of diffusers: only steps of models that generate are modelled"
             )
         if not (path / "config.json").is_file():
+            if any(file.suffix in SCENES for file in path.iterdir()):
+                raise ModelError(f"{path} is a scene: only steps of models that generate are modelled")
             raise ModelError(
                 f"{path} has no config.json: give the folder of a checkpoint, or of a config alone"
             )

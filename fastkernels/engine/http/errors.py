@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -29,6 +30,7 @@ _MESSAGES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a JSON object"),
     "list_type": "must be a list",
 }
+_BEGINNINGS = ("Input should be ", "must be ")
 
 
 class ApiError(HTTPException):
@@ -90,26 +92,63 @@ async def _failed(raw: Request, error: Exception) -> JSONResponse:
 
 
 async def _invalid(raw: Request, error: Any) -> JSONResponse:
-    message, param = describe(error.errors()[0])
+    message, param = describe(error.errors(), error.body)
     return JSONResponse(error_body(message, 400, param, raw.url.path), 400)
 
 
-def describe(error: dict[str, Any]) -> tuple[str, str | None]:
-    """(message, field) of a pydantic error; the message has the field, the allowed values and the given one."""
+def describe(errors: Sequence[dict[str, Any]], body: Any) -> tuple[str, str | None]:
+    """(message, field) of pydantic's errors; the message has the field, the allowed values and the given one.
+
+    body: the request's JSON. If none of a field's types fits, the message names those that come closest.
+    """
+    error, loc = errors[0], _place(errors[0], body)
     if "param" in error.get("ctx", {}):  # made by unserved.field_error, with a complete message
         return str(error["msg"]), error["ctx"]["param"]
+    same = [(_place(e, body), e) for e in errors if loc and _place(e, body)[:1] == loc[:1]]
+    of_union = len(loc) < sum(part != "[key]" for part in error["loc"][1:])
+    if of_union and same:  # pydantic has an error for each of the types
+        deepest = max(len(place) for place, _ in same)
+        loc = next(place for place, _ in same if len(place) == deepest)
+        same = [(place, e) for place, e in same if place == loc]
+        error = same[0][1]
+    else:
+        same = [(loc, error)]
     where = ""
-    for part in error["loc"][1:]:
-        if part == "[key]":  # of a dict: the key itself is part of the path
-            continue
+    for part in loc:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if error["type"] == "missing":
         return (
             f"{where} is required" if where else "the body is empty: it must be a JSON object"
         ), where or None
-    message = _MESSAGES.get(error["type"]) or str(error["msg"]).removeprefix("Value error, ")
+    message = _joined([_words(e) for _, e in same])
     given = shown(error.get("input"))
     if error["type"] == "too_long":
         limit, given = error["ctx"]["max_length"], str(len(error["input"]))
         message = f"may have {limit} entries"
     return f"{where or 'the body'}: {message}, got {given}", where or None
+
+
+def _words(error: dict[str, Any]) -> str:
+    return _MESSAGES.get(error["type"]) or str(error["msg"]).removeprefix("Value error, ")
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """'must be a list, or a JSON object' of several messages."""
+    first, *others = dict.fromkeys(messages)
+    begin = next((words for words in _BEGINNINGS if first.startswith(words)), "")
+    return ", or ".join([first, *(other.removeprefix(begin) for other in others)])
+
+
+def _place(error: dict[str, Any], body: Any) -> tuple[str | int, ...]:
+    """Where the error is in the body, without pydantic's names of types."""
+    parts, found = error["loc"][1:], list[str | int]()
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1 and error["type"] == "missing"
+        if isinstance(body, Mapping) and (part in body or last):
+            body = body.get(part)
+        elif isinstance(body, Sequence) and isinstance(part, int):
+            body = body[part] if part < len(body) else None
+        else:
+            continue
+        found.append(part)
+    return tuple(found)

@@ -93,6 +93,8 @@ class Frames:
         """Raises ApiError."""
         listed = [body.images] if isinstance(body.images, str) else body.images
         engine: Any = self.context.llm.engine
+        if not listed:
+            raise ApiError(400, "images must have at least one image", "images")
         if len(listed) > (most := max(engine.model.window - 1, 1)):  # before any of them is decoded
             raise ApiError(400, f"images must be at most {most}, got {len(listed)}", "images")
         prompt: dict[str, Any] = {"actions": body.actions, "prompt_actions": body.prompt_actions}

@@ -49,7 +49,6 @@ from fastkernels.engine.http.scoring import Scoring
 from fastkernels.engine.http.segmentation import Segmentation
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.http.videos import Videos
-from fastkernels.engine.runners import RUNNERS
 
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS and DELETE_PATHS, where a class has them: GET and DELETE routes
@@ -244,8 +243,9 @@ class Server:
         return self._card()
 
     async def _not_served(self, raw: Request) -> None:
-        use = RUNNERS[self.llm.engine.kind].use
-        raise ApiError(404, f"{raw.url.path} is not available: {self.model_name!r} is for {use}", "model")
+        raise ApiError(
+            404, f"{raw.url.path} is not available: {self.model_name!r} is for {self.llm.engine.use}", "model"
+        )  # fmt: skip
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         self.context.check_model(body.model)

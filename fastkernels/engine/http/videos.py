@@ -21,6 +21,7 @@ from fastapi.responses import FileResponse, Response
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
@@ -63,7 +64,7 @@ class VideoGenerationRequest(Body):
                 raise ValueError("seconds and num_frames exclude each other")
             try:
                 seconds = float(self.seconds)
-            except ValueError:
+            except (ValueError, OverflowError):
                 seconds = -1.0
             if not 0 < seconds <= most / RATE:
                 raise ValueError(
@@ -189,7 +190,7 @@ class Videos:
         self._forget_old()
         asked = raw.query_params
         limit, order = asked.get("limit", "20"), asked.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
             raise ApiError(400, f"limit must be a number from 1 to 100, got {shown(limit)}", "limit")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order must be 'asc' or 'desc', got {shown(order)}", "order")
@@ -224,8 +225,8 @@ class Videos:
     async def _run(self, own: str, job: Job) -> None:
         """Wait for the frames, and write the file."""
         try:
-            ((_, answer),) = await job.stream.rest()
-            output: Any = answer
+            made: Any = await job.stream.rest()
+            ((_, output),) = made
             path, job.made = self._folder / f"{own}.mp4", True
             await asyncio.to_thread(write_mp4, path, output.arrays[0], RATE)
             if own not in self._jobs:  # deleted while it was written
@@ -234,6 +235,9 @@ class Videos:
             job.bytes, job.file = path.stat().st_size, path
         except asyncio.CancelledError:
             raise
+        except EngineError as error:  # a step failed, which the engine has logged, or the server ends
+            log.warning("the video %s failed: %s", own, error)
+            job.error = str(error)
         except Exception as error:
             log.exception("the video %s failed", own)
             job.error = f"{type(error).__name__}: {error}"
@@ -292,12 +296,13 @@ class Videos:
 async def _body(raw: Request) -> VideoGenerationRequest:
     """The checked body. Raises ApiError and RequestValidationError."""
     kind = raw.headers.get("content-type", "").partition(";")[0].strip().lower()
+    data: Any = None
     try:
         data = await _form(raw) if kind == "multipart/form-data" else await raw.json()
         return VideoGenerationRequest.model_validate(data)
     except ValidationError as error:
         wrong = error.errors()
-        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in wrong]) from error
+        raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in wrong], body=data) from error
     except PydanticCustomError as error:
         raise ApiError(400, error.message(), (error.context or {}).get("param")) from error
 

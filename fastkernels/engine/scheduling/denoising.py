@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +41,7 @@ class ImageParams:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEEDS):
             raise ValueError(f"seed must be an integer from 0 to 2^63 - 1, got {self.seed!r}")
         scale = self.guidance_scale
-        if scale is not None and (
-            type(scale) not in (int, float) or not math.isfinite(scale) or not 0 <= scale <= 100
-        ):
+        if scale is not None and (type(scale) not in (int, float) or not 0 <= scale <= 100):
             raise ValueError(f"guidance_scale must be a number from 0 to 100, got {scale!r}")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise ValueError(f"negative_prompt must be text, got {self.negative_prompt!r:.80}")

@@ -77,7 +77,8 @@ def read(given: Any, max_pixels: int) -> Camera:
         raise ValueError(f"{name} mirrors the scene: the determinant of its rotation is -1")
     if name == "pose":
         view = np.block([[turn.T, -turn.T @ view[:3, 3:]], [view[3:]]])
-    background = _numbers(given.get("background") or (0.0, 0.0, 0.0), "background", (3,))
+    color = given.get("background")
+    background = _numbers((0.0, 0.0, 0.0) if color is None else color, "background", (3,))
     return Camera(width, height, k.astype(np.float32), view.astype(np.float32), tuple(background.tolist()))
 
 

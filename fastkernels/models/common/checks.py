@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ LAYER_TYPES = (
 DTYPES = "float32", "float16", "bfloat16", "float64"
 PADDING = 64  # of the vocabulary
 MOST_RANKS = 64
+UNLIMITED = int(1e30)  # transformers' word for no limit of a length
 
 
 def check_file(folder: Path) -> None:
     """Raise CheckpointError for a config.json that needs code of its own, contradicts itself or lacks a size.
 
-    An unreadable file passes: transformers describes its problem.
+    Also for one that is no JSON object, and for integers of more than 64 bits. An unreadable file passes: transformers
+    describes its problem.
     """
     file = folder / "config.json"
     try:
@@ -40,7 +43,7 @@ def check_file(folder: Path) -> None:
     except (OSError, ValueError):
         return
     if not isinstance(raw, dict):
-        return
+        raise CheckpointError(f"{file} must hold a JSON object, got {reprlib.repr(raw)}")
     quantized = raw.get("quantization_config")
     if not isinstance(quantized, dict | None):
         raise CheckpointError(f"{file}: quantization_config={quantized!r} is not a table of fields")
@@ -54,6 +57,7 @@ def check_file(folder: Path) -> None:
             )
         return
     _check_dtype(file, raw)
+    _check_integers(file, raw)
     if names[0] in arch.text_of:
         raw = raw.get(arch.within)
         if not isinstance(raw, dict):
@@ -76,6 +80,14 @@ def _check_dtype(file: Path, raw: dict[str, Any]) -> None:
     for name in ("dtype", "torch_dtype"):
         if raw.get(name) not in (None, *DTYPES):
             raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported, only {', '.join(DTYPES)}")
+
+
+def _check_integers(file: Path, given: Any, name: str = "") -> None:
+    if isinstance(given, (dict, list)):
+        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+            _check_integers(file, value, f"{name}.{key}" if name else str(key))
+    elif type(given) is int and abs(given) >= 2**63 and given != UNLIMITED:
+        raise CheckpointError(f"{file}: {name}={reprlib.repr(given)} is too large, it must fit into 64 bits")
 
 
 def check(config: Any) -> None:

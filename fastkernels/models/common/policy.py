@@ -72,7 +72,7 @@ def numbers(given: Any, name: str, shape: Sequence[int | None], what: str) -> np
         raise ValueError(f"the input needs `{name}`, {what}, got numbers of shape {list(found.shape)}")
     if found.size == 0:
         raise ValueError(f"the input has an empty `{name}`: it needs {what}")
-    wrong = ~(np.abs(found) <= LARGEST)
+    wrong = ~(np.abs(found.astype(np.float64)) <= LARGEST)  # in float16, LARGEST is infinity
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(

@@ -74,6 +74,8 @@ def _check(config: Any) -> None:
     ):
         if size_of(config, width) % size_of(config, heads):
             raise Unsupported(f"config.{width}={getattr(config, width)} is no multiple of {heads}")
+    for name in ("encoder_ffn_dim", "decoder_ffn_dim", "num_queries"):
+        size_of(config, name)
     if config.encoder_hidden_dim % 4:
         raise Unsupported(f"config.encoder_hidden_dim={config.encoder_hidden_dim} is no multiple of 4")
 

@@ -255,3 +255,8 @@ def test_models_without_modelled_steps_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(ModelError, match="is a pipeline of diffusers: only steps of models that generate"):
         load_config(str(tmp_path))
+    scene = tmp_path / "scene"
+    scene.mkdir()
+    (scene / "point_cloud.ply").touch()
+    with pytest.raises(ModelError, match="is a scene: only steps of models that generate"):
+        load_config(str(scene))

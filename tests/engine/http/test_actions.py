@@ -88,7 +88,8 @@ def test_requests_share_steps(served):
     [
         ({}, 400, "inputs"),
         ({"inputs": []}, 400, "inputs must have at least one observation"),
-        ({"inputs": "text"}, 400, "inputs"),
+        ({"inputs": "text"}, 400, 'inputs: must be a JSON object, or a list, got "text"'),
+        ({"inputs": [{}, 3]}, 400, "inputs[1]: must be a JSON object, got 3"),
         ({"inputs": [{}] * 41}, 400, "41 inputs are more than the queue holds, 40"),
         ({"inputs": [{"other": 1}]}, 400, "input 0 "),
         ({"inputs": [{}], "input": 1}, 400, "did you mean 'inputs'?"),

@@ -118,5 +118,7 @@ def test_other_routes_of_encoders_name_the_task(served):
         answer = post(url, path, input=PNG)
         assert answer.status_code == 400 and "is for the task 'detect' only" in answer.text
     assert post(url, "/classify", input=PNG).status_code == 404
-    assert post(url, "/v1/chat/completions", messages=[]).status_code == 404
+    answer = post(url, "/v1/chat/completions", messages=[])
+    message = "/v1/chat/completions is not available: 'yolo' is for LLM.detect and /v1/detections"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, message)
     assert "/v1/detections" in httpx.get(url + "/openapi.json", timeout=60).json()["paths"]

@@ -115,8 +115,11 @@ def test_client_that_leaves_frees_its_slot(served):
 @pytest.mark.parametrize(
     ("changes", "param", "words"),
     [
-        ({"images": []}, "images", "images must be a PIL image"),
+        ({"images": []}, "images", "images must have at least one image"),
+        ({"images": 3}, "images", "images: Input should be a valid string, or must be a list, got 3"),
         ({"images": ["%%"]}, "images", "image 0 is not base64"),
+        ({"images": ["AAAA", "%%"]}, "images", "image 0 is not an image"),
+        ({"images": "x"}, "images", "image 0 is not base64"),
         ({"images": base64.b64encode(b"text" * 20).decode()}, "images", "image 0 is not an image"),
         ({"images": ["http://host/a.png"]}, "images", "image 0 is not base64"),
         ({"images": ["data:image/png,abc"]}, "images", "image 0 is not a data URL in base64"),
@@ -126,6 +129,9 @@ def test_client_that_leaves_frees_its_slot(served):
         ({"actions": [{"jump": 1}, {"jmp": 1}]}, "actions", "actions[1] has the unknown key 'jmp'"),
         ({"actions": [{"jump": -1}]}, "actions", "actions[0]: jump must be a number from 0 to 1, got -1"),
         ({"actions": [[0, 1]]}, "actions", "a list of 25 numbers"),
+        ({"actions": [{}, None]}, "actions[1]", "actions[1]: must be a JSON object, or a list, got null"),
+        ({"actions": [[0, "1"]]}, "actions[0][1]", "actions[0][1]: Input should be a valid number, got"),
+        ({"actions": [{"jump": None}]}, "actions[0].jump", "actions[0].jump: Input should be a valid number"),
         ({"prompt_actions": []}, "prompt_actions", "one action for each of 1 images"),
         ({"num_inference_steps": 6}, "num_inference_steps", "num_inference_steps must be at most 5, got 6"),
         ({"response_format": "url"}, "response_format", "b64_json"),

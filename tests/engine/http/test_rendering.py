@@ -88,8 +88,14 @@ def test_wrong_bodies_name_the_field(served):
         ({**good, "K": [[1, 0], [0, 1]]}, "K"),
         ({**good, "viewmat": [[2, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]}, "a rotation"),
         ({**good, "background": [1e300, 0, 0]}, "background must be 3 finite numbers"),
-        ({**good, "fov": 1}, "fov"),
-        ({**good, "width": "40"}, "width"),
+        ({**good, "fov": 1}, "cameras[0].fov: "),
+        ({**good, "width": "40"}, 'cameras[0].width: Input should be a valid integer, got "40"'),
+        (
+            {**good, "K": [[1, 0, 0], [0, None, 0], [0, 0, 1]]},
+            "cameras[0].K[1][1]: Input should be a valid number",
+        ),
+        ({}, "cameras[0].width is required"),
+        (None, "cameras[0]: must be a JSON object, got null"),
     ):
         answer = post(url, cameras=[camera])
         assert answer.status_code == 400 and error in answer.json()["error"]["message"], answer.text
@@ -98,7 +104,8 @@ def test_wrong_bodies_name_the_field(served):
         ({"cameras": [good] * 7}, "7 cameras are more than the queue holds, 6"),
         ({"cameras": good, "output_format": "bmp"}, "output_format"),
         ({"cameras": good, "output_compression": 5}, "output_compression needs"),
-        ({}, "cameras"),
+        ({}, "cameras is required"),
+        ({"cameras": "all"}, 'cameras: must be a JSON object, or a list, got "all"'),
     ):
         answer = post(url, **body)
         assert answer.status_code == 400 and error in answer.json()["error"]["message"], answer.text

@@ -126,6 +126,15 @@ def test_old_and_large_videos_are_forgotten(folder):
         assert get(url).json()["data"] == []
 
 
+def test_end_of_the_server_ends_its_videos(folder, caplog):
+    body = {"prompt": "a cat", "size": "64x64", "num_frames": 49, "num_inference_steps": 60}
+    with live_server(folder, ServerConfig("hunyuan"), **OPTIONS) as (url, _):
+        made = [post(url, **body).json()["id"] for _ in range(2)]
+    said = [f"the video {one} failed: the server is shutting down" for one in made]
+    assert [r.getMessage() for r in caplog.records if "failed" in r.getMessage()] == said
+    assert not [r for r in caplog.records if r.exc_info]
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "words"),
     [
@@ -139,6 +148,12 @@ def test_old_and_large_videos_are_forgotten(folder):
         ({"num_frames": 53}, "num_frames", "num_frames must be at most 49, got 53"),
         ({"seconds": 3}, "seconds", "seconds must be a number above 0, at most 2.0, got 3"),
         ({"seconds": "many"}, "seconds", "seconds must be a number above 0"),
+        ({"seconds": 10**400}, "seconds", "seconds must be a number above 0, at most 2.0, got 1000"),
+        (
+            {"seconds": [1]},
+            "seconds",
+            "seconds: Input should be a valid integer, or a valid number, or a valid string",
+        ),
         ({"seconds": 1, "num_frames": 5}, "seconds", "exclude each other"),
         ({"num_inference_steps": 61}, "num_inference_steps", "must be at most 60, got 61"),
         ({"guidance_scale": 101}, "guidance_scale", "guidance_scale"),
@@ -158,7 +173,7 @@ def test_wrong_forms_queries_and_models_are_refused(url):
     answer = httpx.post(url + PATH, files={"prompt": (None, "a cat"), "input_reference": b"abc"}, timeout=60)
     assert answer.status_code == 400 and "input_reference is a file" in answer.json()["error"]["message"]
     assert post(url, prompt="a cat", model="other").status_code == 404
-    for query in ("?limit=0", "?limit=many", "?order=up"):
+    for query in ("?limit=0", "?limit=many", "?order=up", f"?limit={'9' * 5000}"):
         assert get(url, query).status_code == 400
     assert get(url, "?after=video_1").status_code == get(url, "/video_1/content").status_code == 404
     answer = httpx.post(f"{url}/v1/images/generations", json={"prompt": "a cat"}, timeout=60)
