@@ -21,6 +21,8 @@ from fastkernels.engine.letterbox import LetterboxProcessor
 from fastkernels.models.common import build
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.detector import Detector
+from fastkernels.models.common.registry import model_class, models
 from fastkernels.models.common.ultralytics_config import Letterbox
 from fastkernels.models.vision.yolov10 import read_config
 
@@ -64,6 +66,12 @@ def yolo_expected(folder: Path, images: list[Any]) -> list[np.ndarray]:
 
 
 EXPECTED = {"rtdetrv2": rtdetr_expected, "yolov10": yolo_expected}
+
+
+def test_every_detector_is_tested() -> None:
+    names = {m.name for m in models().values() if m.arch.runner == "Encode" for n in m.arch.names
+             if issubclass(model_class(n), Detector)}  # fmt: skip
+    assert names == set(OPS)
 
 
 @pytest.mark.parametrize("name", OPS)

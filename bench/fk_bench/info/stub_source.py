@@ -171,7 +171,8 @@ class Stub:
         base = self._base(ours)
         doc = _docstring((inspect.getdoc(ours) or ours.__name__).splitlines(), "    ")
         methods = [self._constructor(ours), *(self._method(ours, name) for name in _calls(ours))]
-        return f"class {ours.__name__}({base}):\n{doc}\n\n" + "\n\n".join(filter(None, methods))
+        head = fold(f"class {ours.__name__}(", [base], "):")
+        return f"{head}\n{doc}\n\n" + "\n\n".join(filter(None, methods))
 
     def _base(self, ours: type) -> str:
         """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file."""
@@ -234,6 +235,13 @@ class Stub:
                 continue
             if own and isinstance(value, (int, float, str, GenericAlias)):
                 self.constants[name] = f"{name} = {_quoted(value) if isinstance(value, str) else repr(value)}"
+            elif (
+                own
+                and isinstance(value, dict)
+                and all(isinstance(v, str) for kv in value.items() for v in kv)
+            ):
+                pairs = [f"{_quoted(k)}: {_quoted(v)}" for k, v in value.items()]
+                self.constants[name] = fold(f"{name} = {{", pairs, "}")
             elif own and isinstance(value, type) and issubclass(value, tuple):
                 self.helpers[name] = textwrap.dedent(inspect.getsource(value)).rstrip("\n")
                 self.imports["NamedTuple"] = "from typing import NamedTuple"

@@ -200,7 +200,9 @@ def serve(
     """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md.
 
     Language models have /v1/completions, /v1/chat/completions and others, Whisper has /v1/audio/transcriptions and
-    /v1/audio/translations, and encoders have /v1/embeddings, /score and others.
+    /v1/audio/translations, and encoders have /v1/embeddings, /score and others. Detectors have /v1/detections,
+    recommenders /v1/scores, policies /v1/actions, and scenes /v1/render. Diffusion models have /v1/images/generations
+    or /v1/videos, and world models /v1/frames.
     """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels.models.common.radiance_field import read_config, sizes_of
+
 FINEST = 2048  # resolution of the last level on the unit cube, from which per_level_scale follows if it is not given
 
 
@@ -89,8 +91,6 @@ def config_of(file: Path) -> dict[str, Any]:
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors by our names. Parameters are the density network's, the color network's, then the table's."""
-    from fastkernels.models.geometry.instant_ngp import read_config, sizes_of
-
     config, snapshot = read_config(config_of(file)), _open(file)["snapshot"]
     kind = np.float32 if snapshot.get("params_type") == "float" else np.float16
     parts = sizes_of(config)

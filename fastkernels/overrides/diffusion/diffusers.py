@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.block.two_linears import not_silu
 from fastkernels.overrides.diffusion.ada_layer_norm import ada_layer_norm
 from fastkernels.overrides.diffusion.geglu import geglu
 from fastkernels.overrides.diffusion.group_norm import group_norm
 from fastkernels.overrides.diffusion.modulation import modulation
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.modules import changed, not_silu
 
 
 def _not_layer_norm(norm: Any) -> str | None:

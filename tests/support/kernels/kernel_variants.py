@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from fastkernels.core import registry
 from fastkernels.overrides.embedding.logits_processor import finish_triton
 from fastkernels.overrides.kit import overlap
+from fastkernels.overrides.recsys.graph_propagate import PART
 from fastkernels.overrides.routing.moe_align import padded_size
 
 
@@ -162,7 +163,8 @@ def others(m: Model, tokens: int) -> None:
     place = empty(1, dtype=I64)
     triton("frame_attention", empty(1, 1, 9, 3, 4, 64), window, window, cache, cache, place, place, 0.125)
     triton("norm_pad", empty(1, 128, 3, tokens, 5), empty(128), True, True)
-    graph = empty(tokens + 1, dtype=I64), empty(1000, dtype=I64), empty(1000, dtype=F32)
+    edges = tokens + PART  # a graph has hubs
+    graph = empty(tokens + 1, dtype=I64), empty(edges, dtype=I64), empty(edges, dtype=F32)
     triton("graph_propagate", empty(tokens, 64, dtype=F32), *graph, empty(4, dtype=F32))
     scores, cells = empty(2, 21 * tokens, 80), (4 * tokens, 4, 2 * tokens, 2, tokens, 1)
     triton("top_k_queries", scores, tokens)
