@@ -133,6 +133,12 @@ def _computed_from(sizes: Sizes, name: str) -> set[str]:
     return read.names - {name}
 
 
+def _varies(spec: OpSpec, sizes: Sizes, name: str) -> bool:
+    """Whether an axis, or one that its default is computed from, differs between calls of one model."""
+    axis = spec.declaration.axes.get(name, Axis())
+    return axis.varies or any(_varies(spec, sizes, n) for n in _computed_from(sizes, name))
+
+
 class _Axes:
     """The axes of the definition; a size that is an expression gets an axis of its own, and a constraint."""
 
@@ -150,7 +156,7 @@ class _Axes:
                 name = str(dim.expr.name)
                 shape += [self._add(f"{name}_{i}", n, True) for i, n in enumerate(self.sizes[name])]
             elif not dim.optional or any(n in self.sizes.dims for n in dim.expr.names):
-                varies = any(self._varies(n) for n in dim.expr.names)
+                varies = any(_varies(self.spec, self.sizes, n) for n in dim.expr.names)
                 name = dim.expr.name or re.sub(r"\W+", "_", f"size_{dim.expr.text}").strip("_")
                 shape.append(self._add(name, dim.expr(self.sizes), varies))
                 rule = f"{name} == {dim.expr.text}"
@@ -161,11 +167,6 @@ class _Axes:
                 ):
                     self.constraints.append(rule)
         return {"shape": shape, "dtype": str(tensor.torch_dtype(self.sizes)).removeprefix("torch.")}
-
-    def _varies(self, name: str) -> bool:
-        """Whether an axis, or one that its default is computed from, differs between calls of one model."""
-        axis = self.spec.declaration.axes.get(name, Axis())
-        return axis.varies or any(self._varies(n) for n in _computed_from(self.sizes, name))
 
     def _add(self, name: str, value: int, varies: bool) -> str:
         self.axes[name] = {"type": "var"} if varies else {"type": "const", "value": value}
@@ -184,6 +185,10 @@ def _facts(spec: OpSpec, case: Case, axes: dict[str, dict[str, Any]], inputs: se
     used |= {a.axis for a in scalars if not a.value}
     sizes = Sizes(declared, case.dims, case.dtype)
     used |= {other for name in used for other in _computed_from(sizes, name)}
+    # An argument is a part of the name if a constant size follows from it
+    fixed = {name for t in tensors for _, dims in t.shapes for d in dims for name in d.expr.names
+             if not any(_varies(spec, sizes, n) for n in d.expr.names)}  # fmt: skip
+    fixed |= {other for name in fixed for other in _computed_from(sizes, name)}
 
     def is_usual(name: str, value: Any) -> bool:
         others = Sizes(declared, {k: v for k, v in case.dims.items() if k != name}, case.dtype)
@@ -200,7 +205,7 @@ def _facts(spec: OpSpec, case: Case, axes: dict[str, dict[str, Any]], inputs: se
         optional = name in spec.declaration.optional and axes.get(name, {}).get("type") == "var"
         if optional or (name in passed and value is not None and declared[name].default is None):
             yield name
-        elif not (name in axes or name in passed or declared[name].varies or is_usual(name, value)):
+        elif not (name in axes or name in passed - fixed or declared[name].varies or is_usual(name, value)):
             yield _word(name, value)
     if case.dtype != "bfloat16":
         yield case.dtype
