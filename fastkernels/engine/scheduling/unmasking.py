@@ -116,6 +116,8 @@ class UnmaskScheduler:
     prefix_queries = prefix_hits = num_preemptions = 0
     num_cache_tokens = None  # see Scheduler: requests without block_cache need no room
 
+    speculation = None  # no draft model; see Scheduler
+
     def __init__(
         self, blocks: BlockManager, mask_token_id: int, max_num_seqs: int, max_num_batched_tokens: int,
         max_waiting: int,
