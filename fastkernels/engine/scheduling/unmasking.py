@@ -115,7 +115,6 @@ class UnmaskScheduler:
 
     prefix_queries = prefix_hits = num_preemptions = 0
     num_cache_tokens = None  # see Scheduler: requests without block_cache need no room
-
     speculation = None  # no draft model; see Scheduler
 
     def __init__(
