@@ -522,7 +522,7 @@ JAGGED = {
     "embedding_bag": 80,
     "graph_propagate": 10,
 }  # inputs of torchrec and torch_geometric, and separate tables
-RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 145)}
+RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 145), "kda": 155}
 
 
 def _check_lines(name: str, text: str) -> None:

@@ -798,6 +798,30 @@ def conv1d_norm_mish(ns: Any) -> list[Any]:
 EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate, conv1d_norm_mish)}
 
 
+def deformable_attention(ns: Any) -> list[Any]:
+    found = []
+    for name, method in ((name, method) for name in ns.classes for method in ("default", "discrete")):
+        config = SimpleNamespace(
+            d_model=24, decoder_attention_heads=3, decoder_n_levels=2, decoder_n_points=4,
+            decoder_offset_scale=0.5, decoder_method=method,
+        )  # fmt: skip
+        shapes, boxes = [(4, 3), (2, 2)], randn(2, 5, 1, 4).sigmoid()
+        found += filled(getattr(ns, name)(config))(
+            randn(2, 5, 24),
+            None,
+            randn(2, 16, 24),
+            None,
+            randn(2, 5, 24) / 2,
+            boxes,
+            torch.tensor(shapes),
+            shapes,
+        )
+    return found
+
+
+EXERCISES["deformable_attention"] = deformable_attention
+
+
 def project_gaussians(ns: Any) -> list[Any]:
     view, intrinsics = torch.eye(4)[None], torch.tensor([[[20.0, 0, 8], [0, 20, 8], [0, 0, 1]]])
     means = randn(9, 3) + torch.tensor([0.0, 0, 4])

@@ -36,6 +36,8 @@ from fastkernels.overrides.block.decoder_layer import DecoderLayer as WholeLayer
 from fastkernels.overrides.block.decoder_layer import apply_norm
 from fastkernels.overrides.block.self_attention import HeadNorms
 from fastkernels.overrides.block.vllm import LlamaAttention
+from fastkernels.overrides.collective.all_reduce import all_reduce
+from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
@@ -55,6 +57,7 @@ from fastkernels.overrides.linear.vllm import (
 )
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
@@ -132,7 +135,16 @@ def _leave_sum(row: Any, norm: Any) -> bool:
     if kind is not VllmRMSNorm or not norm.has_weight or norm.variance_size_override is not None:
         return False
     row.reduce_results, row.leaves_sum, norm.sums_ranks = False, True, True
+    norm.norm_of_sum = _norm_of_sum
     return True
+
+
+def _norm_of_sum(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """`apply_norm` of the sum of x over the ranks."""
+    if fuses(all_reduce_rms_norm, (all_reduce, rms_norm), x):
+        return all_reduce_rms_norm(x, norm.weight, norm.variance_epsilon, residual)
+    cast_first = not torch.compiler.is_compiling()
+    return rms_norm(parallel.all_reduce(x), norm.weight, norm.variance_epsilon, residual, None, cast_first)
 
 
 def own_sums(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:

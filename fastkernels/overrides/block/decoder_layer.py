@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core import parallel
-from fastkernels.overrides.collective.all_reduce import all_reduce
-from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
-from fastkernels.overrides.kit.fusion import fuses
 from fastkernels.overrides.norm.rms_norm import rms_norm
 
 # The classes of norms that `apply_norm` computes: the hosts', which a live patch derives from, and ours. Other classes
@@ -42,12 +38,10 @@ def unsupported_norm(norm: Any) -> str | None:
 def apply_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return the norm of x + residual, and store the sum in residual; without a residual, return the norm of x.
 
-    A norm with `sums_ranks` gets the part of a rank, and sums it over the ranks first.
+    A norm of our engine with `sums_ranks` gets the part of a rank; its function `norm_of_sum` sums it first.
     """
     if getattr(norm, "sums_ranks", False):
-        if fuses(all_reduce_rms_norm, (all_reduce, rms_norm), x):
-            return all_reduce_rms_norm(x, norm.weight, norm.variance_epsilon, residual)
-        x = parallel.all_reduce(x)
+        return norm.norm_of_sum(norm, x, residual)
     # SGLang's norms have a flag. vLLM's round once in compiled code; in eager code also before the weight is applied.
     cast_first = getattr(norm, "cast_x_before_out_mul", not torch.compiler.is_compiling())
     return rms_norm(x, norm.weight, norm.variance_epsilon, residual, None, cast_first)

@@ -38,26 +38,6 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
 
 
-def not_linear(module: nn.Module, *names: str) -> str | None:
-    """Why these parts of a module are not plain linear layers, or None."""
-    for name in names:
-        child = getattr(module, name, None)
-        if type(child) is not nn.Linear:
-            return f"{name} is {type(child).__name__}, not nn.Linear"
-        if changed(child):
-            return f"{name} has hooks or a replaced forward"
-    return None
-
-
-def not_silu(module: nn.Module, name: str) -> str | None:
-    """Why this part of a module is not SiLU, or None."""
-    part = getattr(module, name, None)
-    act = type(part).__name__
-    if act not in ("SiLU", "SiLUActivation"):
-        return f"{name} is {act}, not SiLU"
-    return f"{name} has hooks or a replaced forward" if changed(part) else None
-
-
 def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Write x W^T + b to out; all are matrices."""
     if cublaslt.multiply(x, weight, bias, out):

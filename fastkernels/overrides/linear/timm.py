@@ -9,7 +9,8 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import autocasts, not_linear
+from fastkernels.overrides.kit.modules import autocasts
+from fastkernels.overrides.kit.unlike import not_linear
 from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue, linear_gelu
 
 

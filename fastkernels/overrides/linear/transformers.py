@@ -7,7 +7,8 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, not_linear
+from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.unlike import not_linear
 from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue
 
 

@@ -34,6 +34,7 @@ OWN = {
     "cache/store_kvcache_cpp.py": {"native-library", "pointer-cache"},  # the same
     "norm/rms_norm_cpp.py": {"native-library"},
     "rope/rotary_emb_cpp.py": {"native-library"},
+    "collective/measure.py": {"clock", "own-op"},  # no kernel: times ours and the group's, at a model's start
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/int4_linear_cuda.py": {"native-library"},
     "linear/linear_ternary.py": {"native-library"},
