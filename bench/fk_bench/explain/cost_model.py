@@ -192,6 +192,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._inside: list[str] = []
+        self._unsummed = ""  # label of the last module that left the sum over ranks to the norm behind it
         self._parameters: dict[int, tuple[str, int]] = {}  # id: (label of its module, bytes)
         self._lines: dict[tuple[str, ...], Call] = {}
         # Keeps the arguments alive: keys contain their addresses
@@ -202,7 +203,7 @@ class _Trace(TorchDispatchMode):
         for name, module in model.named_modules():
             label = name.rpartition(".")[2]
             module.register_forward_pre_hook(lambda *_, label=label: self._inside.append(label))
-            module.register_forward_hook(lambda *_: self._leave())
+            module.register_forward_hook(lambda module, *_, label=label: self._leave(module, label))
             for p in module.parameters(recurse=False):
                 self._parameters.setdefault(id(p), (label, p.numel() * p.element_size()))
 
@@ -218,8 +219,10 @@ class _Trace(TorchDispatchMode):
             self.sample(skeleton.compute_logits(hidden[:batch]))
         return sum(q_lens)
 
-    def _leave(self) -> None:
+    def _leave(self, module: nn.Module, label: str) -> None:
         self._inside.pop()
+        if getattr(module, "leaves_sum", False):
+            self._unsummed = label
 
     @contextmanager
     def collectives(self, size: int) -> Iterator[None]:
@@ -236,18 +239,20 @@ class _Trace(TorchDispatchMode):
             parallel.reset()
 
     def _all_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        self._collective("all_reduce", t, 2 * t.numel() * t.element_size())
+        # The layer whose output is summed is more informative than the norm or the decoder layer that sums it.
+        label, self._unsummed = self._unsummed or self._inside[-1], ""
+        self._collective("all_reduce", label, t, 2 * t.numel() * t.element_size())
         return t
 
     def _all_gather(self, t: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        self._collective("all_gather", t, (1 + size) * t.numel() * t.element_size())
+        self._collective("all_gather", self._inside[-1], t, (1 + size) * t.numel() * t.element_size())
         shape = list(t.shape)
         shape[dim] *= size
         return t.new_empty(shape)
 
-    def _collective(self, op: str, t: torch.Tensor, size: int) -> None:
+    def _collective(self, op: str, label: str, t: torch.Tensor, size: int) -> None:
         """Record a collective. Its floor is this rank's own memory traffic; the link is slower."""
-        self._note(Call(op, self._inside[-1], str(t.dtype).removeprefix("torch."), size, 0))
+        self._note(Call(op, label, str(t.dtype).removeprefix("torch."), size, 0))
 
     def sample(self, logits: torch.Tensor) -> None:
         """The engine's sampler on [B, V], greedy."""
@@ -256,7 +261,7 @@ class _Trace(TorchDispatchMode):
         whole = torch.zeros(rows, dtype=torch.int64)
         self._inside.append("sampler")
         sampling(logits, zero, whole.int(), one, zero.clone(), whole, whole.clone())
-        self._leave()
+        self._inside.pop()
 
     def calls(self) -> tuple[Call, ...]:
         """The calls, in the order of their first occurrence in the step."""

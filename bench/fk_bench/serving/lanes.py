@@ -50,7 +50,7 @@ class Lane:
         if "SGLANG_SIMULATE_ACC_LEN" in self.env:
             return f"length {self.env['SGLANG_SIMULATE_ACC_LEN']}"
         found = ""
-        for word, value in zip(self.args, [*self.args[1:], ""], strict=True):
+        for word, value in zip(self.args, [*self.args, ""][1:], strict=True):
             name, equals, own = word.partition("=")
             if name in ("--speculative-config", "-sc"):
                 found = _synthetic(own if equals else value)

@@ -99,7 +99,8 @@ async def _invalid(raw: Request, error: Any) -> JSONResponse:
 def describe(errors: Sequence[dict[str, Any]], body: Any) -> tuple[str, str | None]:
     """(message, field) of pydantic's errors; the message has the field, the allowed values and the given one.
 
-    body: the request's JSON. If none of a field's types fits, the message names those that come closest.
+    body: the request's JSON, or None if only the errors are known. If none of a field's types fits, the message names
+    those that come closest.
     """
     error, loc = errors[0], _place(errors[0], body)
     if "param" in error.get("ctx", {}):  # made by unserved.field_error, with a complete message
@@ -140,8 +141,10 @@ def _joined(messages: Sequence[str]) -> str:
 
 
 def _place(error: dict[str, Any], body: Any) -> tuple[str | int, ...]:
-    """Where the error is in the body, without pydantic's names of types."""
+    """Where the error is in the body, without pydantic's names of types; without a body, pydantic's own place."""
     parts, found = error["loc"][1:], list[str | int]()
+    if body is None:
+        return tuple(part for part in parts if part != "[key]")
     for i, part in enumerate(parts):
         last = i == len(parts) - 1 and error["type"] == "missing"
         if isinstance(body, Mapping) and (part in body or last):

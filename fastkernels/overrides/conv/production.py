@@ -72,7 +72,7 @@ def _conv1d_norm_mish(
     scale: T | None = None, shift: T | None = None, residual: T | None = None,
 ) -> T:  # fmt: skip
     y = F.conv1d(x, weight, bias, padding=weight.shape[2] // 2)
-    y = F.mish(F.group_norm(y, num_groups, norm_weight, norm_bias, eps))
+    y = F.mish(torch.group_norm(y, num_groups, norm_weight, norm_bias, eps))  # F.group_norm refuses one value
     if scale is not None and shift is not None:
         y = scale[:, :, None] * y + shift[:, :, None]
     return y if residual is None else y + residual

@@ -24,5 +24,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "deformable_attention": (*from_torch(sampled.reference), inductor("deformable_attention")),
     "dfl_boxes": (*from_torch(distances.reference), inductor("dfl_boxes")),
     "refine_boxes": (*from_torch(refined.reference), inductor("refine_boxes")),
-    "top_k_queries": from_torch(_top_k_queries),
+    "top_k_queries": from_torch(_top_k_queries, differs="equal scores are in any order", unchecked=(1,)),
 }
