@@ -511,7 +511,18 @@ def rope_axes(ns: Any) -> list[Any]:
 
 
 def conv_norm_act(ns: Any) -> list[Any]:
-    found = []
+    found: list[Any] = []
+    if ns.host == "transformers":
+        config = SimpleNamespace(
+            batch_norm_eps=1e-5, encoder_hidden_dim=8, hidden_expansion=1.0, activation_function="silu",
+            hidden_act="relu", downsample_in_bottleneck=False,
+        )  # fmt: skip
+        sizes = {"in_channels": 8, "out_channels": 8, "kernel_size": 3, "stride": 1, "config": config}
+        for cls in (getattr(ns, name) for name in ns.classes):
+            taken = inspect.signature(cls).parameters
+            made = cls(**{k: v for k, v in sizes.items() if k in taken})
+            found.append(filled(made)(randn(2, 8, 5, 3)))
+        return found
     for name in ns.classes:
         options: dict[str, Any] = {"layer_scale_init_value": None} if name.startswith("Universal") else {}
         sizes = (8,) if name == "ConvNeXtBlock" else (8, 8, 3) if name.startswith("Conv") else (8, 8)
