@@ -135,7 +135,9 @@ class EngineCore:
                 if request.finish_reason is not None or token != draft:
                     break
             if drafts:
-                self.scheduler.accept(request, len(drafts), count - 1)
+                # Also the stop token itself, and what the model agrees with behind it.
+                same = [token == draft for token, draft in zip(sampled, [*expected, None], strict=True)]
+                self.scheduler.accept(request, len(drafts), count - 1, same.index(False))
             news.append((at, request))
             counts[at] = count
             if request.finish_reason is not None:

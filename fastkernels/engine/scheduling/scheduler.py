@@ -376,10 +376,13 @@ class Scheduler:
         drawn = self._chance.random()
         return sum(drawn < rate for rate in settings.rates[:drafts])
 
-    def accept(self, request: Request, drafts: int, accepted: int) -> None:
-        """Take back the tokens behind the accepted drafts of a step; the next one computes others in their place."""
-        request.num_computed_tokens -= drafts - accepted
-        self.draft_counts.add(drafts, accepted)
+    def accept(self, request: Request, drafts: int, kept: int, agreed: int) -> None:
+        """Take back the tokens behind the drafts that the sequence keeps; the next step computes others in their place.
+
+        agreed  drafts that the model accepts: more than `kept` where the sequence ends before them
+        """
+        request.num_computed_tokens -= drafts - kept
+        self.draft_counts.add(drafts, agreed)
 
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""

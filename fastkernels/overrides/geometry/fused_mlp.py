@@ -100,7 +100,7 @@ def _triton(x: torch.Tensor, weights: torch.Tensor, width: int, hidden: int, out
     if len(x):
         launch_kernel(
             _mlp_kernel, (cdiv(len(x), 128),), x, weights.contiguous(), out, x.stride(0), x.stride(1), len(x),
-            INPUTS=inputs, W=width, H=hidden, OUTPUTS=outputs, PRECISION="ieee" if exact else "tf32", BLOCK=128,
+            INPUTS=inputs, W=width, H=hidden, OUTPUTS=outputs, PRECISION="tf32x3" if exact else "tf32", BLOCK=128,
             num_warps=4,
         )  # fmt: skip
     return out

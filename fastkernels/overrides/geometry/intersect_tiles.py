@@ -23,11 +23,11 @@ def tile_ranges(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(first, end) tiles [..., N, 2] int32 in x and y; equal for a Gaussian with a radius of 0."""
     place, size = means2d / tile_size, radii / tile_size
-    most = torch.tensor([tile_width, tile_height], dtype=torch.int32, device=means2d.device)
-    zero = torch.zeros_like(most)
-    first = (place - size).floor().nan_to_num(0).clamp(-(2**30), 2**30).int()
-    end = (place + size).ceil().nan_to_num(0).clamp(-(2**30), 2**30).int()
-    first, end = (t.maximum(zero).minimum(most) for t in (first, end))
+    first, end = (place - size).floor().nan_to_num(0), (place + size).ceil().nan_to_num(0)
+    first, end = (  # by scalars: a copy of the limits to a GPU cannot be captured
+        torch.stack((t[..., 0].clamp(0, tile_width), t[..., 1].clamp(0, tile_height)), -1).int()
+        for t in (first, end)
+    )
     there = (radii > 0).all(-1, keepdim=True) & (end > first).all(-1, keepdim=True)
     return first, end.where(there, first)
 

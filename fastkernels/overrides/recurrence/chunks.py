@@ -412,7 +412,7 @@ def run(p: Problem, out: torch.Tensor) -> None:
     least = 64 if p.rule == DELTA else 16
     block_k, block_v = (min(64, max(least, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
-    shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "ieee" if exact else "tf32"}
+    shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "tf32x3" if exact else "tf32"}
     if sums is not None:
         launch_kernel(
             _sums_kernel, (chunks, heads), p.g, sums, p.cu_seqlens, batch, steps, heads, keys, *strides(p.g, 2),
