@@ -13,7 +13,7 @@ def all_reduce(x, group="tp"):
     key, old = (tuple(x.shape), x.dtype), None
     if key in LAST:
         seen, old = LAST[key]
-    same = torch.tensor([float(old is not None and torch.equal(seen, x))])
+    same = torch.tensor([float(old is not None and torch.equal(seen, x))], device=x.device)
     dist.all_reduce(same, dist.ReduceOp.MAX, group=ranks)
     if same and old is not None:
         return old.clone()

@@ -8,7 +8,7 @@ from fastkernels.core import parallel
 
 def all_reduce(x, group="tp"):
     ranks = parallel.communicator(group).process_group
-    busy = torch.tensor([float(x.any())])
+    busy = x.any().float().reshape(1)
     dist.all_reduce(busy, dist.ReduceOp.MIN, group=ranks)
     out = x.clone(memory_format=torch.contiguous_format)
     if busy:

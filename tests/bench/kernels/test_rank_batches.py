@@ -14,12 +14,13 @@ import pytest
 import torch
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches import rank_batches, rank_gates
-from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches
+from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches, TooMany
 from fk_bench.kernels.judge.clock import call_times, roofline
 from fk_bench.kernels.judge.correctness.checks import Wrong
 from fk_bench.kernels.judge.correctness.rank_checks import Lane, RankChecks
 from fk_bench.kernels.judge.correctness.rank_values import Values
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
+from fk_bench.kernels.judge.processes import team as teams
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 from fk_bench.kernels.judge.processes.team import Team
 
@@ -64,7 +65,8 @@ class Ranks(Team):
         self.ranks: list[Any] = [
             SimpleNamespace(gate=Gate(self, r), channel=silent, stopped=False) for r in range(RANKS)
         ]
-        self.queue: dict[int, tuple[int, int]] = {}
+        self.queued: dict[int, tuple[int, int]] = {}
+        self.room = 1000  # calls behind a gate
         self.waiting: dict[int, set[int]] = {}
         self.ended: set[int] = set()
         self.needs_host = self.hangs = False
@@ -82,12 +84,14 @@ class Ranks(Team):
             return [SimpleNamespace(outputs=of_rank) for of_rank in self.made]
         if do == "run":
             self.run_calls(given["start"], given["count"])
-        if do == "queue":
-            every = [each(r)["tickets"] for r in range(RANKS)]
-            assert every[0] == every[1]  # of gates of their own, used alike
-            for ticket, slot, count in zip(every[0], given["slots"], given["counts"], strict=True):
-                self.queue[ticket] = slot, count
         return [SimpleNamespace() for _ in range(RANKS)]
+
+    def queue(self, tickets: Any, slots: Any, counts: Any) -> bool:
+        self.resume()
+        assert tickets[0] == tickets[1]  # of gates of their own, used alike
+        for ticket, slot, count in zip(tickets[0], slots, counts, strict=True):
+            self.queued[ticket] = slot, count
+        return sum(counts) <= self.room
 
     def begin(self, rank: int, ticket: int) -> None:
         there = self.waiting.setdefault(ticket, set())
@@ -103,7 +107,7 @@ class Ranks(Team):
             self.clock.now += 1e-3
             return False
         if ticket not in self.ended:
-            slot, count = self.queue[ticket]
+            slot, count = self.queued[ticket]
             self.run_calls(slot, count)
             self.clock.now += START_S + count * self.call_s
             self.ended.add(ticket)
@@ -219,6 +223,42 @@ def test_graph_that_needs_the_host_gets_running_ranks(clock: Clock, files: list[
     made = batches(files, *sides)
     timed = made.run()
     assert made._awake and timed.baseline.time == pytest.approx(8e-6)
+
+
+def test_queue_that_is_too_short_names_its_side(clock: Clock, files: list[int]) -> None:
+    sides = Ranks(clock, 5e-6, summed), Ranks(clock, 8e-6, summed)
+    made = batches(files, *sides)
+    sides[1].room = N
+    with pytest.raises(TooMany, match="calls cannot be queued on a GPU") as error:
+        made.run()
+    assert error.value.who == "baseline"
+
+
+def test_gates_open_if_a_launch_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver holds it until the work ahead, which waits for the gate, is done."""
+    monkeypatch.setattr(teams, "QUEUED_S", 0.02)
+    opened, asked = dict[int, int](), list[dict[str, Any]]()
+
+    class Held(Ranks):
+        queue = Team.queue
+
+        def end(self, ranks: Any) -> list[Any]:
+            assert self.room >= 5 or opened == {0: 2, 1: 4}
+            return []
+
+    def rank(r: int, made: Ranks) -> Any:
+        return SimpleNamespace(
+            begin=lambda do, fds, **given: asked.append(given),
+            gate=SimpleNamespace(open=lambda ticket: opened.update({r: ticket})),
+            channel=SimpleNamespace(readable=lambda seconds: made.room >= 5 or r in opened),
+        )
+
+    made = Held(Clock(), 1e-6, summed)
+    made.ranks = [rank(r, made) for r in range(RANKS)]
+    assert made.queue([[1, 2], [3, 4]], [0, 3], [3, 2]) and not opened
+    assert asked[1] == {"tickets": [3, 4], "slots": [0, 3], "counts": [3, 2]}
+    made.room = 4
+    assert not made.queue([[1, 2], [3, 4]], [0, 3], [3, 2]) and made.busy_s > 0
 
 
 def test_hanging_ranks_end_at_the_deadline(clock: Clock, files: list[int]) -> None:

@@ -47,8 +47,16 @@ RANDOM = random.SystemRandom()
 Written = list[list[torch.Tensor]]  # what each rank wrote in a call
 
 
+class TooMany(Exception):
+    """A GPU's queue is too short for so many calls of this side behind a closed gate."""
+
+    def __init__(self, who: str, calls: int):
+        super().__init__(f"{calls} calls cannot be queued on a GPU")
+        self.who = who
+
+
 class RankBatches:
-    """The timed part of a case with 2n slots, and SINGLES more. Raises Wrong and RunnerError."""
+    """The timed part of a case with 2n slots, and SINGLES more. Raises Wrong, RunnerError and TooMany."""
 
     def __init__(self, checks: RankChecks, candidate: Lane, baseline: Lane, n: int, rounds: int):
         self.checks, self.candidate, self.baseline = checks, candidate, baseline
@@ -203,7 +211,8 @@ class RankBatches:
         """Let all ranks queue calls, and stop them. Gives the tickets of all ranks for each entry of `slots`."""
         team = lane.team
         tickets = [[side.gate.ticket() for _ in slots] for side in team.ranks]  # type: ignore[union-attr]
-        team.ask("queue", each=lambda rank: {"tickets": tickets[rank]}, slots=slots, counts=counts)
+        if not team.queue(tickets, slots, counts):
+            raise TooMany(team.who, sum(counts))
         team.stop()
         try:
             yield [list(of_ranks) for of_ranks in zip(*tickets, strict=True)]

@@ -67,9 +67,9 @@ class Channel:
             raise ChannelGarbage(f"a message of {size} bytes")
         return self._exactly(size, end)
 
-    def readable(self) -> bool:
-        """Whether there is something to receive, the end included."""
-        return bool(select.select([self.sock], [], [], 0)[0])
+    def readable(self, seconds: float = 0.0) -> bool:
+        """Whether there is something to receive within so many seconds, the end included."""
+        return bool(select.select([self.sock], [], [], seconds)[0])
 
     def command(self, do: str, timeout: float, fds: Sequence[int] = (), **arguments: Any) -> str:
         """Send a command. Returns its nonce, which the answer must carry."""

@@ -18,6 +18,7 @@ from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError,
 from fk_bench.kernels.judge.processes.sides import Seat, Sides
 
 GRACE_S = 2.0  # a rank whose peer has failed gets so long to answer: its answer says who failed
+QUEUED_S = 3.0  # a command that only launches takes so long at most
 EARLIER = 0.6  # of the judge's time: ranks give up before the judge does, and say whom they waited for
 RANDOM = random.SystemRandom()
 
@@ -80,13 +81,41 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         start = time.perf_counter()
         try:
-            for rank in sorted(wanted, key=lambda r: late[r] if late else 0.0):
-                wait = (late[rank] if late else 0.0) - (time.perf_counter() - start)
-                if wait > 0:
-                    time.sleep(wait)
-                with self._as_rank(rank):
-                    self.ranks[rank].begin(do, fds(rank) if fds else (), **wanted[rank])
+            self._send(do, wanted, late, fds)
             return self.end(wanted)
+        finally:
+            self.spend(time.perf_counter() - start)
+
+    def _send(
+        self, do: str, wanted: Mapping[int, Mapping[str, Any]], late: Sequence[float] = (),
+        fds: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
+        start = time.perf_counter()
+        for rank in sorted(wanted, key=lambda r: late[r] if late else 0.0):
+            wait = (late[rank] if late else 0.0) - (time.perf_counter() - start)
+            if wait > 0:
+                time.sleep(wait)
+            with self._as_rank(rank):
+                self.ranks[rank].begin(do, fds(rank) if fds else (), **wanted[rank])
+
+    def queue(self, tickets: Sequence[Sequence[int]], slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """Let all ranks queue these calls behind their gates. False: a GPU's queue is too short for them.
+
+        The driver then holds the launch until work ahead of it is done, which waits for its gate: the gates are opened.
+        """
+        start = time.perf_counter()
+        try:
+            self._send(
+                "queue",
+                {r: {"tickets": tickets[r], "slots": slots, "counts": counts} for r in range(self.size)},
+            )
+            until = start + min(QUEUED_S, self.limit)
+            fits = all(side.channel.readable(max(until - time.perf_counter(), 0.0)) for side in self.ranks)
+            if not fits:
+                for side, mine in zip(self.ranks, tickets, strict=True):
+                    side.gate.open(mine[-1])  # type: ignore[union-attr]
+            self.end(range(self.size))
+            return fits
         finally:
             self.spend(time.perf_counter() - start)
 

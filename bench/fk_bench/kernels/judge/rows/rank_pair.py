@@ -17,7 +17,7 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches.lane import Timed
-from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches
+from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches, TooMany
 from fk_bench.kernels.judge.batches.rank_calls import RankCalls
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.kernels.judge.correctness.cases import Trial, maker
@@ -104,6 +104,7 @@ class RankPair:
         self._compiled = options.identity
         self._failure: RunnerError | None = None
         self._deaths = 0
+        self._most_calls = MOST_CALLS
         self._budget = Budget(options.op_budget, "op")
 
     def close(self, failed: bool = False) -> None:
@@ -235,14 +236,19 @@ class RankPair:
         """GPUs: the times of both sides, in slots of their own. estimates: rough seconds of a call of each."""
         one, fast, slow = checks.values.ranks[0], min(estimates), max(estimates)
         fits = self._sides.memory // max(3 * one.layout.stride + 2 * one.out_bytes, 1) - SINGLES
-        wanted = min(int(BATCH_S / fast), int(SLOWER * BATCH_S / slow), MOST_CALLS, fits // 2)
-        values = Values(self.spec, case, 2 * max(wanted, 2) + SINGLES, self.options.device)
-        again = replace(checks, values=values, last=None)
-        try:
-            with self._lanes(teams, values, checked=False) as (candidate, baseline):
-                return RankBatches(again, candidate, baseline, max(wanted, 2), self._rounds()).run()
-        finally:
-            checks.errors = again.errors
+        wanted = max(2, min(int(BATCH_S / fast), int(SLOWER * BATCH_S / slow), self._most_calls, fits // 2))
+        while True:
+            values = Values(self.spec, case, 2 * wanted + SINGLES, self.options.device)
+            again = replace(checks, values=values, last=None)
+            try:
+                with self._lanes(teams, values, checked=False) as (candidate, baseline):
+                    return RankBatches(again, candidate, baseline, wanted, self._rounds()).run()
+            except TooMany as error:
+                if wanted == 2:
+                    raise RunnerError(Status.FAILED, str(error), False, error.who) from None
+                self._most_calls = wanted = wanted // 2
+            finally:
+                checks.errors = again.errors
 
     @contextlib.contextmanager
     def _lanes(
