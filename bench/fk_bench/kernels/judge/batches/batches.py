@@ -265,9 +265,9 @@ class Batches:
         return part(self.segments, self.n, long)
 
 
-def cut(n: int, count: int) -> list[list[int]]:
-    """Secret cuts of 2n slots into graphs of up to GRAPH_CALLS calls, and of one call behind them."""
-    most = max(1, min(GRAPH_CALLS, n // 4))
+def cut(n: int, count: int, most: int | None = None) -> list[list[int]]:
+    """Secret cuts of 2n slots into graphs of up to `most` calls (default: GRAPH_CALLS), and of one call behind them."""
+    most = max(1, min(GRAPH_CALLS, n // 4)) if most is None else most
     cuts, at = {0, n, 2 * n}, 0
     while at < 2 * n:
         at += RANDOM.randint(-(-most // 2), most)
