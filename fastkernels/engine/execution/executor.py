@@ -114,7 +114,9 @@ class TensorParallelExecutor(Executor):
             for rank in range(1, size):
                 self._ranks.start(Setup(config, folder, hf_config, rank, threads))
             self._ranks.watch(tell)
-            self.runner = build_runner(Setup(config, folder, hf_config, 0, threads), phases)
+            self.runner = self._ranks.runner = build_runner(
+                Setup(config, folder, hf_config, 0, threads), phases
+            )
             with self._together():
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
@@ -148,8 +150,6 @@ class TensorParallelExecutor(Executor):
             raise self._ranks.failure
 
     def shutdown(self) -> None:
-        if hasattr(self, "runner"):
-            self.runner.graphs = self.runner.draft_graphs = None  # graphs hold the NCCL communicator
         self._end()
 
     def _send(self, data: bytes) -> None:

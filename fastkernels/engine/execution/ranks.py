@@ -97,6 +97,7 @@ class Ranks:
         self._threads = threads  # of this process, to be restored
         self._closing = False
         self._watcher: threading.Thread | None = None
+        self.runner: Any = None  # of rank 0
 
     @property
     def lost_rank(self) -> int | None:
@@ -147,6 +148,9 @@ class Ranks:
                 worker.process.wait()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(GRACE)
+        if self.runner is not None:  # its graphs hold the NCCL communicator: with them its end would hang
+            self.runner.graphs = self.runner.draft_graphs = None
+            self.runner = None
         if self.workers and dist.is_initialized():
             _abort_nccl()  # the peers are gone: an orderly end is impossible
             dist.destroy_process_group()

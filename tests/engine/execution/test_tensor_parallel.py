@@ -385,8 +385,11 @@ def test_worker_killed_while_idle(tiny, greedy):
     assert gone(worker.pid) and llm.shutdown()
 
 
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@GPUS
 def test_two_gpus_equal_one_and_notice_a_death(tiny):
     settings = {"device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200}
     eager = make(tiny, tensor_parallel_size=1, enforce_eager=True, **settings)
@@ -405,7 +408,7 @@ def test_two_gpus_equal_one_and_notice_a_death(tiny):
 PARENT = """
 import sys
 from fastkernels import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_blocks=200)
+llm = LLM(sys.argv[1], device=sys.argv[3], tensor_parallel_size=2, num_blocks=200)
 print(llm.llm_engine.executor._ranks.workers[0].process.pid, flush=True)
 if sys.argv[2] == "kill":
     while True:
@@ -414,9 +417,16 @@ llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # no shutdown
 """
 
 
-@pytest.mark.parametrize("end", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
-def test_workers_end_with_their_parent(tiny, end):
-    command = [sys.executable, "-c", PARENT, str(tiny), end]
+@pytest.mark.parametrize(
+    ("end", "device"),
+    [
+        ("kill", "cpu"),
+        pytest.param("forget", "cpu", marks=pytest.mark.slow),
+        pytest.param("forget", "cuda", marks=[pytest.mark.gpu, GPUS]),  # its graphs hold NCCL's communicator
+    ],
+)
+def test_workers_end_with_their_parent(tiny, end, device):
+    command = [sys.executable, "-c", PARENT, str(tiny), end, device]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
