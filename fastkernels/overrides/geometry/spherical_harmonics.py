@@ -5,6 +5,7 @@ The basis is that of Sloan, Efficient Spherical Harmonic Evaluation, JCGT 2(2), 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,6 +197,14 @@ def _seen(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     return call.rand(*shape) < 0.5
 
 
+def _seen_by_any(args: SimpleNamespace) -> int:
+    """Count the Gaussians whose coefficients are read."""
+    masks = args.masks
+    if masks is None:
+        return len(args.coeffs)
+    return int(masks.reshape(-1, masks.shape[-1]).any(0).sum())
+
+
 def _case(name: str, tag: str, gaussians: int, degree: int = 3, masked: bool = True, **more: Any) -> Case:
     weight, dtype = more.pop("weight", 1), more.pop("dtype", "float32")
     dims = {"gaussians": gaussians, "degrees_to_use": degree, "masked": masked, **more}
@@ -209,7 +218,7 @@ SPEC = OpSpec(
     op=spherical_harmonics,
     arguments=(
         Tensor("dirs", "cameras? gaussians 3"),
-        Tensor("coeffs", "gaussians coefficients 3"),
+        Tensor("coeffs", "gaussians coefficients 3", bytes="itemsize(dtype) * seen * coefficients * 3"),
         Scalar("degrees_to_use"),
         Tensor("masks", "cameras? gaussians", "bool", when="masked", values=_seen),
     ),
@@ -218,6 +227,7 @@ SPEC = OpSpec(
         "gaussians": Axis.count(), "cameras": Axis.per_call(1), "masked": Axis.option(False),
         "coefficients": Axis.option(lambda sizes: (sizes["degrees_to_use"] + 1) ** 2),
         "degrees_to_use": Axis.option(),
+        "seen": Axis.counted(_seen_by_any, lambda sizes: sizes["gaussians"]),
     },
     constraints=("coefficients >= (degrees_to_use + 1) * (degrees_to_use + 1)",),
     flops="6 * cameras * gaussians * (degrees_to_use + 1) * (degrees_to_use + 1)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fastkernels.core import assemble
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -74,7 +76,8 @@ def reference(
     there = (col_indices >= 0) & (col_indices < len(x))
     source = torch.where(there, col_indices, 0).long()
     place = torch.arange(len(col_indices), device=x.device)
-    target = torch.searchsorted(crow_indices[1:].long(), place, right=True)
+    # Not of crow_indices[1:]: Inductor 2.11 searches views from their storage's first value on.
+    target = torch.searchsorted(crow_indices.long(), place, right=True) - 1
     weight = values.to(acc)[:, None]
 
     def step(now: torch.Tensor) -> torch.Tensor:
@@ -318,6 +321,11 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     return partial(cls(normalize=False), x, edges, values)
 
 
+def _sources(args: SimpleNamespace) -> int:
+    """Count the nodes that have an edge to another: only these are read in a layer."""
+    return int(torch.bincount(args.col_indices.clamp(0, max(len(args.x) - 1, 0))).count_nonzero())
+
+
 def _isolated(args: list[Any]) -> None:
     """All edges lead to the last node; no other node has one."""
     args[1].zero_()
@@ -337,7 +345,7 @@ SPEC = OpSpec(
     reference=reference,
     op=graph_propagate,
     arguments=(
-        Tensor("x", "nodes dim"),
+        Tensor("x", "nodes dim", bytes="itemsize(dtype) * dim * ((nodes)if(mixed)else(sources))"),
         Tensor("crow_indices", "nodes+1", "id_dtype"),
         Tensor("col_indices", "edges", "id_dtype"),
         Tensor("values", "edges", "float32"),
@@ -352,6 +360,7 @@ SPEC = OpSpec(
         "mixed": Axis.option(False),
         "users": Axis(0),
         "id_dtype": Axis.dtype("int64"),
+        "sources": Axis.counted(_sources, Expr("min(nodes, edges)")),
     },
     constraints=("nodes > 0 or edges == 0",),
     values=_values,

@@ -60,8 +60,9 @@ def _hidden(
     )  # the last is for ids beyond the items
     if seen is not None and seen_starts is not None:
         place = torch.arange(len(seen), device=seen.device)
-        user = torch.searchsorted(seen_starts[1:].long(), place, right=True)
-        kept = (seen >= 0) & (seen < len(items)) & (user < len(users))
+        # Not of seen_starts[1:]: Inductor 2.11 searches views from their storage's first value on.
+        user = torch.searchsorted(seen_starts.long(), place, right=True) - 1
+        kept = (seen >= 0) & (seen < len(items)) & (user >= 0) & (user < len(users))
         hidden.index_fill_(0, torch.where(kept, user * len(items) + seen, cells), True)
     return hidden[:-1].view(len(users), len(items))
 
