@@ -49,7 +49,9 @@ def reference(
     features, bags = len(table_starts), len(offsets) - 1
     acc = torch.promote_types(weight.dtype, torch.float32)
     # Not of offsets[1:]: Inductor 2.11 searches views from their storage's first value on.
-    bag = torch.searchsorted(offsets.long(), torch.arange(len(indices), device=indices.device), right=True) - 1
+    bag = (
+        torch.searchsorted(offsets.long(), torch.arange(len(indices), device=indices.device), right=True) - 1
+    )
     kept = (bag >= 0) & (bag < bags)
     bag = bag.clamp(0, max(bags - 1, 0))
     feature = bag // max(bags // features, 1)

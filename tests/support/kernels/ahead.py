@@ -12,6 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from fastkernels.overrides.kit import overlap
+
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
     "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
@@ -37,17 +39,18 @@ class _Driver:
 def launches() -> Iterator[list[Launch]]:
     """Note the launches of Triton kernels in this context instead of making them."""
     found: list[Launch] = []
-    run, active = JITFunction.run, triton.runtime.driver._active
+    run, active, quick = JITFunction.run, triton.runtime.driver._active, overlap._quick
 
     def note(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
         found.append((self, args, kwargs))
 
     JITFunction.run = note
     triton.runtime.driver._active = _Driver()
+    overlap._quick = False  # its launches need a compiled kernel
     try:
         yield found
     finally:
-        JITFunction.run, triton.runtime.driver._active = run, active
+        JITFunction.run, triton.runtime.driver._active, overlap._quick = run, active, quick
 
 
 def launched(call: Callable[[], Any]) -> list[Launch]:
