@@ -176,7 +176,9 @@ def _propagate_kernel(
     first = tl.minimum((begin + PART - 1) // PART * PART, end)  # the edges between are in whole parts
     last = tl.maximum(end // PART * PART, first)
     acc = _sum_of(x_ptr, col_ptr, value_ptr, begin, first, cols, x_stride, N, D, BLOCK_E, BLOCK_D)
-    for t in range(first // PART, last // PART, BLOCK_E):  # one by one, the parts of a hub would take the longest
+    for t in range(
+        first // PART, last // PART, BLOCK_E
+    ):  # one by one, the parts of a hub would take the longest
         parts = t + tl.arange(0, BLOCK_E)
         mask = (parts < last // PART)[:, None] & (cols < D)[None, :]
         acc += tl.sum(tl.load(part_ptr + parts[:, None] * D + cols[None, :], mask=mask, other=0.0), 0)

@@ -18,7 +18,9 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recsys.cases import zipf
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MOST_HELD = 16384  # numbers that a program of the Triton kernel holds: scores of groups, or items of the best ones
+MOST_HELD = (
+    16384  # numbers that a program of the Triton kernel holds: scores of groups, or items of the best ones
+)
 
 
 def reference(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,3 +92,12 @@ def compile_for(launch: Launch, capability: int) -> Any:
     options = {k: v for k, v in kwargs.items() if k in OPTIONS}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def usage(compiled: Any, folder: Path) -> dict[str, int]:
+    """Registers (REG) and bytes of spills (STACK) of each thread. folder: for the code."""
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "-res-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
