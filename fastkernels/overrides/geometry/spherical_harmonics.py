@@ -276,7 +276,7 @@ def _seen_by_any(args: SimpleNamespace) -> int:
     masks = args.masks
     if masks is None:
         return len(args.coeffs)
-    return int(masks.reshape(-1, masks.shape[-1]).any(0).sum())
+    return int((masks.any(0) if masks.dim() == 2 else masks).sum())
 
 
 def _case(name: str, tag: str, gaussians: int, degree: int = 3, masked: bool = True, **more: Any) -> Case:

@@ -198,8 +198,7 @@ SPEC = OpSpec(
     axes={
         "rows": Axis.per_call(), "inner": Axis.width(), "outer": Axis.width(), "side": Axis.option(3),
         "clouds": Axis(1), "biased": Axis.option(True),
-        # About 8 of 27 neighbors of a surface's cell are occupied
-        "pairs": Axis.counted(lambda a: int((a.neighbors >= 0).sum()), Expr("8 * rows")),
+        "pairs": Axis.counted(lambda a: int((a.neighbors >= 0).sum()), Expr("side**3 * rows")),
     },
     values=_values,
     flops="2 * pairs * inner * outer",
