@@ -68,6 +68,37 @@ def test_triton_kernels_compile_for_unmeasured_chips(
                 assert declines(op, name, (8, 0), monkeypatch)
 
 
+# Families and ops that were written without a GPU
+UNMEASURED = {"geometry", "point", "detection", "recsys", "conv1d_norm_mish", "frame_attention", "norm_pad"}
+SHARED = 227 << 10  # bytes of shared memory that a program on a Hopper GPU may have
+SPILLED = 64  # bytes of a thread's stack: a few spills, or the slow path of a sine
+
+
+def written_without_a_gpu(op: str) -> bool:
+    family = registry.get(op).reference.__module__.split(".")[-2]
+    return bool(UNMEASURED & {op, family})
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted here")
+@pytest.mark.parametrize(("op", "name"), [pair for pair in TRITON if written_without_a_gpu(pair[0])])
+def test_triton_kernels_fit_hopper_at_their_largest_case(
+    op: str, name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models' shapes: neither too much shared memory nor spilled registers."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spec, found = registry.get(op), provider(op, name)
+    models = sorted((c for c in spec.cases if "model" in c.tags), key=spec.bytes_moved)
+    inputs = [spec.declaration.blank(c) for c in models]
+    args = next(a for a in reversed(inputs) if found.supports is None or found.supports(*a) is None)
+    kernels = ahead.launched(lambda: found.fn(*args))
+    assert kernels
+    for launch in kernels:
+        compiled = ahead.compile_for(launch, 90)
+        usage = ahead.usage(compiled, tmp_path)
+        fits = compiled.metadata.shared <= SHARED and usage["STACK"] <= SPILLED
+        assert fits, (launch[0].fn.__name__, compiled.metadata.shared, usage)
+
+
 def _on(device: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value

@@ -128,8 +128,10 @@ def _norm_mish_kernel(
     inside = known[:, None] & (places < L)[None, :]
     at = (item * N + channels.to(tl.int64))[:, None] * L + places[None, :]
     x = tl.zeros([BLOCK_C, BLOCK_L], tl.float32)
-    for split in range(splits):
-        x += tl.load(sums_ptr + split * (items.to(tl.int64) * N * L) + at, mask=inside, other=0.0)
+    for first in range(0, splits, 4):
+        for i in tl.static_range(4):  # loads that do not wait for each other
+            there = inside & (first + i < splits)
+            x += tl.load(sums_ptr + (first + i) * (items.to(tl.int64) * N * L) + at, mask=there, other=0.0)
     if HAS_BIAS:
         x += tl.load(bias_ptr + channels, mask=known, other=0.0).to(tl.float32)[:, None]
     count = per_group * L
@@ -179,19 +181,24 @@ def _triton(
         return out
     rows, terms = items * length, channels * window
     block_m = min(64, max(16, next_power_of_2(rows)))
-    block_n = 32 if made >= 32 else 16
-    block_k = min(64, max(16, next_power_of_2(terms)))
+    few = rows <= 64  # one tile: the kernel waits for weights
+    block_n = 16 if made < 32 else 32 if few or made < 64 else 64
+    # Of more than one tile, three programs of a multiprocessor wait for memory at the same time
+    block_k = min(64 if few else 32, max(16, next_power_of_2(terms)))
     tiles = cdiv(rows, block_m) * cdiv(made, block_n)
-    splits = min(max(1, multiprocessors(x.device) // tiles), cdiv(terms, 2 * block_k))
+    wanted = multiprocessors(x.device) * (1 if few else 3)
+    splits = min(max(1, wanted // tiles), cdiv(terms, 2 * block_k))
     per_split = cdiv(cdiv(terms, splits), block_k) * block_k
     splits = cdiv(terms, per_split)
-    exact = x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.allow_tf32)
+    precision = "tf32x3" if few else "tf32"  # float32's digits cost nothing there
+    if x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.allow_tf32):
+        precision = "ieee"
     sums = torch.empty(splits, items, made, length, dtype=torch.float32, device=x.device)
     launch_kernel(
         _conv1d_sums_kernel, (cdiv(rows, block_m), cdiv(made, block_n), splits),
         x, weight.contiguous(), sums, rows, channels, made, length, *x.stride(), per_split,
-        K=window, PRECISION="ieee" if exact else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, num_warps=4, num_stages=4,
+        K=window, PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=4, num_stages=4 if few else 3,
     )  # fmt: skip
     launch_kernel(
         _norm_mish_kernel, (items * num_groups,),

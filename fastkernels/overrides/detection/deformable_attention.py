@@ -238,7 +238,7 @@ SPEC = OpSpec(
         _case("wide", "odd", "float32", batch=1, queries=3, heads=1, points=5, channels=65, shapes=(4, 4)),
     ),
     arguments=(
-        Tensor("value", "batch tokens heads channels"),
+        Tensor("value", "batch tokens heads channels", bytes="0"),  # points may share cells
         Tensor("offsets", "batch queries heads len(shapes)//2*points 2", std=3),
         Tensor("weights", "batch queries heads len(shapes)//2*points"),
         Tensor("boxes", "batch queries 4", "float32", values=_boxes),

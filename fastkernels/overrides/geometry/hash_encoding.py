@@ -216,7 +216,7 @@ SPEC = OpSpec(
     op=hash_encoding,
     arguments=(
         Tensor("x", "points 3", "float32", values=_positions),
-        Tensor("table", "rows features", values=uniform(-1.0, 1.0)),
+        Tensor("table", "rows features", values=uniform(-1.0, 1.0), bytes="0"),  # points may share rows
         Scalar("levels", default=16),
         Scalar("base_resolution", default=16),
         Scalar("per_level_scale", default=1.4472692012786865),  # to 4096: 2048 times the fox scene's aabb_scale

@@ -261,7 +261,7 @@ SPEC = OpSpec(
         Tensor("directions", "rays 3"),
         Tensor("starts", "rays"),
         Tensor("ends", "rays"),
-        Tensor("bits", "cascades*grid*grid*grid//8", "uint8"),
+        Tensor("bits", "cascades*grid*grid*grid//8", "uint8", bytes="0"),  # rays may share cells
         Scalar("samples"),
         Scalar("grid"),
         Scalar("cascades"),

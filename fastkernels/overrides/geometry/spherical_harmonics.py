@@ -5,6 +5,7 @@ The basis is that of Sloan, Efficient Spherical Harmonic Evaluation, JCGT 2(2), 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,6 +103,28 @@ def _sum(coeffs, k: tl.constexpr, value, r, g, b, used):
     return r, g, b
 
 
+@triton.jit
+def _four(at, used):
+    # Four coefficients of each row, read at once: loads of 16 bytes, as far as rows are aligned.
+    four = tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=used[:, None], other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _sum_of_four(coeffs, k: tl.constexpr, r, g, b, used, v0, v1, v2, v3):
+    # Functions k to k + 3 of K, for the three channels
+    r0, g0, b0, r1 = _four(coeffs + 3 * k, used)
+    g1, b1, r2, g2 = _four(coeffs + 3 * k + 4, used)
+    b2, r3, g3, b3 = _four(coeffs + 3 * k + 8, used)
+    r += v0 * r0 + v1 * r1 + v2 * r2 + v3 * r3
+    g += v0 * g0 + v1 * g1 + v2 * g2 + v3 * g3
+    b += v0 * b0 + v1 * b1 + v2 * b2 + v3 * b3
+    return r, g, b
+
+
 @triton.jit(do_not_specialize=["M", "R"])
 def _harmonics_kernel(
     dirs_ptr, coeffs_ptr, masks_ptr, out_ptr, M, R, K, HAS_MASKS: tl.constexpr, DEGREE: tl.constexpr,
@@ -124,34 +147,86 @@ def _harmonics_kernel(
     r = tl.zeros([BLOCK], tl.float32)
     g = tl.zeros([BLOCK], tl.float32)
     b = tl.zeros([BLOCK], tl.float32)
-    r, g, b = _sum(at, 0, 0.28209479177387814, r, g, b, used)
+    if DEGREE == 0:
+        r, g, b = _sum(at, 0, 0.28209479177387814, r, g, b, used)
     if DEGREE > 0:
-        r, g, b = _sum(at, 1, -0.4886025119029199 * y, r, g, b, used)
-        r, g, b = _sum(at, 2, 0.4886025119029199 * z, r, g, b, used)
-        r, g, b = _sum(at, 3, -0.4886025119029199 * x, r, g, b, used)
+        r, g, b = _sum_of_four(
+            at,
+            0,
+            r,
+            g,
+            b,
+            used,
+            0.28209479177387814,
+            -0.4886025119029199 * y,
+            0.4886025119029199 * z,
+            -0.4886025119029199 * x,
+        )
     if DEGREE > 1:
-        r, g, b = _sum(at, 4, 1.0925484305920792 * x * y, r, g, b, used)
-        r, g, b = _sum(at, 5, -1.0925484305920792 * y * z, r, g, b, used)
-        r, g, b = _sum(at, 6, 0.31539156525252005 * (3 * zz - 1), r, g, b, used)
-        r, g, b = _sum(at, 7, -1.0925484305920792 * x * z, r, g, b, used)
+        r, g, b = _sum_of_four(
+            at,
+            4,
+            r,
+            g,
+            b,
+            used,
+            1.0925484305920792 * x * y,
+            -1.0925484305920792 * y * z,
+            0.31539156525252005 * (3 * zz - 1),
+            -1.0925484305920792 * x * z,
+        )
+    if DEGREE == 2:
         r, g, b = _sum(at, 8, 0.5462742152960396 * (xx - yy), r, g, b, used)
     if DEGREE > 2:
-        r, g, b = _sum(at, 9, -0.5900435899266435 * y * (3 * xx - yy), r, g, b, used)
-        r, g, b = _sum(at, 10, 2.890611442640554 * x * y * z, r, g, b, used)
-        r, g, b = _sum(at, 11, -0.4570457994644658 * y * (5 * zz - 1), r, g, b, used)
-        r, g, b = _sum(at, 12, 0.3731763325901154 * z * (5 * zz - 3), r, g, b, used)
-        r, g, b = _sum(at, 13, -0.4570457994644658 * x * (5 * zz - 1), r, g, b, used)
-        r, g, b = _sum(at, 14, 1.445305721320277 * z * (xx - yy), r, g, b, used)
-        r, g, b = _sum(at, 15, -0.5900435899266435 * x * (xx - 3 * yy), r, g, b, used)
+        r, g, b = _sum_of_four(
+            at,
+            8,
+            r,
+            g,
+            b,
+            used,
+            0.5462742152960396 * (xx - yy),
+            -0.5900435899266435 * y * (3 * xx - yy),
+            2.890611442640554 * x * y * z,
+            -0.4570457994644658 * y * (5 * zz - 1),
+        )
+        r, g, b = _sum_of_four(
+            at,
+            12,
+            r,
+            g,
+            b,
+            used,
+            0.3731763325901154 * z * (5 * zz - 3),
+            -0.4570457994644658 * x * (5 * zz - 1),
+            1.445305721320277 * z * (xx - yy),
+            -0.5900435899266435 * x * (xx - 3 * yy),
+        )
     if DEGREE > 3:
-        r, g, b = _sum(at, 16, 2.5033429417967046 * x * y * (xx - yy), r, g, b, used)
-        r, g, b = _sum(at, 17, -1.7701307697799304 * y * z * (3 * xx - yy), r, g, b, used)
-        r, g, b = _sum(at, 18, 0.9461746957575601 * x * y * (7 * zz - 1), r, g, b, used)
-        r, g, b = _sum(at, 19, -0.6690465435572892 * y * z * (7 * zz - 3), r, g, b, used)
-        r, g, b = _sum(at, 20, 0.10578554691520431 * (zz * (35 * zz - 30) + 3), r, g, b, used)
-        r, g, b = _sum(at, 21, -0.6690465435572892 * x * z * (7 * zz - 3), r, g, b, used)
-        r, g, b = _sum(at, 22, 0.47308734787878004 * (xx - yy) * (7 * zz - 1), r, g, b, used)
-        r, g, b = _sum(at, 23, -1.7701307697799304 * x * z * (xx - 3 * yy), r, g, b, used)
+        r, g, b = _sum_of_four(
+            at,
+            16,
+            r,
+            g,
+            b,
+            used,
+            2.5033429417967046 * x * y * (xx - yy),
+            -1.7701307697799304 * y * z * (3 * xx - yy),
+            0.9461746957575601 * x * y * (7 * zz - 1),
+            -0.6690465435572892 * y * z * (7 * zz - 3),
+        )
+        r, g, b = _sum_of_four(
+            at,
+            20,
+            r,
+            g,
+            b,
+            used,
+            0.10578554691520431 * (zz * (35 * zz - 30) + 3),
+            -0.6690465435572892 * x * z * (7 * zz - 3),
+            0.47308734787878004 * (xx - yy) * (7 * zz - 1),
+            -1.7701307697799304 * x * z * (xx - 3 * yy),
+        )
         r, g, b = _sum(at, 24, 0.6258357354491761 * (xx * (xx - 3 * yy) - yy * (3 * xx - yy)), r, g, b, used)
     dtype = out_ptr.dtype.element_ty
     tl.store(out_ptr + m * 3, tl.where(used, r, 0.0).to(dtype), mask=here)
@@ -196,6 +271,14 @@ def _seen(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     return call.rand(*shape) < 0.5
 
 
+def _seen_by_any(args: SimpleNamespace) -> int:
+    """Count the Gaussians whose coefficients are read."""
+    masks = args.masks
+    if masks is None:
+        return len(args.coeffs)
+    return int((masks.any(0) if masks.dim() == 2 else masks).sum())
+
+
 def _case(name: str, tag: str, gaussians: int, degree: int = 3, masked: bool = True, **more: Any) -> Case:
     weight, dtype = more.pop("weight", 1), more.pop("dtype", "float32")
     dims = {"gaussians": gaussians, "degrees_to_use": degree, "masked": masked, **more}
@@ -209,7 +292,7 @@ SPEC = OpSpec(
     op=spherical_harmonics,
     arguments=(
         Tensor("dirs", "cameras? gaussians 3"),
-        Tensor("coeffs", "gaussians coefficients 3"),
+        Tensor("coeffs", "gaussians coefficients 3", bytes="itemsize(dtype) * seen * coefficients * 3"),
         Scalar("degrees_to_use"),
         Tensor("masks", "cameras? gaussians", "bool", when="masked", values=_seen),
     ),
@@ -218,6 +301,7 @@ SPEC = OpSpec(
         "gaussians": Axis.count(), "cameras": Axis.per_call(1), "masked": Axis.option(False),
         "coefficients": Axis.option(lambda sizes: (sizes["degrees_to_use"] + 1) ** 2),
         "degrees_to_use": Axis.option(),
+        "seen": Axis.counted(_seen_by_any, lambda sizes: sizes["gaussians"]),
     },
     constraints=("coefficients >= (degrees_to_use + 1) * (degrees_to_use + 1)",),
     flops="6 * cameras * gaussians * (degrees_to_use + 1) * (degrees_to_use + 1)",

@@ -18,7 +18,8 @@ from fastkernels.overrides.attention import cases
 def sequence_of(cu_seqlens_q: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the sequence of each token, [T] int64; B for tokens past cu_seqlens_q[B] (padding)."""
     at = torch.arange(tokens, dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
-    return torch.searchsorted(cu_seqlens_q[1:], at, right=True)
+    # Not of cu_seqlens_q[1:]: Inductor 2.11 searches views from their storage's first value on.
+    return torch.searchsorted(cu_seqlens_q, at, right=True) - 1
 
 
 def seen_by(d: Mapping[str, Any]) -> list[int]:

@@ -11,6 +11,7 @@ import triton.language as tl
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Tensor, fan_in
 from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec, Tolerance
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -197,9 +198,10 @@ SPEC = OpSpec(
     axes={
         "rows": Axis.per_call(), "inner": Axis.width(), "outer": Axis.width(), "side": Axis.option(3),
         "clouds": Axis(1), "biased": Axis.option(True),
+        "pairs": Axis.counted(lambda a: int((a.neighbors >= 0).sum()), Expr("side**3 * rows")),
     },
     values=_values,
-    flops="16 * rows * inner * outer",  # about 8 of 27 neighbors of a surface's cell are occupied
+    flops="2 * pairs * inner * outer",
     cases=(  # Point Transformer V3: the stem, and the first layer of the blocks of each stage
         _case("room_stem", "model", 120_000, 6, 32, side=5, biased=False),
         _case("room_32", "model", 120_000, 32, 32, weight=2),

@@ -48,11 +48,12 @@ def reference(
     _check(indices, offsets, weight, table_starts, table_rows, per_sample_weights, mean)
     features, bags = len(table_starts), len(offsets) - 1
     acc = torch.promote_types(weight.dtype, torch.float32)
-    bag = torch.searchsorted(
-        offsets[1:].long(), torch.arange(len(indices), device=indices.device), right=True
+    # Not of offsets[1:]: Inductor 2.11 searches views from their storage's first value on.
+    bag = (
+        torch.searchsorted(offsets.long(), torch.arange(len(indices), device=indices.device), right=True) - 1
     )
-    kept = (bag < bags) & (torch.arange(len(indices), device=indices.device) >= offsets[0])
-    bag = bag.clamp_max(max(bags - 1, 0))
+    kept = (bag >= 0) & (bag < bags)
+    bag = bag.clamp(0, max(bags - 1, 0))
     feature = bag // max(bags // features, 1)
     ids = indices.long()
     there = kept & (ids >= 0) & (ids < table_rows[feature])

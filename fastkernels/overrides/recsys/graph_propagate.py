@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fastkernels.core import assemble
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -74,7 +76,8 @@ def reference(
     there = (col_indices >= 0) & (col_indices < len(x))
     source = torch.where(there, col_indices, 0).long()
     place = torch.arange(len(col_indices), device=x.device)
-    target = torch.searchsorted(crow_indices[1:].long(), place, right=True)
+    # Not of crow_indices[1:]: Inductor 2.11 searches views from their storage's first value on.
+    target = torch.searchsorted(crow_indices.long(), place, right=True) - 1
     weight = values.to(acc)[:, None]
 
     def step(now: torch.Tensor) -> torch.Tensor:
@@ -111,41 +114,46 @@ def _check(
 
 
 PART = 256  # edges
+WAYS = 32  # of a search: few loads wait for each other
 
 
 @triton.jit
 def _sum_of(
     x_ptr, col_ptr, value_ptr, begin, end, cols, x_stride, N, D, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    # The weighted sum of the edges from `begin` to `end`.
+    # The weighted sum of the edges from `begin` to `end`. The next sources arrive while the rows of these do.
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(begin, end, BLOCK_E):
-        edges = first + tl.arange(0, BLOCK_E)
-        source = tl.load(col_ptr + edges, mask=edges < end, other=-1).to(tl.int64)
-        weight = tl.load(value_ptr + edges, mask=edges < end, other=0.0).to(tl.float32)
+    edges = begin + tl.arange(0, BLOCK_E)
+    source = tl.load(col_ptr + edges, mask=edges < end, other=-1).to(tl.int64)
+    weight = tl.load(value_ptr + edges, mask=edges < end, other=0.0).to(tl.float32)
+    for _ in range(begin, end, BLOCK_E):
         mask = ((source >= 0) & (source < N))[:, None] & (cols < D)[None, :]
-        row = tl.load(x_ptr + source[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.sum(tl.where(mask, row * weight[:, None], 0.0), 0)
+        row = tl.load(x_ptr + source[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+        edges += BLOCK_E
+        source = tl.load(col_ptr + edges, mask=edges < end, other=-1).to(tl.int64)
+        following = tl.load(value_ptr + edges, mask=edges < end, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.where(mask, row.to(tl.float32) * weight[:, None], 0.0), 0)
+        weight = following
     return acc
 
 
-@triton.jit(do_not_specialize=["STEPS"])
+@triton.jit(do_not_specialize=["WIDTH"])
 def _inner_kernel(
-    x_ptr, crow_ptr, col_ptr, value_ptr, part_ptr, x_stride, N, D, STEPS,
-    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, crow_ptr, col_ptr, value_ptr, part_ptr, x_stride, N, D, WIDTH,
+    PART: tl.constexpr, WAYS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Edges t PART to (t + 1) PART, if they are all of one node: a node of a million edges is not one program's work.
     follow(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    low = t * 0
-    high = low + N
-    for _ in range(STEPS):  # the last node that begins at t PART or before
-        middle = (low + high) // 2
-        before = tl.load(crow_ptr + middle).to(tl.int64) <= t * PART
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    if tl.load(crow_ptr + low + 1).to(tl.int64) >= (t + 1) * PART:
+    node = t * 0  # the last one that begins at t PART or before; it is less than WIDTH away
+    width = node + WIDTH
+    while width > 1:
+        width = width // WAYS
+        nodes = node + (tl.arange(0, WAYS) + 1) * width
+        starts = tl.load(crow_ptr + nodes, mask=nodes < N, other=0).to(tl.int64)
+        node += tl.sum(((nodes < N) & (starts <= t * PART)).to(tl.int64), 0) * width
+    if tl.load(crow_ptr + node + 1).to(tl.int64) >= (t + 1) * PART:
         acc = _sum_of(
             x_ptr, col_ptr, value_ptr, t * PART, (t + 1) * PART, cols, x_stride, N, D, BLOCK_E, BLOCK_D
         )  # fmt: skip
@@ -168,8 +176,12 @@ def _propagate_kernel(
     first = tl.minimum((begin + PART - 1) // PART * PART, end)  # the edges between are in whole parts
     last = tl.maximum(end // PART * PART, first)
     acc = _sum_of(x_ptr, col_ptr, value_ptr, begin, first, cols, x_stride, N, D, BLOCK_E, BLOCK_D)
-    for t in range(first // PART, last // PART):
-        acc += tl.load(part_ptr + t * D + cols, mask=cols < D, other=0.0)
+    for t in range(
+        first // PART, last // PART, BLOCK_E
+    ):  # one by one, the parts of a hub would take the longest
+        parts = t + tl.arange(0, BLOCK_E)
+        mask = (parts < last // PART)[:, None] & (cols < D)[None, :]
+        acc += tl.sum(tl.load(part_ptr + parts[:, None] * D + cols[None, :], mask=mask, other=0.0), 0)
     acc += _sum_of(x_ptr, col_ptr, value_ptr, last, end, cols, x_stride, N, D, BLOCK_E, BLOCK_D)
     if KEEP:
         tl.store(out_ptr + node * D + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < D)
@@ -214,19 +226,22 @@ def _triton(
         return (x.float() * alpha[0]).to(x.dtype)
     total = None if alpha is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
     block = min(next_power_of_2(dim), 256)
-    at_once = max(1024 // block, 1)
+    at_once = max(1024 // block, 4)
+    width = WAYS
+    while width < nodes:
+        width *= WAYS
     graph = crow_indices.contiguous(), col_indices.contiguous(), values.contiguous()
     parts, columns = len(col_indices) // PART, cdiv(dim, block)
     inner = torch.empty((parts, dim), dtype=torch.float32, device=x.device)
-    sizes = {"BLOCK_E": at_once, "BLOCK_D": block, "num_warps": 2 if block * at_once <= 1024 else 4}
+    sizes = {"BLOCK_E": min(at_once, 64), "BLOCK_D": block, "num_warps": 1}
     now, spare = x, [_fake(x) for _ in range(min(layers if alpha is None else layers - 1, 2))]
     for layer in range(1, layers + 1):
         keep = alpha is None or layer < layers
         out = spare[layer % len(spare)] if keep else x
         if parts:
             launch_kernel(
-                _inner_kernel, (parts, columns), now, *graph, inner, now.stride(0), nodes, dim, nodes.bit_length(),
-                PART=PART, **sizes,
+                _inner_kernel, (parts, columns), now, *graph, inner, now.stride(0), nodes, dim, width,
+                PART=PART, WAYS=WAYS, **sizes,
             )  # fmt: skip
         launch_kernel(
             _propagate_kernel, (nodes, columns), now, *graph, inner, alpha, out, total, now.stride(0), nodes, dim,
@@ -318,6 +333,11 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     return partial(cls(normalize=False), x, edges, values)
 
 
+def _sources(args: SimpleNamespace) -> int:
+    """Count the nodes that have an edge to another: only these are read in a layer."""
+    return int(torch.bincount(args.col_indices.clamp(0, max(len(args.x) - 1, 0))).count_nonzero())
+
+
 def _isolated(args: list[Any]) -> None:
     """All edges lead to the last node; no other node has one."""
     args[1].zero_()
@@ -337,7 +357,7 @@ SPEC = OpSpec(
     reference=reference,
     op=graph_propagate,
     arguments=(
-        Tensor("x", "nodes dim"),
+        Tensor("x", "nodes dim", bytes="itemsize(dtype) * dim * ((nodes)if(mixed)else(sources))"),
         Tensor("crow_indices", "nodes+1", "id_dtype"),
         Tensor("col_indices", "edges", "id_dtype"),
         Tensor("values", "edges", "float32"),
@@ -352,6 +372,7 @@ SPEC = OpSpec(
         "mixed": Axis.option(False),
         "users": Axis(0),
         "id_dtype": Axis.dtype("int64"),
+        "sources": Axis.counted(_sources, Expr("min(nodes, edges)")),
     },
     constraints=("nodes > 0 or edges == 0",),
     values=_values,

@@ -18,9 +18,9 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recsys.cases import zipf
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MOST_K = 128  # that a program of the Triton kernel keeps of its items
-MOST_DIM = 512
-SPAN = 1024  # items of such a program
+MOST_HELD = (
+    16384  # numbers that a program of the Triton kernel holds: scores of groups, or items of the best ones
+)
 
 
 def reference(
@@ -33,37 +33,40 @@ def reference(
     """users: [B, D]; items: [M, D]. Returns scores [B, k] float32, the largest first, and the items' ids [B, k] int64.
 
     seen [S] int are the items that users have seen: of user b those at seen_starts[b] to seen_starts[b + 1],
-    seen_starts [B + 1] int. They are left out; ids beyond the items exclude nothing. A user with fewer than k items
-    left has -inf and the id -1 for the rest. Of equal scores the smaller id comes first. NaN is larger than all
-    numbers. float64 inputs give float64 scores. Raises ValueError for shapes that do not fit, and for k outside of
-    1 .. M.
+    seen_starts [B + 1] int. They are left out, as are scores of -inf; ids beyond the items exclude nothing. A user with
+    fewer than k items left has -inf and the id -1 for the rest. Items of equal scores are in any order; here the
+    smaller id comes first. NaN is larger than all numbers. float64 inputs give float64 scores. Raises ValueError for
+    shapes that do not fit, and for k outside of 1 .. M.
     """
     _check(users, items, k, seen_starts, seen)
     acc = torch.promote_types(users.dtype, torch.float32)
     scores = users.to(acc) @ items.to(acc).t()
     hidden = _hidden(users, items, seen_starts, seen)
-    # A stable sort puts seen items last, even behind scores of -inf.
     best, ids = scores.masked_fill(hidden, float("-inf")).sort(dim=1, descending=True, stable=True)
-    order = hidden.gather(1, ids).to(torch.int8).argsort(dim=1, stable=True)[:, :k]
-    best, ids = best.gather(1, order), ids.gather(1, order)
-    out = hidden.gather(1, ids)
-    return best.masked_fill(out, float("-inf")), ids.masked_fill(out, -1)
+    best, ids = best[:, :k], ids[:, :k]
+    return best, ids.masked_fill(best == float("-inf"), -1)
 
 
 def _hidden(
     users: torch.Tensor, items: torch.Tensor, seen_starts: torch.Tensor | None, seen: torch.Tensor | None
 ) -> torch.Tensor:
     """The items that each user has seen: [B, M] bool. Does not synchronize, so that it can be captured in a graph."""
-    cells = len(users) * len(items)
-    hidden = torch.zeros(
-        cells + 1, dtype=torch.bool, device=users.device
-    )  # the last is for ids beyond the items
+    hidden = torch.zeros(users.shape[0] * items.shape[0] + 1, dtype=torch.bool, device=users.device)
+    _fill_seen(hidden, len(items), True, users, items, seen_starts, seen)
+    return hidden[:-1].view(len(users), len(items))
+
+
+def _fill_seen(
+    cells: torch.Tensor, stride: int, value: Any, users: torch.Tensor, items: torch.Tensor,
+    seen_starts: torch.Tensor | None, seen: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Write `value` to each user's seen items, in cells of rows of `stride` and one more: it is for ids beyond."""
     if seen is not None and seen_starts is not None:
         place = torch.arange(len(seen), device=seen.device)
-        user = torch.searchsorted(seen_starts[1:].long(), place, right=True)
-        kept = (seen >= 0) & (seen < len(items)) & (user < len(users))
-        hidden.index_fill_(0, torch.where(kept, user * len(items) + seen, cells), True)
-    return hidden[:-1].view(len(users), len(items))
+        # Not of seen_starts[1:]: Inductor 2.11 searches views from their storage's first value on.
+        user = torch.searchsorted(seen_starts.long(), place, right=True) - 1
+        kept = (seen >= 0) & (seen < len(items)) & (user >= 0) & (user < len(users))
+        cells.index_fill_(0, torch.where(kept, user * stride + seen, cells.shape[0] - 1), value)
 
 
 def _score(
@@ -100,58 +103,99 @@ def _check(
         )
 
 
-@triton.jit(do_not_specialize=["words"])
-def _hide_kernel(seen_ptr, starts_ptr, mask_ptr, M, words, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    # Set the bit of each item that a user has seen: bit m % 32 of word m // 32 of the user's row.
+@triton.jit(do_not_specialize=["M"])
+def _hide_kernel(scores_ptr, seen_ptr, starts_ptr, stride, M, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    # A score of -inf for each item that a user has seen.
     follow(OVERLAP)
     user = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts_ptr + user).to(tl.int64)
-    n = (tl.load(starts_ptr + user + 1).to(tl.int64) - begin).to(tl.int32)
-    for first in range(0, n, BLOCK):
+    end = tl.load(starts_ptr + user + 1).to(tl.int64)
+    for first in range(begin, end, BLOCK):
         places = first + tl.arange(0, BLOCK)
-        item = tl.load(seen_ptr + begin + places, mask=places < n, other=-1).to(tl.int64)
-        there = (item >= 0) & (item < M)
-        item = tl.where(there, item, 0)
-        bit = tl.full([BLOCK], 1, tl.int32) << (item % 32).to(tl.int32)
-        tl.atomic_or(mask_ptr + user * words + item // 32, bit, mask=there)
+        item = tl.load(seen_ptr + places, mask=places < end, other=-1).to(tl.int64)
+        worst = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(scores_ptr + user * stride + item, worst, mask=(item >= 0) & (item < M))
 
 
-@triton.jit(do_not_specialize=["B", "words"])
-def _top_k_kernel(
-    users_ptr, items_ptr, mask_ptr, keys_ptr, u_stride, i_stride, B, M, D, words, spans,
-    MASKED: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def _ordered(score):
+    # Integers in the order of float32 scores: one zero, and one NaN, which is the largest.
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    bits = tl.where(score == score, bits, 0x7FC00000)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+NOTHING = tl.constexpr(-0x80000000)  # below the integers of all scores
+
+
+@triton.jit(do_not_specialize=["M", "groups"])
+def _maxima_kernel(
+    scores_ptr, maxima_ptr, stride, M, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    # The K largest scores of BLOCK_B users among SPAN items, as keys: the score's bits, ordered like the score, then
-    # the complement of the id. Among equal scores the smaller id has the larger key.
+    # The best score of each group of GROUP items next to each other. Rows are padded: loads of 16 bytes need no mask.
     follow(OVERLAP)
-    span = tl.program_id(0)
-    rows = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    ids = span * SPAN + tl.arange(0, SPAN)
-    acc = tl.zeros([BLOCK_B, SPAN], tl.float32)
-    for first in range(0, D, BLOCK_D):
-        dims = first + tl.arange(0, BLOCK_D)
-        u_at = users_ptr + rows[:, None] * u_stride + dims[None, :]
-        u = tl.load(u_at, mask=(rows < B)[:, None] & (dims < D)[None, :], other=0.0)
-        i_at = items_ptr + ids.to(tl.int64)[:, None] * i_stride + dims[None, :]
-        i = tl.load(i_at, mask=(ids < M)[:, None] & (dims < D)[None, :], other=0.0)
-        acc = tl.dot(u, tl.trans(i), acc, input_precision=PRECISION)
-    bits = tl.where(acc == 0.0, 0.0, acc).to(tl.int32, bitcast=True)  # one zero
-    bits = tl.where(acc == acc, bits, 0x7FC00000)  # one NaN
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)[None, :]
-    there = (ids < M)[None, :] & (rows < B)[:, None]
-    if MASKED:
-        word = tl.load(mask_ptr + rows[:, None] * words + (ids // 32)[None, :], mask=there, other=0)
-        there = there & (((word >> (ids % 32)[None, :]) & 1) == 0)
-    key = tl.where(there, key, -0x7FFFFFFFFFFFFFFF)
-    best = tl.topk(key, K, 1)
-    places = tl.arange(0, K)
-    out = keys_ptr + (rows[:, None] * spans + span) * K + places[None, :]
-    tl.store(out, best, mask=(rows < B)[:, None] & (places >= 0)[None, :])
+    user = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    items = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    order = _ordered(tl.load(scores_ptr + user * stride + items, mask=items < stride, other=0.0))
+    best = tl.max(tl.where(items < M, order, NOTHING), 1)
+    tl.store(maxima_ptr + user * groups + group, best, mask=group < groups)
 
 
-NONE = -0x7FFFFFFFFFFFFFFF  # the key of no item, as in the kernel
+@triton.jit
+def _places(order, k, HELD: tl.constexpr):
+    # Where each of the k largest integers goes, in their order in memory; k for the others. Of equal ones the first are
+    # taken. A binary search finds a limit that k of them reach, bit by bit, without a sort.
+    limit = k * 0  # unsigned
+    bit = limit + 31
+    found = limit + HELD
+    while (bit >= 0) & (found != k):
+        higher = limit | (1 << bit)
+        count = tl.sum((order >= (higher ^ -0x80000000)).to(tl.int32), 0)
+        limit = tl.where(count >= k, higher, limit)
+        found = tl.where(count >= k, count, found)
+        bit -= 1
+    limit = limit ^ -0x80000000
+    above, equal = (order > limit).to(tl.int32), (order == limit).to(tl.int32)
+    before = tl.cumsum(above + (equal << 16), 0)  # both counts: there are fewer than 2 ** 15 integers
+    left = k - tl.sum(above, 0)  # to be taken of the equal ones
+    places = (before & 0xFFFF) + tl.minimum(before >> 16, left) - 1
+    return tl.where((above > 0) | ((equal > 0) & (before >> 16 <= left)), places, k)
+
+
+@triton.jit(do_not_specialize=["M", "k", "groups", "chosen"])
+def _choose_kernel(
+    scores_ptr, maxima_ptr, group_ptr, key_ptr, best_ptr, ids_ptr, stride, M, k, groups, chosen,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # One program per user. The k best items are in the k groups with the best maxima: each of these has an item that is
+    # as good as those of any other group.
+    follow(OVERLAP)
+    user = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    maxima = tl.load(maxima_ptr + user * groups + group, mask=group < groups, other=NOTHING)
+    place = _places(maxima, chosen, GROUPS)
+    tl.store(group_ptr + user * CHOSEN + place, group, mask=place < chosen)
+    tl.debug_barrier()  # the program reads what it wrote
+    places = tl.arange(0, CHOSEN)
+    of = tl.load(group_ptr + user * CHOSEN + places, mask=places < chosen, other=0)
+    items = of[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    there = (places < chosen)[:, None]
+    order = _ordered(tl.load(scores_ptr + user * stride + items, mask=there & (items < stride), other=0.0))
+    order = tl.reshape(tl.where(there & (items < M), order, NOTHING), [CHOSEN * GROUP])
+    items = tl.reshape(items, [CHOSEN * GROUP])
+    place = _places(order, k, CHOSEN * GROUP)
+    # Among equal scores the smaller id has the larger key.
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - items).to(tl.int64)
+    tl.store(key_ptr + user * CHOSEN + place, key, mask=place < k)
+    tl.debug_barrier()
+    found = tl.load(key_ptr + user * CHOSEN + places, mask=places < k, other=-0x7FFFFFFFFFFFFFFF)
+    found = tl.sort(found, descending=True)
+    order = (found >> 32).to(tl.int32)
+    score = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    ids = 0x7FFFFFFF - (found & 0x7FFFFFFF)
+    tl.store(best_ptr + user * k + places, score, mask=places < k)
+    tl.store(ids_ptr + user * k + places, tl.where(score == float("-inf"), -1, ids), mask=places < k)
 
 
 def _fake(users: torch.Tensor, items: torch.Tensor, k: int, *_: Any, **__: Any) -> Any:
@@ -166,14 +210,18 @@ def _supports_triton(
 ) -> str | None:  # fmt: skip
     if users.dtype not in FLOATS or items.dtype != users.dtype:
         return f"dtypes {users.dtype}, {items.dtype} are not both float16, bfloat16 or float32"
-    if users.device.type == "cpu" and users.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 matrices as integers"
-    if k > MOST_K or users.shape[1] > MOST_DIM:
-        return f"k {k} is over {MOST_K}, or vectors of {users.shape[1]} are over {MOST_DIM}"
-    for name, t in (("users", users), ("items", items)):
-        if t.stride(-1) != 1:
-            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if any(held > MOST_HELD for held in _held(len(items), k)):
+        return f"the best {k} of {len(items)} items are not found among {MOST_HELD}"
     return None
+
+
+def _held(count: int, k: int) -> tuple[int, int, int]:
+    """Items of a group, and how many groups and items of the best k groups a program holds: powers of 2."""
+    kept = max(next_power_of_2(k), 2)
+    group = 8
+    while group * group * kept < count:  # as many groups as items of the best ones
+        group *= 2
+    return group, max(next_power_of_2(cdiv(count, group)), 2), kept * group
 
 
 def _triton(
@@ -181,59 +229,66 @@ def _triton(
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check(users, items, k, seen_starts, seen)
-    (batch, dim), count, device = users.shape, len(items), users.device
+    batch, count = len(users), len(items)
+    best, ids = _fake(users, items, k)
     if not batch:
-        return _fake(users, items, k)
-    words, mask = cdiv(count, 32), None
+        return best, ids
+    scores = _scores(users, items)[1]
+    group, groups_held, held = _held(count, k)
+    groups, kept = cdiv(count, group), held // group
     if seen is not None and seen_starts is not None:
-        mask = torch.zeros(batch, words, dtype=torch.int32, device=device)
         launch_kernel(
-            _hide_kernel, (batch,), seen.contiguous(), seen_starts.contiguous(), mask, count, words, BLOCK=256,
-            num_warps=4,
+            _hide_kernel, (batch,), scores, seen.contiguous(), seen_starts.contiguous(), scores.stride(0), count,
+            BLOCK=128, num_warps=1,
         )  # fmt: skip
-    kept = max(next_power_of_2(k), 2)
-    block_b, span = 16, max(SPAN // 4, kept) if count > SPAN // 4 else max(next_power_of_2(count), kept, 16)
-    spans = cdiv(count, span)
-    keys = torch.empty(batch, spans * kept, dtype=torch.int64, device=device)
+    maxima = torch.empty(batch, groups, dtype=torch.int32, device=users.device)
+    chosen = torch.empty(batch, kept, dtype=torch.int32, device=users.device)
+    keys = torch.empty(batch, kept, dtype=torch.int64, device=users.device)
+    block = max((4096 if batch >= 32 else 1024) // group, 1)
     launch_kernel(
-        _top_k_kernel, (spans, cdiv(batch, block_b)), users, items, mask, keys, users.stride(0), items.stride(0), batch,
-        count, dim, words, spans, MASKED=mask is not None, K=kept, SPAN=span, BLOCK_B=block_b,
-        BLOCK_D=min(max(next_power_of_2(dim), 16), 64), PRECISION="ieee" if users.dtype == torch.float32 else "tf32",
-        num_warps=8,
+        _maxima_kernel, (batch, cdiv(groups, block)), scores, maxima, scores.stride(0), count, groups, GROUP=group,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
-    if spans * kept < k:
-        keys = torch.cat((keys, keys.new_full((batch, k - spans * kept), NONE)), 1)
-    return _decoded(keys, k)
+    launch_kernel(
+        _choose_kernel, (batch,), scores, maxima, chosen, keys, best, ids, scores.stride(0), count, k, groups,
+        min(k, groups), GROUP=group, GROUPS=groups_held, CHOSEN=kept,
+        num_warps=min(max(max(groups_held, held) // 512, 1), 16),
+    )  # fmt: skip
+    return best, ids
 
 
-def _decoded(keys: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores and ids of the k largest keys of each row."""
-    best = keys.topk(k, 1).values
-    order = (best >> 32).int()
-    scores = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32)
-    none = best == NONE
-    ids = 0x7FFFFFFF - (best & 0x7FFFFFFF)
-    return scores.masked_fill(none, float("-inf")), ids.masked_fill(none, -1)
+ROW = 16  # scores of a row in memory are a multiple: Triton's loads of 16 bytes need strides divisible by 16
+
+
+def _scores(users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All scores in float32, as a vector of rows with one cell behind them, and as [B, M]."""
+    (batch, count), device = (len(users), len(items)), users.device
+    half = users.dtype in (torch.float16, torch.bfloat16) and users.dtype == items.dtype
+    stride = cdiv(count, ROW) * ROW
+    cells = torch.empty(batch * stride + 1, dtype=torch.float32, device=device)
+    scores = cells[:-1].view(batch, stride)[:, :count]
+    if half and users.is_cuda:
+        torch.mm(users, items.t(), out_dtype=torch.float32, out=scores)
+    else:
+        torch.mm(users.float(), items.float().t(), out=scores)
+    return cells, scores
 
 
 def _torch(
     users: torch.Tensor, items: torch.Tensor, k: int, seen_starts: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A product, and torch.topk of the kernel's keys: the order of equal scores is defined. No synchronization."""
+    """A product, and torch.topk. No synchronization."""
     _check(users, items, k, seen_starts, seen)
-    scores = users.float() @ items.float().t() + 0.0  # one zero
-    bits = scores.masked_fill(scores.isnan(), float("nan")).view(torch.int32)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys = (order << 32) | (0x7FFFFFFF - torch.arange(len(items), device=users.device))
-    if seen is not None:
-        keys = keys.masked_fill(_hidden(users, items, seen_starts, seen), NONE)
-    return _decoded(keys, k)
+    cells, scores = _scores(users, items)
+    _fill_seen(cells, scores.stride(0), float("-inf"), users, items, seen_starts, seen)
+    best, ids = scores.topk(k, 1)
+    return best, ids.masked_fill_(best == float("-inf"), -1)
 
 
 def _runs_torch(users: torch.Tensor, items: torch.Tensor, *_: Any, **__: Any) -> str | None:
     floats = users.dtype in FLOATS and items.dtype in FLOATS
-    return None if floats else f"keys hold float32 scores, not {users.dtype}"
+    return None if floats else f"scores are float32, of {users.dtype}"
 
 
 top_k_scores = define(
@@ -241,8 +296,8 @@ top_k_scores = define(
     " -> (Tensor, Tensor)",
     fake=_fake,
     providers=(
-        Provider("triton", _triton, supports=_supports_triton),
         Provider("torch", _torch, devices=("cuda", "cpu"), supports=_runs_torch),
+        Provider("triton", _triton, supports=_supports_triton),  # not timed on a GPU yet
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )

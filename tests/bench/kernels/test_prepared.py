@@ -134,7 +134,7 @@ def test_weights_are_prepared_outside_timed_calls(
         state.do_load("linear", "cpu", {}, None if type(state) is Reference else "production", None, 1)
     sides = Side(states[0], []), Side(states[1], log)
     plan = Plan("cpu", rounds, rounds, 1.0, 1e-4, 4, 1 << 30)
-    run = CaseRun(spec, trial, cast(Any, sides), files, "op", plan, 0.0, identity)
+    run = CaseRun(spec, trial, cast(Any, sides), files, "op", plan, lambda case: 0.0, identity)
     seen = run.run(["packed"], compiled=False, timed=True)
     assert seen.timed is not None and not seen.wrong and seen.chosen.name == "packed" and seen.chosen.prepares
     running = False

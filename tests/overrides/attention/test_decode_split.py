@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from fk_bench.core.rows import Status, read
-from support.kernels import warm
+from support.kernels import ahead, warm
 from support.kernels.kernel_variants import FakeDriver
 from support.kernels.op_cases import make_args, mismatch, oracle
 from triton.runtime import driver
@@ -144,11 +141,7 @@ def test_per_sm_programs_fit_an_sm(
     dims = {"seq_lens": [1] * batch, "max_seqlen_k": 2048, "max_blocks": 1, **LLAMA}
     split.decode_split(*make_args(SPEC, Case("compiled", dims)), **params)
     (found,) = compiled
-    (tmp_path / "kernel.cubin").write_bytes(found.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [str(tool), "-res-usage", str(tmp_path / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
-    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}
+    usage = ahead.usage(found, tmp_path)
     threads = 32 * params["num_warps"] * params["per_sm"]
     assert usage["REG"] * threads <= split.REGISTERS and usage["STACK"] <= 64
     assert (found.metadata.shared + 1024) * params["per_sm"] <= 228 * 1024

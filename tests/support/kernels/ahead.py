@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from fastkernels.overrides.kit import overlap
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
@@ -37,17 +42,18 @@ class _Driver:
 def launches() -> Iterator[list[Launch]]:
     """Note the launches of Triton kernels in this context instead of making them."""
     found: list[Launch] = []
-    run, active = JITFunction.run, triton.runtime.driver._active
+    run, active, quick = JITFunction.run, triton.runtime.driver._active, overlap._quick
 
     def note(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
         found.append((self, args, kwargs))
 
     JITFunction.run = note
     triton.runtime.driver._active = _Driver()
+    overlap._quick = False  # its launches need a compiled kernel
     try:
         yield found
     finally:
-        JITFunction.run, triton.runtime.driver._active = run, active
+        JITFunction.run, triton.runtime.driver._active, overlap._quick = run, active, quick
 
 
 def launched(call: Callable[[], Any]) -> list[Launch]:
@@ -86,3 +92,12 @@ def compile_for(launch: Launch, capability: int) -> Any:
     options = {k: v for k, v in kwargs.items() if k in OPTIONS}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def usage(compiled: Any, folder: Path) -> dict[str, int]:
+    """Registers (REG) and bytes of spills (STACK) of each thread. folder: for the code."""
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "-res-usage", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", said)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,14 @@ class CaseRun:
 
     def __init__(
         self, spec: OpSpec, trial: Trial, sides: tuple[RunnerProcess, RunnerProcess], files: tuple[int, int],
-        mode: str, plan: Plan, floor_s: float, identity: bool = False, cls: str | None = None,
+        mode: str, plan: Plan, floor_s: Callable[[Case], float], identity: bool = False, cls: str | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.trial, self.plan, self.mode, self.identity = spec, trial, plan, mode, identity
         self.candidate, self.baseline = sides
         self.cls = cls
         self.cost: Case = trial.case
-        self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s)
+        self._floor_s = floor_s  # of a case, on this machine
+        self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s(trial.case))
         self._files, self._arenas = files, list[Arena]()
 
     def run(
@@ -84,6 +85,9 @@ class CaseRun:
             # The cost may depend on values, such as which experts have a token.
             if self.spec.dims_of is not None:
                 self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
+            if self.spec.counted:  # the case itself has the most that a count can be
+                costs = [self.spec.case_of(m, self.trial.case.name) for m in slots.masters]
+                seen.floor_s = min(seen.floor_s, *map(self._floor_s, costs))
             self.candidate.stop()
             seen.chosen = checks.choose(self.baseline, baseline, slots, baselines, last)
             self.baseline.stop()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkernels.core.spec import OpSpec
+from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.baselines import why_provisional
 from fk_bench.kernels.judge.clock import call_times
@@ -129,7 +129,7 @@ class Pair:
             self._all.files,
             self.calling.mode,
             plan,
-            self._floor(trial),
+            self._floor,
             self.options.identity,
             self.calling.cls,
         )
@@ -161,8 +161,7 @@ class Pair:
             self.deployment = {"deployed": why, "serving": why}
             self._lost(error)
 
-    def _floor(self, trial: Trial) -> float:
-        case = trial.case
+    def _floor(self, case: Case) -> float:
         return call_times.floor_s(self.spec.bytes_moved(case), self.spec.flops(case), case.dtype, self.gpu)
 
     def _baselines(self, trial: Trial) -> tuple[list[str], list[str]]:
