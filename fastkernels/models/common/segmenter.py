@@ -39,12 +39,17 @@ class Found(NamedTuple):
 
 
 class Segmenter(nn.Module):
-    """Base of segmenters. side: rows and columns of an image's patches; text_length: the most tokens of a text."""
+    """Base of segmenters.
+
+    side         rows and columns of an image's patches, of patch_size pixels
+    text_length  the most tokens of a text, whose ids are below vocab_size
+    """
 
     prefix_tokens, num_labels = 0, 0
     side: int
     patch_size: int
     text_length: int
+    vocab_size: int
 
     @abstractmethod
     def see(self, patches: torch.Tensor) -> torch.Tensor:

@@ -681,7 +681,7 @@ class Sam3Model(Segmenter):
         vision, text = config.vision_config, config.text_config
         backbone, width = vision.backbone_config, vision.fpn_hidden_size
         self.side, self.patch_size = backbone.image_size // backbone.patch_size, backbone.patch_size
-        self.text_length, self.queries = text.max_position_embeddings, config.detr_decoder_config.num_queries
+        self.text_length, self.vocab_size = text.max_position_embeddings, text.vocab_size
         self.vision_encoder: Any = nn.Module()
         self.vision_encoder.backbone, self.vision_encoder.neck = ViT(backbone), Neck(vision)
         self.sides = [int(self.side * scale) for scale in self.vision_encoder.neck.scales]
