@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.detectors import randomize
 
@@ -17,7 +18,7 @@ BACKBONE = {
 LAYERS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = {
     "vocab_size": 16, "hidden_size": 24, "intermediate_size": 32, "projection_dim": 8, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 8, "hidden_act": "gelu", "bos_token_id": 0,
+    "num_attention_heads": 2, "max_position_embeddings": 32, "hidden_act": "gelu", "bos_token_id": 0,
     "eos_token_id": 1, "pad_token_id": 1,
 }  # fmt: skip
 
@@ -40,7 +41,7 @@ def config(**more: dict[str, Any]) -> Any:
     )
 
 
-def make_tokenizer(folder: Path, length: int = 8) -> Any:
+def make_tokenizer(folder: Path, length: int = 32) -> Any:
     """Whole words between <s> and </s>."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -73,3 +74,21 @@ def make_sam3(folder: Path, **more: dict[str, Any]) -> Any:
     images = transformers.Sam3ImageProcessor(size=size, mask_size={"height": side // 14 * 4, "width": side // 14 * 4})
     transformers.Sam3Processor(images, make_tokenizer(folder)).save_pretrained(folder)
     return model
+
+
+def mask_of(rle: dict[str, Any]) -> np.ndarray:
+    """The mask [height, width] of COCO's compressed form, by its definition."""
+    runs, value, shift = [], 0, 0
+    for character in rle["counts"]:
+        code = ord(character) - 48
+        value |= (code & 31) << shift
+        shift += 5
+        if code & 32:
+            continue
+        if code & 16:
+            value -= 1 << shift
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    height, width = rle["size"]
+    inside = [i % 2 == 1 for i, run in enumerate(runs) for _ in range(run)]
+    return np.array(inside, bool).reshape(width, height).T

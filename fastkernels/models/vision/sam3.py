@@ -746,6 +746,8 @@ ARCH = Architecture(
     model_type="sam3",
     inputs="images",
     packed={"qkv": ("q_of_all", "k_of_all", "v_of_all"), "qk_proj": ("q_of_self", "k_of_self")},
+    text_of=("Sam3VideoModel",),
+    within="detector_config",
     prefixes={"detector_model.": ""},
     parts={
         "attention.q_proj": "attention.q_of_all",
