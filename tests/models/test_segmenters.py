@@ -47,12 +47,17 @@ def patches(images: torch.Tensor, p: int = 14) -> torch.Tensor:
     )
 
 
+def uncompiled() -> Any:
+    """torchvision compiles its roi_align where its C++ library does not fit PyTorch: that takes 20 s."""
+    return torch.compiler.set_stance("force_eager")
+
+
 def check(ours: Segmenter, model: Any, side: int, boxes: bool) -> None:
     """Compare all outputs of two images with prompts of different lengths."""
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     more = {"input_boxes": BOXES, "input_boxes_labels": LABELS} if boxes else {}
     own = (BOXES, LABELS.where(LABELS >= 0, NO_BOX)) if boxes else ()
-    with torch.no_grad():
+    with torch.no_grad(), uncompiled():
         want = model(pixel_values=images, input_ids=IDS, attention_mask=KNOWN, **more)
         found = ours.segment(ours.see(patches(images)), ours.read(IDS), KNOWN.bool(), *own)
     for name, mine, theirs in (
@@ -111,7 +116,7 @@ def test_segment_equals_transformers_with_its_processor(tmp_path: Path) -> None:
         image, found = images[i], output.outputs
         given = {} if boxes is None else {"input_boxes": [boxes], "input_boxes_labels": [labels]}
         made = processor(images=image, text=text, return_tensors="pt", **given)
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled():
             raw = model(**{k: v for k, v in made.items() if k != "original_sizes"})
         size = [image.size[::-1]]
         (want,) = processor.post_process_instance_segmentation(raw, 0.02, 0.4, size)
