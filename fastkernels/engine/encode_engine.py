@@ -254,7 +254,7 @@ class EncodeEngine(BudgetEngine):
 
 
 def _wanted(request: EncodeRequest) -> Wanted:
-    """What the runner has to know of a request for the task 'segment'."""
+    """A request for the task 'segment' as the runner takes it."""
     assert request.concept is not None and request.image is not None
     params = request.params
     threshold, mask_threshold = params.threshold, params.mask_threshold

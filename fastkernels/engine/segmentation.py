@@ -26,7 +26,7 @@ VISUAL = "visual"  # the text of a prompt with boxes alone, which the model was 
 
 @dataclass(frozen=True)
 class Concept:
-    """What a request looks for in which image.
+    """The target of a request: objects of a kind in an image.
 
     digest     of the image: equal images have equal features
     input_ids  of the text
@@ -174,9 +174,7 @@ class PromptReader:
             raise ValueError(f"text must be a text, not empty, got {text!r:.80}")
         if text is not None:
             if len(text) > MOST_CHARACTERS:
-                raise ValueError(
-                    f"text has {len(text)} characters, and a prompt may have {MOST_CHARACTERS}"
-                )
+                raise ValueError(f"text has {len(text)} characters, and a prompt may have {MOST_CHARACTERS}")
             if self._tokenizer is None:
                 raise ValueError("text needs a tokenizer, which skip_tokenizer_init left out")
             ids = encode(self._tokenizer, text)
@@ -223,25 +221,21 @@ def _boxes(
         and all(type(n) in (int, float) and abs(n) < 1e9 for n in box)
         for box in given
     ):
-        raise ValueError(
-            f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}"
-        )
+        raise ValueError(f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}")
     if len(given) > MOST_BOXES:
         raise ValueError(f"boxes has {len(given)} entries, and a prompt may have {MOST_BOXES}")
     width, height = image.size
     for i, (left, top, right, bottom) in enumerate(given):
         if not (0 <= left < right <= width and 0 <= top < bottom <= height):
             raise ValueError(
-                f"boxes[{i}] = {[left, top, right, bottom]} must have 0 <= left < right <= {width} and 0 <= top < bottom"
-                f" <= {height}, in pixels of the image"
+                f"boxes[{i}] = {[left, top, right, bottom]} must have 0 <= left < right <= {width} and 0 <= top <"
+                f" bottom <= {height}, in pixels of the image"
             )
     labels = [1] * len(given) if labels is None else labels
     if not isinstance(labels, (list, tuple)) or any(
         type(n) not in (int, bool) or n not in (0, 1) for n in labels
     ):
-        raise ValueError(
-            f"box_labels must be a list of 1, wanted, and 0, not wanted, got {labels!r:.80}"
-        )
+        raise ValueError(f"box_labels must be a list of 1, wanted, and 0, not wanted, got {labels!r:.80}")
     if len(labels) != len(given):
         raise ValueError(f"box_labels has {len(labels)} entries for {len(given)} boxes: give one for each")
     return (

@@ -43,7 +43,11 @@ def loaded(folder: Path) -> Any:
 def patches(images: torch.Tensor, p: int = 14) -> torch.Tensor:
     side = images.shape[2] // p
     return (
-        images.unflatten(3, (side, p)).unflatten(2, (side, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        images.unflatten(3, (side, p))
+        .unflatten(2, (side, p))
+        .permute(0, 2, 4, 1, 3, 5)
+        .flatten(3)
+        .flatten(1, 2)
     )
 
 
@@ -67,7 +71,9 @@ def check(ours: Segmenter, model: Any, side: int, boxes: bool) -> None:
         ("masks", found.masks, want.pred_masks),
         ("semantic", found.semantic, want.semantic_seg[:, 0]),
     ):
-        torch.testing.assert_close(mine, theirs, atol=DETECTIONS, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            mine, theirs, atol=DETECTIONS, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+        )
         assert theirs.std() > (1 if name == "presence" else 100) * DETECTIONS, name
 
 
@@ -127,12 +133,18 @@ def test_segment_equals_transformers_with_its_processor(tmp_path: Path) -> None:
         np.testing.assert_allclose(found.boxes, want["boxes"][order], atol=DETECTIONS * max(image.size))
         masks = want["masks"][order].numpy().astype(bool)
         assert found.masks.shape == masks.shape and (found.masks != masks).mean() < 1e-4
-        assert (found.semantic != semantic.numpy().astype(bool)).mean() < 1e-3 and masks.any() and not masks.all()
+        assert (
+            (found.semantic != semantic.numpy().astype(bool)).mean() < 1e-3
+            and masks.any()
+            and not masks.all()
+        )
     for op in OPS:
         assert counters()[op]["calls"] > before.get(op, {"calls": 0})["calls"], op
     best = PoolingParams("segment", threshold=0, max_detections=2, masks=False)
     (few,) = llm.segment(prompts[0], best, use_tqdm=False)
-    assert few.outputs.masks is None and few.outputs.scores == pytest.approx(together[0].outputs.scores[:2], abs=1e-5)
+    assert few.outputs.masks is None and few.outputs.scores == pytest.approx(
+        together[0].outputs.scores[:2], abs=1e-5
+    )
 
 
 def test_features_of_an_image_are_dropped_and_computed_again(tmp_path: Path) -> None:
@@ -154,7 +166,10 @@ def test_weights_of_a_video_checkpoint_are_read(tmp_path: Path) -> None:
     model = make_sam3(tmp_path)
     file, own = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     state = {f"detector_model.{key}": tensor for key, tensor in load_file(file).items()}
-    state |= {"tracker_model.mask_decoder.x.weight": torch.ones(2), "tracker_neck.fpn_layers.0.x": torch.ones(1)}
+    state |= {
+        "tracker_model.mask_decoder.x.weight": torch.ones(2),
+        "tracker_neck.fpn_layers.0.x": torch.ones(1),
+    }
     save_file(state, file)
     fields = {"architectures": ["Sam3VideoModel"], "model_type": "sam3_video", "detector_config": own}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -220,22 +235,34 @@ def test_images_of_another_size_for_the_model_are_refused(tmp_path: Path) -> Non
     fields = json.loads(file.read_text())
     fields["image_processor"]["size"] = {"height": 70, "width": 70}
     file.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="70 x 70 pixels after the image processor, and this model takes 56 x 56"):
+    with pytest.raises(
+        ValueError, match="70 x 70 pixels after the image processor, and this model takes 56 x 56"
+    ):
         LLM(str(tmp_path), device="cpu").segment({"image": pictures((64, 48))[0], "text": "cat"})
 
 
 @pytest.mark.parametrize(
     ("part", "fields", "message"),
     [
-        ("detr_encoder_config", {"hidden_size": 32}, "detr_encoder_config.hidden_size=32 is not vision_config"),
-        ("detr_decoder_config", {"num_attention_heads": 3}, "hidden_size=16 of sam3_detr_decoder is no multiple"),
+        (
+            "detr_encoder_config",
+            {"hidden_size": 32},
+            "detr_encoder_config.hidden_size=32 is not vision_config",
+        ),
+        (
+            "detr_decoder_config",
+            {"num_attention_heads": 3},
+            "hidden_size=16 of sam3_detr_decoder is no multiple",
+        ),
         ("geometry_encoder_config", {"hidden_act": "mish"}, "hidden_act='mish' of sam3_geometry_encoder"),
         ("text_config", {"num_attention_heads": 5}, "multiple of the number of attention heads (5)"),
         ("mask_decoder_config", {"num_upsampling_stages": 1}, "num_upsampling_stages=1 is fewer than the 2"),
         ("vision_config", {"scale_factors": [3.0, 1.0]}, "scale_factors=[3.0, 1.0] are not two or more of"),
     ],
 )
-def test_unsupported_config_names_the_field(part: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_config_names_the_field(
+    part: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     make_sam3(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

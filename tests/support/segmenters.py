@@ -71,7 +71,9 @@ def make_sam3(folder: Path, **more: dict[str, Any]) -> Any:
     model.save_pretrained(folder)
     side = made.vision_config.backbone_config.image_size
     size = {"height": side, "width": side}
-    images = transformers.Sam3ImageProcessor(size=size, mask_size={"height": side // 14 * 4, "width": side // 14 * 4})
+    images = transformers.Sam3ImageProcessor(
+        size=size, mask_size={"height": side // 14 * 4, "width": side // 14 * 4}
+    )
     transformers.Sam3Processor(images, make_tokenizer(folder)).save_pretrained(folder)
     return model
 

@@ -37,9 +37,7 @@ class ForwardGraphs:
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def __call__(
-        self, key: Hashable, function: Callable[..., Any], inputs: Sequence[torch.Tensor]
-    ) -> Any:
+    def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
         """function(*inputs), tensors, which depend on the key and the inputs only."""
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:

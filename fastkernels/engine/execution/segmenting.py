@@ -34,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Objects:
-    """What a request has found. rows: [n, 5], boxes in parts of the image and scores; others: of SegmentationOutput."""
+    """The objects of a request. rows [n, 5]: boxes in parts of the image, and scores; others: of SegmentationOutput."""
 
     rows: np.ndarray
     runs: list[list[int]] | None
@@ -93,7 +93,9 @@ class Segmenting:
     def _run(self, key: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
         return function(*inputs) if self._graphs is None else self._graphs(key, function, inputs)
 
-    def _see(self, digests: Sequence[bytes], images: np.ndarray, to_device: Callable[..., torch.Tensor]) -> None:
+    def _see(
+        self, digests: Sequence[bytes], images: np.ndarray, to_device: Callable[..., torch.Tensor]
+    ) -> None:
         new = {digest: i for i, digest in enumerate(digests) if digest not in self._images}
         if new:
             found = self._run("see", self._model.see, [to_device(images[list(new.values())], np.float32)])
@@ -132,7 +134,7 @@ class SegmentStep:
         self._wanted, self._found = wanted, found
 
     def result(self) -> list[Objects]:
-        """What each request has found, the best first. Waits for the device."""
+        """The objects that each request has found, the best first. Waits for the device."""
         scores, boxes = self._found.scores.cpu().numpy(), self._found.boxes.cpu().numpy()
         made = []
         for i, one in enumerate(self._wanted):

@@ -86,7 +86,7 @@ class ImageSegmentationRequest(PoolingRequest):
     """Find what a text or boxes name in images: data URLs, base64, or content parts of type image_url."""
 
     text: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)] | None = Field(
-        None, description="What to find: a short phrase, or a list, each for each image."
+        None, description="A short phrase that names the objects, or a list, each for each image."
     )
     boxes: Annotated[list[Box], Field(max_length=MOST_BOXES)] | None = Field(
         None, description="Examples in the one image: left, top, right and bottom in its pixels."
@@ -180,7 +180,9 @@ class ImageSegmentation:
         images, texts, most = body.inputs, body.texts, self.context.llm.config.max_waiting
         if len(images) * len(texts) > most:
             raise ApiError(
-                400, f"{len(images)} images with {len(texts)} texts are more than the queue holds, {most}", "input"
+                400,
+                f"{len(images)} images with {len(texts)} texts are more than the queue holds, {most}",
+                "input",
             )
         if body.boxes and len(images) > 1:
             raise ApiError(

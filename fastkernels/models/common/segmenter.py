@@ -17,7 +17,7 @@ NO_BOX = -1  # the label of a box that only fills its row; 1: an example of what
 
 
 class Found(NamedTuple):
-    """What a segmenter finds in B pairs of an image and a prompt, with Q queries.
+    """The results of B pairs of an image and a prompt, with Q queries.
 
     logits    [B, Q] of each query, float32
     presence  [B, 1], the logit of whether the image has what the prompt names, float32

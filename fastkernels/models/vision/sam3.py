@@ -75,7 +75,9 @@ def _check(config: Any) -> None:
                 f"hidden_act={act!r} of {own.model_type} is not one of {', '.join((*GELU, *ACTIVATE))}"
             )
     if backbone.hidden_size // backbone.num_attention_heads % 4:
-        raise Unsupported("the heads of the backbone are no multiple of 4 channels, which axial positions need")
+        raise Unsupported(
+            "the heads of the backbone are no multiple of 4 channels, which axial positions need"
+        )
     for name in ("image_size", "patch_size", "pretrain_image_size", "window_size"):
         size_of(backbone, name)
     for name in WIDTHS:
@@ -179,7 +181,9 @@ def window_order(side: int, window: int, device: torch.device) -> tuple[T, T]:
 
 
 @cache  # CUDA graphs refer to the results
-def rotations(side: int, head: int, theta: float, step: float, order: int, device: torch.device) -> tuple[T, T]:
+def rotations(
+    side: int, head: int, theta: float, step: float, order: int, device: torch.device
+) -> tuple[T, T]:
     """Cosines and sines of side * side cells [cells, head], float32: of pairs of channels, by x and then by y.
 
     step: between neighbors; order: a window's side if the cells are in the order of windows, or 0
@@ -291,20 +295,23 @@ class Level(cnn.Folded):
             layers += [nn.Identity(), Transposed(narrow, narrow // 2)]
             narrow //= 2
         self.scale_layers = nn.ModuleList(layers)
-        self.proj1 = cnn.Conv(narrow, width, bias=True)
+        self.proj1: cnn.Conv | None = cnn.Conv(narrow, width, bias=True)
         self.proj2 = cnn.Conv(width, width, 3, bias=True)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Make matrices of the transposed convolutions: rows in the order of the four pixels, then of the channels."""
-        found = [m for m in self.scale_layers if isinstance(m, Transposed)]
-        dtype, product = self.proj1.weight.dtype, self.proj1.weight.flatten(1)
+        found, last = [m for m in self.scale_layers if isinstance(m, Transposed)], self.proj1
+        assert last is not None and last.bias is not None
+        dtype, product = last.weight.dtype, last.weight.flatten(1)
         for i, conv in enumerate(found):
             matrix, bias = conv.weight.float().permute(2, 3, 1, 0), conv.bias.float()  # [2, 2, out, channels]
             if i == len(found) - 1:
                 matrix = product.float() @ matrix
-                bias = product.float() @ bias + self.proj1.bias.float()  # type: ignore[union-attr]
-            self.add_module(f"up{i}", cnn.Classifier(matrix.shape[3], 4 * matrix.shape[2]).to(conv.weight.device, dtype))
+                bias = product.float() @ bias + last.bias.float()
+            self.add_module(
+                f"up{i}", cnn.Classifier(matrix.shape[3], 4 * matrix.shape[2]).to(conv.weight.device, dtype)
+            )
             made = self.get_submodule(f"up{i}")
             made.weight.copy_(matrix.flatten(0, 2))  # type: ignore[operator, union-attr]
             made.bias.copy_(bias.repeat(4))  # type: ignore[operator, union-attr]
@@ -334,7 +341,7 @@ PLAIN = cnn.Style("none")
 
 
 def _apart(x: T, side: int) -> T:
-    """Four pixels of each cell [B, side * side, 4 * C] as cells of an image of twice the side [B, 4 * side * side, C]."""
+    """The four pixels of each cell [B, side * side, 4 * C] as cells of a larger image [B, 4 * side * side, C]."""
     return x.view(len(x), side, side, 2, 2, -1).transpose(2, 3).flatten(1, 4)
 
 
@@ -462,8 +469,10 @@ class EncoderLayer(nn.Module):
 
 
 def _rates(count: int, device: torch.device) -> T:
-    """What positions are multiplied by for `count` channels [count / 2]: neighbors share one."""
-    return 2 * math.pi * TEMPERATURE ** -(torch.arange(0, count, 2, dtype=torch.float64, device=device) / count)
+    """Factors of positions for `count` channels [count / 2]: neighbors share one."""
+    return (
+        2 * math.pi * TEMPERATURE ** -(torch.arange(0, count, 2, dtype=torch.float64, device=device) / count)
+    )
 
 
 def _waves(at: T, count: int) -> T:
@@ -513,7 +522,9 @@ class GeometryEncoder(nn.Module):
         x, y, w, h = boxes.unbind(-1)
         waves = torch.cat((_waves(y, width // 2), _waves(x, width // 2), h[..., None], w[..., None]), -1)
         found = linear(pooled.flatten(2), weight, self.boxes_pool_project.bias)
-        found = found + self.boxes_direct_project(boxes.to(dtype)) + self.boxes_pos_enc_project(waves.to(dtype))
+        found = (
+            found + self.boxes_direct_project(boxes.to(dtype)) + self.boxes_pos_enc_project(waves.to(dtype))
+        )
         found = found + F.embedding(labels.clamp(min=0), self.label_embed.weight)
         first = self.cls_embed.weight[None].expand(len(found), -1, -1)
         tokens = self.prompt_layer_norm(self.final_proj(torch.cat((first, found), 1)))
@@ -528,6 +539,10 @@ class DecoderLayer(nn.Module):
     """Attention among the queries, to the prompt and to the image, and an MLP, each before a norm."""
 
     ops = ("grid_bias_attention",)
+    self_attn_layer_norm: Any
+    text_cross_attn_layer_norm: Any
+    vision_cross_attn_layer_norm: Any
+    mlp_layer_norm: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -539,7 +554,7 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(width, config.intermediate_size, config.hidden_act)
 
     def forward(self, x: T, places: T, prompt: T, mask: T, keys: T, cells: T, biases: tuple[T, T]) -> T:
-        """x, places: [B, 1 + Q, C]; prompt [B, L, C] with its mask; keys, cells: [B, cells, C]; biases by row, column."""
+        """x, places: [B, 1 + Q, C]; prompt: [B, L, C]; keys, cells: [B, cells, C]; biases: by row, by column."""
         x = self.self_attn_layer_norm(self.self_attn(x, places, x))
         x = self.text_cross_attn_layer_norm(self.text_cross_attn(x + places, prompt, prompt, x, mask))
         q, k, v = self.vision_cross_attn.project(x + places, keys, cells)
@@ -560,7 +575,10 @@ class Decoder(nn.Module):
         self.output_layer_norm, self.presence_layer_norm = (VllmLayerNorm(width, EPS) for _ in range(2))
         self.box_head, self.presence_head = Head(width, width, width, 4), Head(width, width, width, 1)
         self.ref_point_head = Head(2 * width, width, width)
-        self.query_embed, self.reference_points = Weight(config.num_queries, width), Weight(config.num_queries, 4)
+        self.query_embed, self.reference_points = (
+            Weight(config.num_queries, width),
+            Weight(config.num_queries, 4),
+        )
         self.presence_token = Weight(1, width)
         self.box_rpb_embed_x, self.box_rpb_embed_y = Head(2, width, heads), Head(2, width, heads)
 
@@ -592,7 +610,10 @@ class Scoring(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         width = config.hidden_size
-        self.text_mlp, self.text_mlp_out_norm = Head(width, config.intermediate_size, width), VllmLayerNorm(width, EPS)
+        self.text_mlp, self.text_mlp_out_norm = (
+            Head(width, config.intermediate_size, width),
+            VllmLayerNorm(width, EPS),
+        )
         self.text_proj, self.query_proj = cnn.Classifier(width, width), cnn.Classifier(width, width)
 
     def forward(self, queries: T, prompt: T, known: T) -> T:
@@ -647,7 +668,9 @@ class MaskDecoder(nn.Module):
         self.prompt_cross_attn = CrossAttention(width, config.num_attention_heads)
         self.prompt_cross_attn_norm = VllmLayerNorm(width, EPS)
 
-    def forward(self, queries: T, levels: list[T], sides: list[int], cells: T, prompt: T, mask: T) -> tuple[T, T]:
+    def forward(
+        self, queries: T, levels: list[T], sides: list[int], cells: T, prompt: T, mask: T
+    ) -> tuple[T, T]:
         """levels: the finer ones [B, cells, C], the finest first; cells: what the encoder made of the coarsest.
 
         Returns masks [B, Q, h, w] and the semantic one [B, h, w].

@@ -6,6 +6,8 @@ them where it computes the scores: the table of all queries and cells is never i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,7 +76,10 @@ def _grid_bias_attention_kernel(
     q_mask = (rows < n_q)[:, None] & (dims < D)[None, :]
     q_at = q_ptr + batch * q_stride_b + head * q_stride_h + tokens * q_stride_t
     q = tl.load(q_at + dims[None, :], mask=q_mask, other=0.0)
-    k_at, v_at = k_ptr + batch * k_stride_b + head * k_stride_h, v_ptr + batch * v_stride_b + head * v_stride_h
+    k_at, v_at = (
+        k_ptr + batch * k_stride_b + head * k_stride_h,
+        v_ptr + batch * v_stride_b + head * v_stride_h,
+    )
     biased = ((rows >= prefix) & (rows < n_q))[:, None]
     of_row = rows_ptr + batch * r_stride_b + head * r_stride_h + (tokens - prefix) * r_stride_q
     of_column = columns_ptr + batch * c_stride_b + head * c_stride_h + (tokens - prefix) * c_stride_q
@@ -109,7 +114,9 @@ def _supports_triton(q: T, k: T, v: T, row_bias: T, column_bias: T, scale: float
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 matrices as integers"
     if q.shape[3] > 256 or max(q.shape[0], q.shape[2]) > 65535:
-        return f"head size {q.shape[3]} is over 256, or {q.shape[2]} heads or {q.shape[0]} images are over 65535"
+        return (
+            f"head size {q.shape[3]} is over 256, or {q.shape[2]} heads or {q.shape[0]} images are over 65535"
+        )
     for name, t in (("q", q), ("k", k), ("v", v), ("row_bias", row_bias), ("column_bias", column_bias)):
         if t.stride(3) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last must be 1"
@@ -163,14 +170,23 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1, **dim
     return Case(name, dims, dtype, weight, (tag,))
 
 
+_SAM3: dict[str, Any] = {
+    "queries": 201,
+    "biased": 200,
+    "heads": 8,
+    "rows": 72,
+    "columns": 72,
+    "head_size": 32,
+}
+
 SPEC = OpSpec(
     name="grid_bias_attention",
     level=2,
     reference=reference,
     op=grid_bias_attention,
     cases=(  # SAM 3 at 1008 px: a token for presence and 200 queries in six decoder layers
-        _case("sam3_4", "model", weight=6, batch=4, queries=201, biased=200, heads=8, rows=72, columns=72, head_size=32),
-        _case("sam3_1", "model", weight=6, batch=1, queries=201, biased=200, heads=8, rows=72, columns=72, head_size=32),
+        _case("sam3_4", "model", weight=6, batch=4, **_SAM3),
+        _case("sam3_1", "model", weight=6, batch=1, **_SAM3),
         _case("one", "odd", "float32", batch=1, queries=1, biased=1, heads=1, rows=1, columns=1, head_size=1),
         _case("odd_63", "odd", "float32", batch=2, queries=9, biased=8, heads=3, rows=7, columns=9, head_size=16),
         _case("half", "odd", "float16", batch=1, queries=21, biased=20, heads=2, rows=5, columns=13, head_size=32),

@@ -23,7 +23,8 @@ def _grid_bias_attention(q: T, k: T, v: T, row_bias: T, column_bias: T, scale: f
     """transformers' Sam3Attention between its linear layers, with the table that Sam3DetrDecoder makes."""
     table = (row_bias[..., :, None] + column_bias[..., None, :]).flatten(3)
     mask = F.pad(table, (0, 0, q.shape[1] - table.shape[2], 0))
-    found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask, scale=scale)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return found.transpose(1, 2).contiguous()
 
 

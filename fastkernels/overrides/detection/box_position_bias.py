@@ -42,7 +42,13 @@ def reference(boxes: T, weight: T, bias: T, out_weight: T, out_bias: T, size: in
 def _check(boxes: T, weight: T, bias: T, out_weight: T, out_bias: T, size: int) -> None:
     shapes = [tuple(t.shape) for t in (boxes, weight, bias, out_weight, out_bias)]
     hidden, heads = weight.shape[0], out_weight.shape[0]
-    if boxes.dim() != 3 or shapes != [(*boxes.shape[:2], 4), (hidden, 2), (hidden,), (heads, hidden), (heads,)]:
+    if boxes.dim() != 3 or shapes != [
+        (*boxes.shape[:2], 4),
+        (hidden, 2),
+        (hidden,),
+        (heads, hidden),
+        (heads,),
+    ]:
         raise ValueError(
             "box_position_bias: boxes must be [B, Q, 4], weight [hidden, 2], bias [hidden], out_weight [heads, hidden]"
             f" and out_bias [heads], got {', '.join(map(str, shapes))}"
@@ -88,8 +94,12 @@ def _box_position_bias_kernel(
         acc = tl.dot(h, out_w, acc, input_precision=PRECISION)
     acc += tl.load(out_b_ptr + head, mask=head < heads, other=0.0).to(tl.float32)[None, :]
     image, own = query // queries, query % queries
-    out_at = ((image[:, None] * heads + head[None, :]) * queries + own[:, None]) * size + (rows % size)[:, None]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=known[:, None] & (head < heads)[None, :])
+    out_at = ((image[:, None] * heads + head[None, :]) * queries + own[:, None]) * size + (rows % size)[
+        :, None
+    ]
+    tl.store(
+        out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=known[:, None] & (head < heads)[None, :]
+    )
 
 
 def _supports_triton(boxes: T, weight: T, bias: T, out_weight: T, out_bias: T, *_: object) -> str | None:
@@ -146,13 +156,19 @@ SPEC = OpSpec(
     reference=reference,
     op=box_position_bias,
     cases=(  # SAM 3 at 1008 px: two axes of six decoder layers
-        _case("sam3_4", "model", weight=12, batch=4, queries=200, hidden=256, heads=8, size=72, vertical=False),
-        _case("sam3_1", "model", weight=12, batch=1, queries=200, hidden=256, heads=8, size=72, vertical=True),
+        _case(
+            "sam3_4", "model", weight=12, batch=4, queries=200, hidden=256, heads=8, size=72, vertical=False
+        ),
+        _case(
+            "sam3_1", "model", weight=12, batch=1, queries=200, hidden=256, heads=8, size=72, vertical=True
+        ),
         _case("one", "odd", "float32", batch=1, queries=1, hidden=1, heads=1, size=1, vertical=False),
         _case("odd_63", "odd", "float32", batch=2, queries=7, hidden=63, heads=3, size=9, vertical=True),
         _case("half", "odd", "float16", batch=1, queries=5, hidden=20, heads=4, size=11, vertical=False),
         _case("rough", "odd", batch=3, queries=3, hidden=33, heads=2, size=5, vertical=True),
-        _case("many_heads", "odd", "float32", batch=1, queries=2, hidden=16, heads=17, size=3, vertical=False),
+        _case(
+            "many_heads", "odd", "float32", batch=1, queries=2, hidden=16, heads=17, size=3, vertical=False
+        ),
         _case("long", "odd", "float32", batch=1, queries=1, hidden=8, heads=2, size=129, vertical=True),
         _case("many", "odd", "float16", batch=2, queries=65, hidden=12, heads=1, size=4, vertical=False),
     ),

@@ -52,5 +52,7 @@ def test_patch_keeps_the_masks_and_is_undone(tmp_path: Path) -> None:
 def test_other_attention_functions_stay_the_hosts(tmp_path: Path) -> None:
     model = make_sam3(tmp_path)
     model.set_attn_implementation("eager")
-    with pytest.raises(PatchError, match=r"Sam3Attention\): \d+ unsupported: its attention function is 'eager'"):
+    with pytest.raises(
+        PatchError, match=r"Sam3Attention\): \d+ unsupported: its attention function is 'eager'"
+    ):
         fastkernels.patch(model, ops=["attention_dense"])
