@@ -115,7 +115,7 @@ class Weight(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers; the residual is added."""
 
-    ops = ("linear_residual",)
+    ops = ("linear_gelu", "linear_residual")
 
     def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
