@@ -271,3 +271,27 @@ def test_unsupported_config_names_the_field(
     with pytest.raises((Unsupported, CheckpointError)) as error:
         build.skeleton(tmp_path, build.load_config(tmp_path), torch.float32)
     assert message in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_on_a_gpu_give_the_masks_of_the_cpu(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The first call is eager, the second captures, the third replays; each has other images and other texts."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    make_sam3(tmp_path)
+    params = PoolingParams("segment", threshold=0, mask_threshold=0.5)
+    cpu = LLM(str(tmp_path), device="cpu", dtype="float32")
+    gpu = LLM(str(tmp_path), device="cuda", dtype=dtype)
+    atol = 1e-3 if dtype == "float32" else 0.1
+    for i, text in enumerate(("black cat", "dog", "a red ball")):
+        images = pictures((80 + i, 70), (64, 64 + i))
+        prompts = [{"image": image, "text": text, "boxes": [[1, 2, 30, 40]]} for image in images]
+        want, found = (llm.segment(prompts, params, use_tqdm=False) for llm in (cpu, gpu))
+        for mine, theirs in zip(found, want, strict=True):
+            np.testing.assert_allclose(mine.outputs.scores, theirs.outputs.scores, atol=atol)
+            if dtype == "float32":
+                np.testing.assert_allclose(mine.outputs.boxes, theirs.outputs.boxes, atol=atol * 80)
+                assert (mine.outputs.masks != theirs.outputs.masks).mean() < 1e-2
+    graphs = gpu.llm_engine.runner.graphs
+    assert len(graphs) == 3 and graphs.replays == 6, "three graphs: of images, of texts, and of pairs"

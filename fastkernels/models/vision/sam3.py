@@ -594,7 +594,8 @@ class Decoder(nn.Module):
         boxes = self.reference_points.weight.float().sigmoid()[None].repeat(batch, 1, 1)
         keys = cells + places
         for layer in self.layers:
-            waves = _waves(boxes[..., [1, 0, 2, 3]], width // 2).flatten(2)
+            center_x, center_y, wide, high = boxes.unbind(-1)
+            waves = _waves(torch.stack((center_y, center_x, wide, high), -1), width // 2).flatten(2)
             at = F.pad(self.ref_point_head(waves.to(dtype)), (0, 0, 1, 0))
             biases = self._bias(boxes, side, True), self._bias(boxes, side, False)
             x = layer(x, at, prompt, mask, keys, cells, biases)
