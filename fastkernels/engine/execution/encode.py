@@ -88,13 +88,17 @@ class Encode(Runner):
     segmenting: Segmenting | None = None
 
     def _loaded(self) -> None:
-        finds = isinstance(self.model, (Detector, Segmenter))
-        if finds and self.device.type == "cuda" and not self.config.enforce_eager:
-            self.graphs = ForwardGraphs(self.device)
-        elif self.pooling.mode == "own" and not finds:
+        self.capture()
+        if self.pooling.mode == "own" and not isinstance(self.model, (Detector, Segmenter)):
             self.pooling = replace(self.pooling, own=self.model.pool)
         if getattr(self.model, "num_labels", 0):
             self.activation = read_activation(self.hf_config)
+
+    def capture(self) -> None:
+        """See Runner: graphs and kept features are made again, when a request needs them."""
+        finds = isinstance(self.model, (Detector, Segmenter))
+        if finds and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.graphs = ForwardGraphs(self.device)
         if isinstance(self.model, Segmenter):
             self.segmenting = Segmenting(self.model, self.device, self.graphs)
 

@@ -59,11 +59,6 @@ class Segmenting:
         self._texts: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
         self.computed = Seen()
 
-    def forget(self) -> None:
-        """Drop what is kept: the model's code or weights may have changed."""
-        self._images.clear()
-        self._texts.clear()
-
     def launch(
         self, wanted: Sequence[Wanted], patches: np.ndarray, to_device: Callable[..., torch.Tensor]
     ) -> SegmentStep:

@@ -161,19 +161,25 @@ class ImageSegmentation:
         found = await results(self.context, [request for _, request in requests], raw)
         if found is None:
             return Response(status_code=499)
+        numbers = [i for i, _ in requests]
+        body_of = partial(self._answer, numbers, found)
+        return Response(await asyncio.to_thread(body_of), media_type="application/json")  # masks can be many
+
+    def _answer(self, numbers: list[int], found: list[Any]) -> bytes:
+        """The answer in JSON. numbers: of the images."""
         data = [
             {
                 "index": i, "object": "segmentation", "text": o.outputs.text, "boxes": o.outputs.boxes,
                 "scores": o.outputs.scores, "labels": o.outputs.labels, "masks": o.outputs.rles,
                 "semantic": o.outputs.semantic_rle, "size": list(o.outputs.size),
             }
-            for (i, _), o in zip(requests, found, strict=True)
+            for i, o in zip(numbers, found, strict=True)
         ]  # fmt: skip
         answer = {
             "id": f"segmentations-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
             "model": self.context.model_name, "data": data, "usage": usage(found),
         }  # fmt: skip
-        return Response(await asyncio.to_thread(to_json, answer), media_type="application/json")
+        return to_json(answer)
 
     async def _requests(self, body: ImageSegmentationRequest) -> list[tuple[int, Any]]:
         """(number of the image, request) of each image with each text. Raises ApiError, before images are decoded."""
