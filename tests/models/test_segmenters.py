@@ -20,9 +20,11 @@ from fastkernels.core.dispatch import counters
 from fastkernels.engine.execution.segmenting import runs_of
 from fastkernels.engine.scheduling.encoding import PoolingParams
 from fastkernels.engine.segmentation import coco_rle, compress, decode_runs
-from fastkernels.models.common import build
+from fastkernels.models.common import build, weights
 from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.cnn import Folded
 from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.registry import find
 from fastkernels.models.common.segmenter import NO_BOX, Segmenter
 
 SIZES = (80, 70), (64, 64), (100, 50)
@@ -296,3 +298,28 @@ def test_graphs_on_a_gpu_give_the_masks_of_the_cpu(dtype: str, tmp_path: Path, m
                 assert (mine.outputs.masks != theirs.outputs.masks).mean() < 1e-2
     graphs = gpu.llm_engine.runner.graphs
     assert len(graphs) == 3 and graphs.replays == 6, "three graphs: of images, of texts, and of pairs"
+
+
+@pytest.mark.slow  # modules of the real size, without memory
+@torch.no_grad()
+def test_real_sizes_have_the_names_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    fields = {"model_type": "sam3", "architectures": ["Sam3Model"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = build.load_config(tmp_path)
+    ours = build.skeleton(tmp_path, config, torch.bfloat16)
+    with torch.device("meta"):
+        state = transformers.Sam3Model(transformers.Sam3Config()).state_dict()
+    tensors = [(tmp_path, key, lambda t=tensor: t) for key, tensor in state.items()]
+    weights.fill(ours, tensors, find("Sam3Model").arch, config, tmp_path)
+    for module in list(ours.modules()):
+        if isinstance(module, Folded):
+            module.merge()
+    with torch.device("meta"):
+        ids, boxes = torch.empty(2, 32, dtype=torch.int64), torch.empty(2, 4, 4)
+        found = ours.segment(
+            ours.see(torch.empty(2, 72 * 72, 588)), ours.read(ids), ids.bool(), boxes, ids[:, :4]
+        )
+    assert found.masks.shape == (2, 200, 288, 288) and found.semantic.shape == (2, 288, 288)
+    assert found.boxes.shape == (2, 200, 4) and found.masks.dtype == torch.bfloat16
