@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fastkernels.engine import detection, segmentation, tokenizer
 from fastkernels.engine.budget_engine import BudgetEngine
-from fastkernels.engine.detection import detected
 from fastkernels.engine.execution.encode import EncodeInput
-from fastkernels.engine.images import READERS, ImageReader, is_image, is_video
+from fastkernels.engine.execution.segmenting import Objects, Wanted
+from fastkernels.engine.images import READERS, ImageReader, Patches, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
     BudgetScheduler,
     EncodeRequest,
@@ -23,6 +24,9 @@ from fastkernels.engine.scheduling.encoding import (
 from fastkernels.engine.tokenizer import encode_pair
 from fastkernels.models.common.detector import Detector
 from fastkernels.models.common.retrieval import Form
+from fastkernels.models.common.segmenter import Segmenter
+
+FINDING = {"detect": "detects no objects", "segment": "finds no objects that a prompt names"}
 
 
 class EncodeEngine(BudgetEngine):
@@ -38,6 +42,10 @@ class EncodeEngine(BudgetEngine):
         self.images: ImageReader | None = None
         if self.inputs in READERS:
             self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)
+        if self.images is not None and self.segments:
+            if not self.config.skip_tokenizer_init:
+                self.tokenizer = tokenizer.load(self.config.tokenizer or self.folder)
+            self.prompts = segmentation.PromptReader(self.images, self.runner.model, self.tokenizer)
 
     def make_request(
         self,
@@ -47,16 +55,16 @@ class EncodeEngine(BudgetEngine):
         priority: int = 0,
         token_type_ids: Sequence[int] | None = None,
     ) -> EncodeRequest:
-        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams(), of a
-        detector with the task 'detect'.
+        """See Engine. prompt: text, token ids, a PIL image, a list of frames, or what PromptReader.read takes.
 
+        params          default: PoolingParams(), of a detector with the task 'detect', of a segmenter with 'segment'
         token_type_ids: of token ids, 1 for the second text of a pair.
         """
         if params is not None and not isinstance(params, PoolingParams):
             raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
-        params = params or PoolingParams("detect" if self.detects else "embed")
-        if (params.task == "detect") != self.detects:
-            only = "is for the task 'detect' only" if self.detects else "detects no objects"
+        params = params or PoolingParams(self._only or "embed")
+        if self._only not in ("", params.task) or (not self._only and params.task in FINDING):
+            only = f"is for the task {self._only!r} only" if self._only else FINDING[params.task]
             raise ValueError(f"task {params.task!r} is not available: {self.config.model} {only}")
         if params.task == "classify" and not self.num_labels:
             raise ValueError(
@@ -77,7 +85,13 @@ class EncodeEngine(BudgetEngine):
                     f"dimensions apply to vectors, got {params.dimensions} for task {params.task!r}"
                 )
             self._check_dimensions(params.dimensions)
-        if self.images is not None:
+        if self.segments:
+            image, concept = self.prompts.read(prompt, params.masks or params.semantic)
+            ids = list(concept.input_ids)
+            request = EncodeRequest(
+                request_id, concept.name, ids, params, priority, image=image, concept=concept
+            )
+        elif self.images is not None:
             image = self.images.patches(prompt)
             request = EncodeRequest(request_id, None, [], params, priority, image=image)
         elif is_image(prompt) or is_video(prompt):
@@ -161,9 +175,19 @@ class EncodeEngine(BudgetEngine):
         return isinstance(self.runner.model, Detector)
 
     @property
+    def segments(self) -> bool:
+        """Whether the model finds what a prompt names in images."""
+        return isinstance(self.runner.model, Segmenter)
+
+    @property
+    def _only(self) -> str:
+        """The only task of a model that finds objects; '' for others."""
+        return "detect" if self.detects else "segment" if self.segments else ""
+
+    @property
     def use(self) -> str:
-        embeds, detects = super().use.split(", or ")
-        return detects if self.detects else embeds
+        embeds, detects, segments = super().use.split(", or ")
+        return {"detect": detects, "segment": segments}.get(self._only, embeds)
 
     @property
     def num_labels(self) -> int:
@@ -191,9 +215,12 @@ class EncodeEngine(BudgetEngine):
             return data
         return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
-    def _output(self, request: EncodeRequest, data: np.ndarray) -> PoolingOutput:
+    def _output(self, request: EncodeRequest, data: Any) -> PoolingOutput:
+        if request.concept is not None and request.image is not None:
+            return _segmented(data, request.concept, request.image)
         if request.params.task == "detect" and request.image is not None:
-            return detected(data, request.image, request.params, getattr(self.hf_config, "id2label", None))
+            names = getattr(self.hf_config, "id2label", None)
+            return detection.detected(data, request.image, request.params, names)
         return PoolingOutput(self._cut(_kept(request, data), request.params))
 
     def step(self) -> list[PoolingRequestOutput]:
@@ -226,6 +253,26 @@ class EncodeEngine(BudgetEngine):
         ]
 
 
+def _wanted(request: EncodeRequest) -> Wanted:
+    """A request for the task 'segment' as the runner takes it."""
+    assert request.concept is not None and request.image is not None
+    params = request.params
+    threshold, mask_threshold = params.threshold, params.mask_threshold
+    return Wanted(
+        request.concept, request.image.size, segmentation.THRESHOLD if threshold is None else threshold,
+        segmentation.MASK_THRESHOLD if mask_threshold is None else mask_threshold, params.max_detections, params.masks,
+        params.semantic,
+    )  # fmt: skip
+
+
+def _segmented(
+    found: Objects, concept: segmentation.Concept, image: Patches
+) -> segmentation.SegmentationOutput:
+    rows = found.rows.copy()
+    rows[:, :4] *= np.array(image.size * 2, np.float32)
+    return segmentation.SegmentationOutput(rows, found.runs, found.semantic, concept.name, image.size)
+
+
 def _kept(request: EncodeRequest, data: np.ndarray) -> np.ndarray:
     """The rows of a task with one for each token that count."""
     by_token = request.kept is not None and request.params.task in ("token_embed", "token_classify")
@@ -235,6 +282,8 @@ def _kept(request: EncodeRequest, data: np.ndarray) -> np.ndarray:
 def _more(batch: Sequence[EncodeRequest]) -> dict[str, Any]:
     """The fields of EncodeInput that only some tasks need."""
     made: dict[str, Any] = {}
+    if batch[0].concept is not None:
+        made["wanted"] = [_wanted(r) for r in batch]
     if any(r.token_type_ids is not None for r in batch):
         made["token_type_ids"] = np.concatenate(
             [

@@ -54,7 +54,7 @@ class ImageReader:
         settings = getattr(hf_config, "preprocessing", None)
         self._processor: Any = _own_processor(settings) if settings else self._of_transformers(folder)
         config = getattr(hf_config, "vision_config", hf_config)
-        self._patch_size: int = getattr(config, "patch_size", cnn.PATCH)
+        self._patch_size: int = getattr(model, "patch_size", getattr(config, "patch_size", cnn.PATCH))
         self._steps: int = getattr(config, "tubelet_size", 1)
         self._model = model
 

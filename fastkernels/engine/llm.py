@@ -178,23 +178,40 @@ class LLM:
         return self._run(listed, [PoolingParams("classify")] * len(listed), use_tqdm)
 
     def segment(
-        self, clouds: Any, *, use_activation: bool = True, use_tqdm: Progress = True
+        self,
+        inputs: Any,
+        params: PoolingParams | None = None,
+        *,
+        use_activation: bool = True,
+        use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput]:
-        """Classify the points of clouds: `outputs.items` is an array [points] of classes, `outputs.data` their numbers.
+        """Classify the points of clouds, or find the objects that prompts name in images.
 
-        clouds          one, or a list: {"coord": [points, 3], "feat": [points, in_channels], "grid_size": side of a
-                        cell}, with lists, arrays or tensors; see the model's file
-        use_activation  `outputs.data` is [points, classes] of probabilities; False: of logits. Without a head it is the
-                        features, and `outputs.items` is None
+        inputs          one, or a list. Clouds are {"coord": [points, 3], "feat": [points, in_channels], "grid_size":
+                        side of a cell}, with lists, arrays or tensors; see the model's file. Images with prompts are
+                        {"image": a PIL image, "text": what to find, "boxes": [[left, top, right, bottom], ...] of
+                        examples in pixels, "box_labels": [1, or 0 for what is not wanted, ...]}, with text, boxes or
+                        both. Prompts on the same image share the work on it
+        params          of images: PoolingParams("segment", threshold=..., ...)
+        use_activation  of clouds: `outputs.data` is [points, classes] of probabilities; False: of logits. Without a
+                        head it is the features, and `outputs.items` is None
         use_tqdm        as in `generate`
 
-        Raises ValueError for an unsupported request before anything runs.
+        Of clouds, `outputs.items` is an array [points] of classes, `outputs.data` their numbers. Of images,
+        `outputs.boxes`, `scores` and `masks` [n, height, width] are those of the objects, the best first, and `rles`
+        the masks in COCO's form. Raises ValueError for an unsupported request before anything runs.
         """
-        self._check_kind("segment", "Segment")
-        listed = [clouds] if isinstance(clouds, dict) else clouds
+        self._check_kind("segment", "Segment", "Encode")
+        clouds = self.llm_engine.kind == "Segment"
+        listed = [inputs] if isinstance(inputs, dict) else inputs
         if not isinstance(listed, (list, tuple)):
-            raise ValueError(f"segment: clouds must be a dict or a list of dicts, got {reprlib.repr(clouds)}")
-        params = PoolingParams("classify", use_activation=use_activation)
+            what = "clouds" if clouds else "inputs"
+            raise ValueError(f"segment: {what} must be a dict or a list of dicts, got {reprlib.repr(inputs)}")
+        if clouds:
+            if params is not None:
+                raise ValueError("segment: params apply to images, not to clouds")
+            params = PoolingParams("classify", use_activation=use_activation)
+        params = params or PoolingParams("segment")
         return self._run(listed, [params] * len(listed), use_tqdm)
 
     def lexical_weights(

@@ -36,7 +36,7 @@ RUNNERS = {
     "Encode": RunnerKind(
         "fastkernels.engine.execution.encode:Encode",
         "fastkernels.engine.encode_engine:EncodeEngine",
-        "LLM.embed and /v1/embeddings, or LLM.detect and /v1/detections",
+        "LLM.embed and /v1/embeddings, or LLM.detect and /v1/detections, or LLM.segment and /v1/segmentations",
     ),
     "Score": RunnerKind(
         "fastkernels.engine.execution.score:Score",

@@ -76,6 +76,8 @@ NEVER = {
     "TransformersDINOv3ViTAttention": "needs config",
     "TransformersSiglipMultiheadAttentionPoolingHead": "needs config",
     "TransformersSiglip2MultiheadAttentionPoolingHead": "needs config",
+    "TransformersSam3Attention": "needs config",
+    "TransformersSam3ViTRoPEAttention": "needs config",
     "TransformersYolosSelfAttention": "needs config",
     "TransformersVJEPA2RopeAttention": "needs config",
     "TransformersVJEPA2MLP": "needs config",

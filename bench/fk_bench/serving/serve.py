@@ -202,8 +202,8 @@ def serve(
     Language models have /v1/completions, /v1/chat/completions and others, Whisper has /v1/audio/transcriptions and
     /v1/audio/translations, and encoders have /v1/embeddings, /score and others. Detectors have /v1/detections,
     recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
-    models of point clouds /v1/segmentations. Diffusion models have /v1/images/generations
-    or /v1/videos, and world models /v1/frames.
+    models of point clouds and segmenters of images /v1/segmentations. Diffusion models have
+    /v1/images/generations or /v1/videos, and world models /v1/frames.
     """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process

@@ -17,9 +17,11 @@ from fastkernels.engine.execution.activation import read_activation
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
+from fastkernels.engine.execution.segmenting import Segmenting, SegmentStep, Wanted
 from fastkernels.engine.images import READERS
 from fastkernels.models.common import registry
 from fastkernels.models.common.detector import Detector
+from fastkernels.models.common.segmenter import Segmenter
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
@@ -38,6 +40,7 @@ class EncodeInput:
     seen            [B]: the first tokens of each sequence, which all its tokens attend to; None: all
     kept            [T] bool: tokens whose vectors count for the task 'maxsim'
     queries         vectors [n, D] float32 of the queries of that task; query_of [B]: the index of each sequence's
+    wanted          [B], of the task 'segment'
     """
 
     input_ids: np.ndarray
@@ -50,6 +53,7 @@ class EncodeInput:
     kept: np.ndarray | None = None
     queries: Sequence[np.ndarray] = ()
     query_of: Sequence[int] = ()
+    wanted: Sequence[Wanted] = ()
 
 
 class Encode(Runner):
@@ -81,13 +85,22 @@ class Encode(Runner):
         own = wanted_model_len(config, self.hf_config)
         self.max_model_len = own if config.max_model_len else min(own, self.pooling.max_tokens or own)
 
+    segmenting: Segmenting | None = None
+
     def _loaded(self) -> None:
-        if isinstance(self.model, Detector) and self.device.type == "cuda" and not self.config.enforce_eager:
-            self.graphs = ForwardGraphs(self.device)
-        elif self.pooling.mode == "own" and not isinstance(self.model, Detector):
+        self.capture()
+        if self.pooling.mode == "own" and not isinstance(self.model, (Detector, Segmenter)):
             self.pooling = replace(self.pooling, own=self.model.pool)
         if getattr(self.model, "num_labels", 0):
             self.activation = read_activation(self.hf_config)
+
+    def capture(self) -> None:
+        """See Runner: graphs and kept features are made again, when a request needs them."""
+        finds = isinstance(self.model, (Detector, Segmenter))
+        if finds and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.graphs = ForwardGraphs(self.device)
+        if isinstance(self.model, Segmenter):
+            self.segmenting = Segmenting(self.model, self.device, self.graphs)
 
     def num_fitting_blocks(self) -> int:
         """See Runner: 0, since nothing is cached."""
@@ -98,8 +111,10 @@ class Encode(Runner):
         self.limits = Limits(0, self.max_model_len, self.config.max_num_batched_tokens)
 
     @torch.inference_mode()
-    def launch(self, step: EncodeInput) -> EncodeStep:
+    def launch(self, step: EncodeInput) -> EncodeStep | SegmentStep:
         """Start one forward pass without waiting for the device."""
+        if self.segmenting is not None and step.patches is not None:
+            return self.segmenting.launch(step.wanted, step.patches, self._to_device)
         starts = np.zeros(len(step.query_lens) + 1, dtype=np.int64)
         np.cumsum(step.query_lens, out=starts[1:])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], step.query_lens)

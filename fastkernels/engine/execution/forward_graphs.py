@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ MOST = 16  # graphs that are kept; the least recently used one goes first
 class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
-    output: torch.Tensor
+    output: Any
 
 
 class ForwardGraphs:
@@ -36,10 +37,8 @@ class ForwardGraphs:
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def __call__(
-        self, key: Hashable, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """function(*inputs), whose result depends on the key and the inputs only."""
+    def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+        """function(*inputs), tensors, which depend on the key and the inputs only."""
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
             self._graphs[key] = None
@@ -64,7 +63,7 @@ class ForwardGraphs:
         self.replays += 1
         return found.output
 
-    def _capture(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Graph:
+    def _capture(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> _Graph:
         static = tuple(t.clone(memory_format=torch.preserve_format) for t in inputs)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

@@ -46,7 +46,7 @@ from fastkernels.engine.http.rendering import Rendering
 from fastkernels.engine.http.report_file import ReportFile
 from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
-from fastkernels.engine.http.segmentation import Segmentation
+from fastkernels.engine.http.segmentation import ImageSegmentation, Segmentation
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.http.videos import Videos
 
@@ -55,7 +55,7 @@ CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 ROUTES: dict[str, tuple[Any, ...]] = {
     "Generate": (Generation, Responses, Messages, Sglang, Audio),
     "Unmask": (Unmasking,),
-    "Encode": (Embeddings, Scoring, Detection),
+    "Encode": (Embeddings, Scoring, Detection, ImageSegmentation),
     "Score": (Recommendation,),
     "Act": (Actions,),
     "Render": (Rendering,),

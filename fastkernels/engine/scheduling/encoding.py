@@ -6,7 +6,7 @@ import heapq
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,10 @@ from fastkernels.engine.images import Patches
 from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
-TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect")
+if TYPE_CHECKING:
+    from fastkernels.engine.segmentation import Concept
+
+TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect", "segment")
 ROLES = ("", "query", "document")
 
 
@@ -23,14 +26,17 @@ class PoolingParams:
     """Parameters of an encoder's request.
 
     task            'embed' (one vector), 'token_embed' (one vector per token), 'classify' (probabilities or a score),
-                    'token_classify' (one weight per token), 'maxsim' (the score of a document for `query`) or 'detect'
-                    (boxes of objects)
+                    'token_classify' (one weight per token), 'maxsim' (the score of a document for `query`), 'detect'
+                    (boxes of objects) or 'segment' (boxes and masks of the objects that a prompt names)
     dimensions      the size of the vectors, for a model with Matryoshka embeddings
     use_activation  False: vectors without normalization, logits instead of probabilities
     role            'query' or 'document': the form of the text, for a model of late interaction
     query           vectors [n, D] float32 of a query, as 'token_embed' gives them, for the task 'maxsim'
-    threshold       the least score of a detected object, from 0 to 1 (default: 0.5)
+    threshold       the least score of an object, from 0 to 1 (default: 0.5)
     max_detections  of an image, the best ones (default: all)
+    mask_threshold  of 'segment': the probability above which a pixel belongs to an object (default: 0.5)
+    masks           of 'segment': whether each object has a mask (default: True)
+    semantic        of 'segment': also the mask of all pixels that belong to any such object (default: False)
     """
 
     task: str = "embed"
@@ -40,6 +46,9 @@ class PoolingParams:
     query: np.ndarray | None = field(default=None, compare=False)
     threshold: float | None = None
     max_detections: int | None = None
+    mask_threshold: float | None = None
+    masks: bool = True
+    semantic: bool = False
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not isinstance(self.dimensions, int) or self.dimensions < 1):
@@ -48,12 +57,19 @@ class PoolingParams:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(TASKS)}")
         if self.role not in ROLES:
             raise ValueError(f"role {self.role!r} is not 'query' or 'document'")
-        for name, value in (("threshold", self.threshold), ("max_detections", self.max_detections)):
-            if value is not None and self.task != "detect":
-                raise ValueError(f"{name} belongs to the task 'detect', got task {self.task!r}")
-        least = self.threshold
-        if least is not None and (type(least) not in (int, float) or not 0 <= least <= 1):
-            raise ValueError(f"threshold must be a number from 0 to 1, got {least!r}")
+        for name in ("threshold", "max_detections"):
+            if getattr(self, name) is not None and self.task not in ("detect", "segment"):
+                raise ValueError(f"{name} belongs to the task 'detect' or 'segment', got task {self.task!r}")
+        for name, default in (("mask_threshold", None), ("masks", True), ("semantic", False)):
+            value = getattr(self, name)
+            if value is not default and self.task != "segment":
+                raise ValueError(f"{name} belongs to the task 'segment', got task {self.task!r}")
+            if default is not None and type(value) is not bool:
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        for name in ("threshold", "mask_threshold"):
+            least = getattr(self, name)
+            if least is not None and (type(least) not in (int, float) or not 0 <= least <= 1):
+                raise ValueError(f"{name} must be a number from 0 to 1, got {least!r}")
         most = self.max_detections
         if most is not None and (type(most) is not int or most < 1):
             raise ValueError(f"max_detections must be an integer, at least 1, got {most!r}")
@@ -65,7 +81,7 @@ class PoolingParams:
 class EncodeRequest:
     """One sequence, or the patches of one image or video, to encode. A lower priority number goes first.
 
-    seen, kept: of retrieval.Shaped; None: all tokens.
+    seen, kept: of retrieval.Shaped; None: all tokens. concept: what to find in the image, for the task 'segment'.
     """
 
     request_id: str
@@ -80,6 +96,7 @@ class EncodeRequest:
     token_type_ids: Sequence[int] | None = None
     seen: int | None = None
     kept: np.ndarray | None = None
+    concept: Concept | None = None
     streams_deltas = False  # one output, at the end
 
     @property

@@ -34,7 +34,8 @@ class Architecture:
     experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
     absent          "module:function" that maps a config to patterns (fnmatch) of checkpoint keys that its checkpoints
                     leave out: those parts of our parameters are zero
-    text_of         architectures with images or sound whose text model this is; its config is their field `within`
+    text_of         architectures with images or sound whose text model this is, or with another part that this is; its
+                    config is their field `within`
     prefixes        {prefix of a checkpoint key of these: prefix of the key in a checkpoint of this one}
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     repeated        patterns of our names (fnmatch) whose tensors a checkpoint may hold twice, under another key that

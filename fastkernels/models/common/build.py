@@ -26,7 +26,7 @@ from fastkernels.models.common import (
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.cnn import AddedConvs
+from fastkernels.models.common.cnn import Folded
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
@@ -150,7 +150,7 @@ def build(
         for module in list(model.modules()):
             if isinstance(module, ClampedExperts):
                 module.loaded(dtype)
-            elif isinstance(module, AddedConvs):
+            elif isinstance(module, Folded):
                 module.merge()
         quantized.finish(model)
     return model.eval().requires_grad_(False)

@@ -250,7 +250,14 @@ class ConvNormAct(nn.Module):
         return convolve(x, *self.parts, self.style, self.activation, residual, add_first)
 
 
-class AddedConvs(nn.Module):
+class Folded(nn.Module):
+    """Base of modules whose parameters `merge` replaces by fewer ones, after the weights are loaded."""
+
+    def merge(self) -> None:
+        raise NotImplementedError
+
+
+class AddedConvs(Folded):
     """The activation of a sum of convolutions of x with norms: one convolution after loading (arXiv 2101.03697).
 
     branches: {name: the convolution}, of one stride, the one with the largest window first

@@ -174,6 +174,55 @@ class TransformersDINOv3ViTAttention(_Projections):
         return self.o_proj(found), None
 
 
+class TransformersSam3Attention(_Projections):
+    """Sam3Attention: query [B, S, C] to key and value [B, K, C]. The mask may be added biases of cells."""
+
+    def __init__(self, config):
+        super().__init__()
+        self._project(config, "o_proj")
+        self.hidden_size, self.num_attention_heads = config.hidden_size, config.num_attention_heads
+        self.scaling = self.head_dim**-0.5
+
+    supports = staticmethod(_elsewhere)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ):
+        if (reason := _elsewhere(self) or _extra(kwargs, "is_causal")) is not None:
+            return _theirs(self, reason)(query, key, value, attention_mask, **kwargs)
+        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        return self.o_proj(attend(q, k, v, self.scaling, attention_mask)), None
+
+
+class TransformersSam3ViTRoPEAttention(_Projections):
+    """Sam3ViTRoPEAttention: hidden_states [B, rows, columns, C] to the same, with rotations of the cells."""
+
+    def __init__(self, config):
+        super().__init__()
+        self._project(config, "o_proj")
+        self.hidden_size, self.num_attention_heads = config.hidden_size, config.num_attention_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+
+    supports = staticmethod(_elsewhere)
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: CosSin, **kwargs):
+        if (reason := _elsewhere(self) or _extra(kwargs, "is_causal")) is not None:
+            return _theirs(self, reason)(hidden_states, position_embeddings, **kwargs)
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (t.flatten(1, 2).unflatten(-1, (-1, self.head_dim)) for t in projected)
+        cos, sin = (t.view(t.shape[-2:]) for t in position_embeddings)
+        q, k = (rope_nd(t, cos, sin, False) for t in (q, k))
+        found = attend(q, k, v, self.scaling, None, self.attention_dropout * self.training)
+        return self.o_proj(found).view(hidden_states.shape), None
+
+
 class TransformersYolosSelfAttention(nn.Module):
     """YolosSelfAttention, also of DPT, ViTPose and, before transformers 5.18, DINOv2: without the output projection."""
 
@@ -412,6 +461,8 @@ TARGETS = {
         _target("dinov3_vit", "DINOv3ViTAttention"),
         # ViT-L, 2,048 tokens, bfloat16: 1.49 to 1.51 times the compiled host's videos per second
         _target("vjepa2", "VJEPA2RopeAttention", compiled=(H100,)),
+        _target("sam3", "Sam3Attention"),
+        _target("sam3", "Sam3ViTRoPEAttention"),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),
         _target("siglip2", "Siglip2MultiheadAttentionPoolingHead"),
     ),

@@ -118,17 +118,24 @@ class Encoder(Subject):
         if "x" in inputs:
             return model(inputs["x"])
         out = model(**inputs)
-        for name in ("logits", "pooler_output", "last_hidden_state"):
+        for name in ("logits", "pred_masks", "pooler_output", "last_hidden_state"):
             if getattr(out, name, None) is not None:
                 return getattr(out, name)
-        raise SubjectError(f"{type(self.target).__name__} returns neither logits nor hidden states")
+        raise SubjectError(f"{type(self.target).__name__} returns neither logits, masks nor hidden states")
 
 
 def _inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
     """The arguments of a transformers model; SigLIP 2's takes patches, V-JEPA 2's encoder a video."""
     if model.main_input_name == "pixel_values_videos":
         return {"pixel_values_videos": images, "skip_predictor": True}  # type: ignore[dict-item]
-    if "spatial_shapes" not in inspect.signature(getattr(model, "_orig_mod", model).forward).parameters:
+    known = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+    if "input_boxes" in known:  # a segmenter, with a text of random tokens for each image
+        config = model.config.text_config
+        draw = torch.Generator().manual_seed(len(images))
+        shape = (len(images), config.max_position_embeddings)
+        ids = torch.randint(0, config.vocab_size, shape, generator=draw).to(images.device)
+        return {"pixel_values": images, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "spatial_shapes" not in known:
         return {"pixel_values": images}
     p = model.config.patch_size
     rows, columns = images.shape[2] // p, images.shape[3] // p

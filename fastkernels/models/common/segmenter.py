@@ -1,0 +1,83 @@
+"""The interface of models that find what a prompt names in an image, with a mask of each object.
+
+A segmenter runs in three steps, so that requests share the results of the first two: `see` of images, `read` of texts,
+and `segment` of pairs of both with the boxes of the prompt. Images have one size, the model's: `check_grid` refuses
+others. They come as patches (models/vision/dinov3.py). Its only task is 'segment'.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+NO_BOX = -1  # the label of a box that only fills its row; 1: an example of what is wanted, 0: of what is not
+
+
+class Found(NamedTuple):
+    """The results of B pairs of an image and a prompt, with Q queries.
+
+    logits    [B, Q] of each query, float32
+    presence  [B, 1], the logit of whether the image has what the prompt names, float32
+    boxes     [B, Q, 4] float32: left, top, right and bottom in parts of the image
+    masks     [B, Q, h, w], logits of pixels of the model's own mask
+    semantic  [B, h, w], logits of whether a pixel belongs to any such object
+    """
+
+    logits: torch.Tensor
+    presence: torch.Tensor
+    boxes: torch.Tensor
+    masks: torch.Tensor
+    semantic: torch.Tensor
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """Of each query, from 0 to 1 [B, Q]."""
+        return self.logits.sigmoid() * self.presence.sigmoid()
+
+
+class Segmenter(nn.Module):
+    """Base of segmenters.
+
+    side         rows and columns of an image's patches, of patch_size pixels
+    text_length  the most tokens of a text, whose ids are below vocab_size
+    """
+
+    prefix_tokens, num_labels = 0, 0
+    side: int
+    patch_size: int
+    text_length: int
+    vocab_size: int
+
+    @abstractmethod
+    def see(self, patches: torch.Tensor) -> torch.Tensor:
+        """Patches [B, side * side, C * p * p] of images to features [B, cells, channels]."""
+
+    @abstractmethod
+    def read(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, L] int64, padded on the right by any id, to features [B, L, channels]."""
+
+    @abstractmethod
+    def segment(
+        self, features: torch.Tensor, texts: torch.Tensor, known: torch.Tensor, boxes: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> Found:  # fmt: skip
+        """known: [B, L] bool, False for padding; boxes: [B, N, 4] float32, center and size in parts of the image.
+
+        labels: [B, N] int64: 1, 0 or NO_BOX.
+        """
+
+    def check_grid(self, grid: tuple[int, int]) -> None:
+        """Raise ValueError for an image of another number of patches."""
+        p, side = self.patch_size, self.side
+        if grid != (side, side):
+            raise ValueError(
+                f"the prompt has {grid[1] * p} x {grid[0] * p} pixels after the image processor, and this model takes"
+                f" {side * p} x {side * p}: set `size` in preprocessor_config.json"
+            )
+
+    def features(self, grid: tuple[int, int]) -> int:
+        """The number of results of an image: one."""
+        return 1
