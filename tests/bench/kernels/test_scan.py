@@ -197,6 +197,8 @@ PASSED = [
     "META = {'gc': 1, 'os': 2}\ndef f(x):\n    return x * META['gc'], getattr(torch, 'float16')",
     "def f(x, meta):\n    return x * meta.get('threading', 1), 'uses gc.collect'",
     "SIZES = {1: 64, 2: 128}\ndef f(x, n):\n    return x * SIZES.get(int(n.item()), 256)",
+    "def f(x, n):\n    return x * {1: 64, 2: 128}.get(int(n.item()), 256)",
+    "def f(x, n):\n    return x if int(n.item()) in (1, 2) else -x",
     "archs = os.environ.get('TORCH_CUDA_ARCH_LIST', '9.0')",
     "os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0a')\nos.environ['MAX_JOBS'] = '2'",
 ]  # fmt: skip
