@@ -77,6 +77,6 @@ def unknown(model: str) -> str:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     some = ", ".join(name for name in PUBLIC if name.startswith(("llama-3", "qwen3-8", "gpt-oss")))
     return (
-        f"unknown model {model!r}.{hint} Give a folder with a config.json, a hub id OWNER/NAME, the name of a public model"
+        f"unknown model {model!r}.{hint} Give a folder with a config.json, a hub id OWNER/NAME, a public model's name"
         f" ({some}, ...), or an id of `fk-bench list models`."
     )

@@ -51,7 +51,7 @@ def export_command(
         fail("--into puts methods into the host's own classes: use it without --standalone")
     try:
         version = newest(host, host_version)
-        from fastkernels.export import fork, exporter  # after what can be refused without torch
+        from fastkernels.export import exporter, fork  # after what can be refused without torch
 
         if into is not None:
             for file in fork.put(op, host, version, into):
