@@ -82,8 +82,8 @@ def _refuse_to_script(self: Any) -> Any:
     It would put a copy of the host's class into the model itself, so none is offered.
     """
     raise RuntimeError(
-        f"torch.jit.script cannot compile the patched {type(self).__qualname__}: undo the patch first, with report.undo()"
-        " or fastkernels.unpatch(model). torch.jit.trace and torch.export record the host's code"
+        f"torch.jit.script cannot compile the patched {type(self).__qualname__}: undo the patch first, with"
+        " report.undo() or fastkernels.unpatch(model). torch.jit.trace and torch.export record the host's code"
     )
 
 

@@ -131,9 +131,11 @@ def test_old_and_large_videos_are_forgotten(folder):
 def test_end_of_the_server_ends_its_videos(folder, caplog, seconds):
     """Also while a step takes longer than the server waits for its last answers."""
     body = {"prompt": "a cat", "size": "64x64", "num_frames": 49, "num_inference_steps": 60}
-    with live_server(folder, ServerConfig("hunyuan"), **OPTIONS) as (url, server):
-        with before_steps(server, lambda: time.sleep(seconds)):
-            made = [post(url, **body).json()["id"] for _ in range(1 if seconds else 2)]
+    with (
+        live_server(folder, ServerConfig("hunyuan"), **OPTIONS) as (url, server),
+        before_steps(server, lambda: time.sleep(seconds)),
+    ):
+        made = [post(url, **body).json()["id"] for _ in range(1 if seconds else 2)]
     said = [f"the video {one} failed: the server is shutting down" for one in made]
     assert sorted(r.getMessage() for r in caplog.records if "failed" in r.getMessage()) == sorted(said)
     assert not [r for r in caplog.records if r.exc_info]
