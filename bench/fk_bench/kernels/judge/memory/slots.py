@@ -81,7 +81,7 @@ def written_arguments(spec: OpSpec) -> list[int]:
 class Out:
     """One output of the call: its place in an output slot.
 
-    contiguous  whether a candidate's must be: the arguments and the reference's result are
+    contiguous  whether that of a candidate's function must be: the arguments and the reference's result are
     """
 
     dtype: torch.dtype
@@ -147,7 +147,8 @@ class Slots:
         self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
-        plain = all(t.is_contiguous() for t in layout.tensors(first))
+        # A host's module may return other strides than its op does: convolutions with channels last
+        plain = self.mode == "op" and all(t.is_contiguous() for t in layout.tensors(first))
         self.outs = [
             Out(o.dtype, tuple(o.shape), plain and o.is_contiguous())
             for o in outputs_of(self.spec, first, self.mode)
