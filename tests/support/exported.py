@@ -529,12 +529,6 @@ def norm_pad(ns: Any) -> list[Any]:
     return [filled(ns.HunyuanVideo15ResnetBlock(8, n))(x) for n in (8, 12)]
 
 
-def patch_embedding(ns: Any) -> list[Any]:
-    layers = ns.Conv2d(3, 8, 4, 4), ns.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False)
-    inputs = (randn(2, 3, 8, 12), randn(3, 8, 12)), (randn(2, 3, 4, 8, 12),)
-    return [filled(layer)(x) for layer, given in zip(layers, inputs, strict=True) for x in given]
-
-
 def timestep_embedding(ns: Any) -> list[Any]:
     return [ns.Timesteps(9, True, 0)(torch.tensor([0, 7, 999]))]
 
@@ -762,7 +756,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
         timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv,
-        conv_norm_act, batch_norm, squeeze_excite, global_response_norm, norm_pad, patch_embedding,
+        conv_norm_act, batch_norm, squeeze_excite, global_response_norm, norm_pad,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {
