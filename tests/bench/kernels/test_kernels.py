@@ -155,7 +155,7 @@ def test_memory_is_limited_and_children_end(tmp_path: Path, monkeypatch: pytest.
 
 
 def children() -> set[str]:
-    """Living processes that the fork servers of this process have forked; a server itself lives as long as the tests."""
+    """Living processes that the fork servers of this process have forked; a server itself lives longer."""
     found = set()
     own = str(os.getpid()).encode()
     for entry in Path("/proc").iterdir():
