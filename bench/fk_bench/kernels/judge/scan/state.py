@@ -46,7 +46,7 @@ def keys(function: ast.AST, constants: frozenset[str] = frozenset()) -> Iterator
 
     function   an outermost one: functions inside it see its names
     constants  tables that are only read: the integer that a tensor of one element holds may be looked up in them, and
-               in a dictionary that is written at the place of the look-up
+               in constants that are written at the place of the look-up
     """
     nodes = list(ast.walk(function))
     known: dict[str, str] = {}  # local name: the property of a tensor that it holds
@@ -86,12 +86,18 @@ def _is_scalar(key: ast.AST) -> bool:
 
 
 def _is_new(node: ast.AST) -> bool:
-    """Whether a look-up is in a dictionary that it makes itself: {1: 64}.get(key), key in {1: 64}."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return isinstance(node.func.value, ast.Dict) and node.func.attr == "get"
-    if isinstance(node, ast.Compare):
-        return isinstance(node.comparators[0], (ast.Dict, ast.Set, ast.Tuple, ast.List))
-    return False
+    """Whether a look-up is in constants that are written there: {1: 64}.get(key), key in (1, 2)."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+        written = node.func.value
+    elif isinstance(node, ast.Compare):
+        written = node.comparators[0]
+    else:
+        return False
+    if isinstance(written, ast.Dict):
+        return all(isinstance(part, ast.Constant) for part in (*written.keys, *written.values))
+    return isinstance(written, (ast.Set, ast.Tuple, ast.List)) and all(
+        isinstance(part, ast.Constant) for part in written.elts
+    )
 
 
 def _table(node: ast.AST) -> str:
