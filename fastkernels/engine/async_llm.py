@@ -56,7 +56,8 @@ class AsyncLLM:
         self.num_failed_steps = 0
         self._failed_in_a_row = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # protects `_stopped` against concurrent submissions
+        # Protects `_stopped` against concurrent submissions. Garbage that is collected inside may close a stream.
+        self._lock = threading.RLock()
         self._streams: dict[str, OutputStream] = {}  # used by the engine's thread only
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastkernels-engine", daemon=True)
@@ -213,15 +214,18 @@ class AsyncLLM:
                         outputs = self.engine.step()
                         self._failed_in_a_row = 0
                     try:  # before the outputs: a client that has its answer finds it counted in /metrics
-                        stats = self.engine.take_stats()
-                        if self.on_step is not None:
-                            self.on_step(stats)
+                        self._count()
                     finally:
                         self._send([(o.request_id, o) for o in outputs])
                 except Exception as error:
                     self._step_failed(error)
         finally:
             self._end()
+
+    def _count(self) -> None:
+        stats = self.engine.take_stats()
+        if self.on_step is not None:
+            self.on_step(stats)
 
     def _step_failed(self, error: Exception) -> None:
         log.exception("a step failed; all requests are ended")
@@ -267,6 +271,10 @@ class AsyncLLM:
 
     def _fail(self, error: EngineError) -> None:
         self.engine.abort_all()  # before the streams learn of it: their readers may inspect the engine
+        try:
+            self._count()
+        except Exception:  # it may be what failed
+            log.exception("requests that ended are not counted")
         self._send([(request_id, error) for request_id in list(self._streams)])
 
     def _send(self, items: list[tuple[str, Any]]) -> None:

@@ -37,11 +37,14 @@ class BudgetEngine(Engine):
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[Any]:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._remove([self.requests[i] for i in dict.fromkeys(ids) if i in self.requests])
+        found = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
+        self._remove(found)
+        self.stats.aborted += len(found)
         return []
 
     def abort_all(self) -> None:
         self.scheduler.remove_all()
+        self.stats.aborted += len(self.requests)
         self.requests.clear()
 
     def has_unfinished_requests(self) -> bool:

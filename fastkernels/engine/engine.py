@@ -32,6 +32,7 @@ class StepStats:
     """Metrics since the last take_stats(). Times in seconds.
 
     encoded: finished requests of encoders, recommenders and robot policies
+    aborted: requests of these that ended without a result, and of images or frames; of text they are in finished
     denoise_steps: steps of single images or frames; images: finished requests for them; frames: finished frames.
     """
 
@@ -41,6 +42,7 @@ class StepStats:
     itl: list[float] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     encoded: list[Any] = field(default_factory=list)
+    aborted: int = 0
     denoise_steps: int = 0
     images: list[ImageRequest | RenderRequest | FrameRequest] = field(default_factory=list)
     frames: int = 0

@@ -422,6 +422,17 @@ class AttentionLayer(torch.nn.Module):
         self.norm_q, self.norm_k = torch.nn.Identity(), torch.nn.Identity()
 
 
+class JointAttentionLayer(AttentionLayer):
+    """An AttentionLayer that also projects a text."""
+
+    norm_added_q = norm_added_k = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (torch.nn.Linear(24, 24) for _ in range(3))
+        self.to_add_out = torch.nn.Linear(24, 24)
+
+
 VISION = SimpleNamespace(
     hidden_size=24, num_attention_heads=3, intermediate_size=36, mlp_ratio=1.5, hidden_act="gelu", mlp_bias=True,
     attention_dropout=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6, layerscale_value=0.5,
@@ -447,7 +458,14 @@ def attention_dense(ns: Any) -> list[Any]:
     if ns.host == "transformers":
         return of_transformers(ns)
     if ns.host == "diffusers":
-        return [getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24)) for name in ns.classes]
+        joint = filled(JointAttentionLayer()), randn(2, 5, 24), randn(2, 3, 24)
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        return [
+            getattr(ns, name)()(*joint, mask)
+            if "Hunyuan" in name
+            else getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24))
+            for name in ns.classes
+        ]
     found = []
     for name in ns.classes:
         cls = getattr(ns, name)
@@ -482,6 +500,10 @@ def gated_residual(ns: Any) -> list[Any]:
         block = filled(getattr(ns, name)(24, num_heads=3, init_values=0.1, norm_layer=torch.nn.LayerNorm))
         found.append(block(image, **({"rope": randn(4, 16)} if name == "EvaBlock" else {})))
     for name in ns.classes if ns.host == "diffusers" else ():
+        if name.startswith("Hunyuan"):
+            mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+            found += filled(getattr(ns, name)(3, 8, 1.5))(image, text, temb, mask)
+            continue
         block = filled(getattr(ns, name)(24, num_attention_heads=3, attention_head_dim=8))
         found += [block(image)] if name == "BasicTransformerBlock" else block(image, text, temb)
     return found
@@ -500,6 +522,11 @@ def group_norm(ns: Any) -> list[Any]:
 def upsample_conv(ns: Any) -> list[Any]:
     layer = filled(ns.Upsample2D(8, use_conv=True, out_channels=12))
     return [layer(randn(2, 8, 5, 3)), layer(randn(2, 8, 5, 3), (9, 5))]
+
+
+def norm_pad(ns: Any) -> list[Any]:
+    x = randn(2, 8, 3, 5, 4)
+    return [filled(ns.HunyuanVideo15ResnetBlock(8, n))(x) for n in (8, 12)]
 
 
 def timestep_embedding(ns: Any) -> list[Any]:
@@ -729,7 +756,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
         timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv,
-        conv_norm_act, batch_norm, squeeze_excite, global_response_norm,
+        conv_norm_act, batch_norm, squeeze_excite, global_response_norm, norm_pad,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

@@ -72,8 +72,11 @@ def check_name(model: str) -> None:
 
 
 def unknown(model: str) -> str:
-    known = [*PUBLIC, *models()]
-    close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.7)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    forms = "a folder with a config.json, a hub id OWNER/NAME, or one of"
-    return f"unknown model {model!r}.{hint} Give {forms} {', '.join(known)}."
+    """The message for a name that is no model: the closest known ones, or a few."""
+    close = difflib.get_close_matches(model.lower().rpartition("/")[2], [*PUBLIC, *models()], n=3, cutoff=0.7)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    some = ", ".join(name for name in PUBLIC if name.startswith(("llama-3", "qwen3-8", "gpt-oss")))
+    return (
+        f"unknown model {model!r}.{hint} Give a folder with a config.json, a hub id OWNER/NAME, a public model's name"
+        f" ({some}, ...), or an id of `fk-bench list models`."
+    )

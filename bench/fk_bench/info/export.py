@@ -9,17 +9,15 @@ from typing import Annotated
 import typer
 
 from fastkernels.core import registry
-from fastkernels.export import fork
-from fastkernels.export.exporter import ExportError, export
 from fk_bench.core.output import fail
 
 
 def newest(host: str, version: str | None) -> str:
-    """The requested version, or the newest recorded one. Raises ExportError, UnknownName."""
+    """The requested version, or the newest recorded one. Raises ValueError, UnknownName."""
     from fk_integrations.signatures.diff import hosts, versions
 
     if host == "torch":
-        raise ExportError(
+        raise ValueError(
             "classes of torch.nn have no fork to be put into: export for one of vllm, sglang, transformers, diffusers"
             " or timm, or replace them in a live model with fastkernels.patch(model, ops=[...])"
         )
@@ -27,7 +25,7 @@ def newest(host: str, version: str | None) -> str:
         raise registry.UnknownName("host", host, hosts())
     known = versions(host)
     if version is not None and version not in known:
-        raise ExportError(f"unknown {host} version {version!r}. Recorded: {', '.join(known)}.")
+        raise ValueError(f"unknown {host} version {version!r}. Recorded: {', '.join(known)}.")
     return version or known[-1]
 
 
@@ -52,11 +50,14 @@ def export_command(
     if into is not None and standalone:
         fail("--into puts methods into the host's own classes: use it without --standalone")
     try:
+        version = newest(host, host_version)
+        from fastkernels.export import exporter, fork  # after what can be refused without torch
+
         if into is not None:
-            for file in fork.put(op, host, newest(host, host_version), into):
+            for file in fork.put(op, host, version, into):
                 print(file)
             return
-        text = export(op, host, newest(host, host_version), standalone, module)
-    except (registry.UnknownName, ExportError) as error:
+        text = exporter.export(op, host, version, standalone, module)
+    except (registry.UnknownName, ValueError) as error:
         fail(str(error))
     sys.stdout.write(text)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 import uuid
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,19 @@ async def encoded(
             if field in ("dimensions", "task", "role"):
                 raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
             raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
-    return await results(context, requests, raw)
+    found = await results(context, requests, raw)
+    check_finite([o.outputs.data for o in found or ()], "input", context)
+    return found
+
+
+def check_finite(found: Iterable[np.ndarray | float], what: str, context: Context) -> None:
+    """Raise ApiError if a result is NaN or infinite, which no JSON number is. what: an input's name in the message."""
+    wrong = next((i for i, values in enumerate(found) if not np.isfinite(values).all()), None)
+    if wrong is not None:
+        raise ApiError(
+            500, f"the result of {what} {wrong} has values that are NaN or infinite: {context.model_name!r} has damaged"
+            " weights, or needs a --dtype with larger numbers",
+        )  # fmt: skip
 
 
 async def results(context: Context, requests: list[Any], raw: Request) -> list[Any] | None:

@@ -7,9 +7,14 @@ from typing import Any
 
 from fastkernels.engine.scheduling.request import Logprob, PromptLogprobs
 
-FLOOR = -9999.0  # vLLM's replacement for minus infinity, which JSON lacks
+FLOOR = -9999.0  # vLLM's replacement for minus infinity, which JSON lacks, as it does NaN
 Entry = dict[int, Logprob]
 Spell = Callable[[int, Logprob | None], str]
+
+
+def json_number(logprob: Logprob) -> float:
+    """The log-probability, and FLOOR for one that is no number of JSON."""
+    return max(FLOOR, logprob.logprob)  # this order: max(x, FLOOR) of NaN is NaN
 
 
 def speller(tokenizer: Any, as_token_ids: bool) -> Spell:
@@ -40,12 +45,12 @@ def completion_logprobs(
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
-        values.append(None if chosen is None else max(chosen.logprob, FLOOR))
+        values.append(None if chosen is None else json_number(chosen))
         top: dict[str, float] = {}
         for other, logprob in (
             entry or {}
         ).items():  # the first of two tokens with the same text is the likelier one
-            top.setdefault(spell(other, logprob), max(logprob.logprob, FLOOR))
+            top.setdefault(spell(other, logprob), json_number(logprob))
         tops.append(None if entry is None else top)
     body = {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
     return body, offset
@@ -58,7 +63,7 @@ def chat_logprobs(
 
     def one(token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = spell(token_id, logprob)
-        return {"token": text, "logprob": max(logprob.logprob, FLOOR), "bytes": list(text.encode())}
+        return {"token": text, "logprob": json_number(logprob), "bytes": list(text.encode())}
 
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
@@ -75,7 +80,7 @@ def prompt_logprobs_body(logprobs: PromptLogprobs | None, spell: Spell) -> list[
         None
         if entry is None
         else {
-            str(i): {"logprob": max(e.logprob, FLOOR), "rank": e.rank, "decoded_token": spell(i, e)}
+            str(i): {"logprob": json_number(e), "rank": e.rank, "decoded_token": spell(i, e)}
             for i, e in entry.items()
         }
         for entry in logprobs

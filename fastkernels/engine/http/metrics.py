@@ -82,6 +82,7 @@ class Metrics:
             self._observe_ends(stats.finished)
         if stats.encoded:
             self._observe_encoded(stats.encoded)
+        self._ended["abort"] += stats.aborted
         self._denoise_steps += stats.denoise_steps
         self._frames += stats.frames
         if stats.images:

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from fastkernels.engine import scoring
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
-from fastkernels.engine.http.embeddings import results, usage
+from fastkernels.engine.http.embeddings import check_finite, results, usage
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import RerankRequest, ScoreRequest
 from fastkernels.engine.scheduling.encoding import PoolingParams
@@ -36,6 +36,7 @@ class Scoring:
         if found is None:
             return Response(status_code=499)
         scores, tokens = found
+        check_finite(scores, "document", self.context)
         answer = {
             "id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
             "model": self.context.model_name,
@@ -50,6 +51,7 @@ class Scoring:
         if found is None:
             return Response(status_code=499)
         scores, tokens = found
+        check_finite(scores, "document", self.context)
         documents = body.sides[1]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
         answer = {

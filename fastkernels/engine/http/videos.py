@@ -234,6 +234,8 @@ class Videos:
                 return
             job.bytes, job.file = path.stat().st_size, path
         except asyncio.CancelledError:
+            if own in self._jobs:  # not deleted: the server ends before the engine's running step
+                log.warning("the video %s failed: the server is shutting down", own)
             raise
         except EngineError as error:  # a step failed, which the engine has logged, or the server ends
             log.warning("the video %s failed: %s", own, error)

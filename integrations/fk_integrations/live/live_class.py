@@ -65,6 +65,7 @@ def live_class(
         body = {
             **methods,
             **_copies(host_class),
+            "__prepare_scriptable__": _refuse_to_script,
             **({"__class__": _shown_as(host_class)} if op else {}),
             "__module__": host_class.__module__,
             "__qualname__": host_class.__qualname__,
@@ -73,6 +74,17 @@ def live_class(
         }
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]
+
+
+def _refuse_to_script(self: Any) -> Any:
+    """Called by torch.jit.script, which compiles source code and finds no functions of other modules there.
+
+    It would put a copy of the host's class into the model itself, so none is offered.
+    """
+    raise RuntimeError(
+        f"torch.jit.script cannot compile the patched {type(self).__qualname__}: undo the patch first, with"
+        " report.undo() or fastkernels.unpatch(model). torch.jit.trace and torch.export record the host's code"
+    )
 
 
 def _shown_as(host_class: type) -> property:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
-from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.exporter import METHOD_SEAMS
 from fk_integrations.core.versions import PACKAGE, recorded
+
+if TYPE_CHECKING:  # commands look up hosts and versions here before they import torch
+    from fastkernels.core.spec import OpSpec, Target
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ def _registers(node: ast.AST) -> bool:
 
 def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     """Compare the target's class with the record of that version, which must have the target's path."""
+    from fastkernels.export.exporter import METHOD_SEAMS
+
     ours, entry = registry.target_class(target), recorded(target.host)[version]["classes"][target.path]
     found = difference(entry, ours)
     lacks = lacking(entry, ours) if isinstance(ours, type) else ()

@@ -29,7 +29,7 @@ finally:
         ("kernels rms_nom --no-time", "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
         ("export rms_nom", "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
         ("tune linaer", "unknown op 'linaer'. Did you mean 'linear'?"),
-        ("tune qwen9-8b", "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b'?"),
+        ("tune qwen9-8b", "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b' or "),
         ("tune", "give a model, as in `fk-bench tune qwen3-8b`"),
         ("tune --model=lama", "unknown model 'lama'. Did you mean 'llama'?"),
         ("patch-compare", "give models, as in `fk-bench patch-compare qwen2.5-7b`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -120,6 +121,24 @@ def test_export_of_unknown_names_is_an_error(
 ) -> None:
     status, out, err = run(capsys, "export", *args)
     assert status == 2 and says in last(out)["error"] and says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "not_loaded"),
+    [
+        (["export", "gelu", "--host", "torch"], "torch"),
+        (["export", "gelu", "--host", "keras"], "torch"),
+        (["export", "gelu", "--host-version", "9.9"], "torch"),
+        (["kernels", "rms_norm", "--case", "odd_7777"], "fastkernels.overrides.linear.linear"),
+    ],
+)
+def test_refusal_loads_only_what_it_needs(command: list[str], not_loaded: str) -> None:
+    code = (
+        f"import sys; from fk_bench.cli import main; sys.argv = ['fk-bench', *{command}]\n"
+        f"try: main()\nexcept SystemExit as end: print(end.code, {not_loaded!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "2 False", done
 
 
 def test_export_writes_nothing_but_the_file(tmp_path: Path) -> None:

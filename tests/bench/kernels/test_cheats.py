@@ -32,7 +32,7 @@ OPTIONS = Options(device="cpu", rounds=4, seconds=0.5, timeout=60)
 FAST = {
     "thread_later", "patched_clock", "fingerprint_cache", "returns_mean", "fp8_inside", "wrong_dtype", "call_counting",
     "forged_output", "reads_memory", "mutates_input", "forked_child", "hogs_memory", "compile_only", "answers_ok",
-    "skip_one", "claims_skipped", "ranks_equal_inputs",
+    "skip_one", "claims_skipped", "ranks_equal_inputs", "turned_output",
 }  # fmt: skip
 
 

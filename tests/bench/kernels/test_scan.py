@@ -164,6 +164,9 @@ REJECTED = [
     ("TABLE[1] = 2\ndef f(n):\n    return TABLE.get(int(n.item()))", "value-cache"),
     ("IDS = {1: 2}\ndef f(x):\n    return IDS.get(int(x.sum().item()))", "value-cache"),
     ("IDS = {1: 2}\ndef f(x):\n    IDS[3] = x\n    return IDS.get(int(x.item()))", "value-cache"),
+    ("def f(n):\n    return {LAST: OUT}.get(int(n.item()))", "value-cache"),
+    ("def f(n):\n    return {1: OUT}.get(int(n.item()))", "value-cache"),
+    ("def f(n):\n    return OUT if int(n.item()) in (LAST,) else g(n)", "value-cache"),
     ("os.environ.setdefault('CUDA_VISIBLE_DEVICES', '1')", "files"),
     ("del os.environ['TORCH_CUDA_ARCH_LIST']", "files"),
     ("os.environ.pop('CUDA_VISIBLE_DEVICES', None)", "files"),
@@ -197,6 +200,8 @@ PASSED = [
     "META = {'gc': 1, 'os': 2}\ndef f(x):\n    return x * META['gc'], getattr(torch, 'float16')",
     "def f(x, meta):\n    return x * meta.get('threading', 1), 'uses gc.collect'",
     "SIZES = {1: 64, 2: 128}\ndef f(x, n):\n    return x * SIZES.get(int(n.item()), 256)",
+    "def f(x, n):\n    return x * {1: 64, 2: 128}.get(int(n.item()), 256)",
+    "def f(x, n):\n    return x if int(n.item()) in (1, 2) else -x",
     "archs = os.environ.get('TORCH_CUDA_ARCH_LIST', '9.0')",
     "os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0a')\nos.environ['MAX_JOBS'] = '2'",
 ]  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import time
 
 import httpx
 import numpy as np
 import pytest
-from support.live import live_server
+from support.live import before_steps, live_server, metric, wait_for
 from support.minilm import minilm_path
 from support.retrievers import make_tiny_bge_m3, make_tiny_colbert, make_tiny_cross_encoder
 
@@ -31,11 +32,12 @@ def servers(tmp_path_factory):
         if name not in started:
             folder = MAKERS[name](tmp_path_factory.mktemp(name) / "model")
             context = live_server(folder, ServerConfig(name), num_blocks=None, max_model_len=None)
-            url, _ = context.__enter__()
+            url, server.live[name] = context.__enter__()
             open_servers.append(context)
             started[name] = url, LLM(str(folder), device="cpu")
         return started[name]
 
+    server.live = {}
     yield server
     for context in reversed(open_servers):
         context.__exit__(None, None, None)
@@ -183,3 +185,50 @@ def test_input_type_gives_vectors_for_maxsim(servers):
     assert query.shape == (12, 24) and document.shape == (len(DOCUMENTS[0]) + 3 - 1, 24)
     score = (query @ document.T).max(1).sum()
     np.testing.assert_allclose(score, llm.score(QUERY, DOCUMENTS[0])[0].outputs.score, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("minilm", "/v1/embeddings", {"input": ["a", "b"]}),
+        ("minilm", "/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+        ("minilm", "/score", {"queries": QUERY, "documents": DOCUMENTS}),
+        ("cross", "/classify", {"input": "a"}),
+        ("cross", "/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+        ("bge", "/pooling", {"input": "a", "task": "token_embed"}),
+        ("colbert", "/score", {"queries": QUERY, "documents": DOCUMENTS}),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_results_that_json_lacks_are_an_error(servers, name, path, body, value):
+    url, _ = servers(name)
+    weight = next(p for n, p in servers.live[name].llm.engine.runner.model.named_parameters() if "orm" in n)
+    kept = weight.detach().clone()
+    weight.data.fill_(value)
+    try:
+        answer = post(url, path, **body)
+    finally:
+        weight.data.copy_(kept)
+    assert answer.status_code == 500
+    assert "0 has values that are NaN or infinite" in answer.json()["error"]["message"]
+    assert post(url, path, **body).status_code == 200
+
+
+def test_requests_that_clients_leave_are_counted(servers):
+    url, _ = servers("cross")
+    server = servers.live["cross"]
+    aborted = metric(url, "vllm:request_success_total", finished_reason="abort")
+    with before_steps(server, lambda: time.sleep(0.5)), pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/classify", json={"input": [DOCUMENTS[0]] * 200}, timeout=0.2)
+    wait_for(lambda: not server.llm.engine.requests and server.app.active == 0)
+    assert metric(url, "vllm:request_success_total", finished_reason="abort") > aborted
+
+
+def test_requests_of_a_failed_step_are_counted(servers, monkeypatch):
+    url, _ = servers("cross")
+    server = servers.live["cross"]
+    aborted = metric(url, "vllm:request_success_total", finished_reason="abort")
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.engine.executor, "launch", lambda step: 1 / 0)
+        assert post(url, "/classify", input=DOCUMENTS).status_code == 500
+    assert metric(url, "vllm:request_success_total", finished_reason="abort") == aborted + len(DOCUMENTS)

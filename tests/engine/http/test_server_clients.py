@@ -196,3 +196,39 @@ def test_no_request_is_left(live):
     wait_for(lambda: idle(url))
     assert server.llm._streams == {} and server.llm.engine.requests == {}
     assert metric(url, "fastkernels:failed_steps_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "logprobs": 2, "echo": True}),
+        ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "prompt_logprobs": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2},
+        ),
+        (
+            "/generate",
+            {
+                "input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2,
+                "sampling_params": {"max_new_tokens": 2},
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_log_probabilities_of_a_damaged_model_are_json(live, path, body):
+    url, server = live
+    weight = next(p for n, p in server.llm.engine.runner.model.named_parameters() if "norm" in n)
+    kept = weight.detach().clone()
+    weight.data.fill_(float("nan"))
+    try:
+        answer = httpx.post(url + path, json=body, timeout=60)
+    finally:
+        weight.data.copy_(kept)
+        assert httpx.post(f"{url}/reset_prefix_cache", timeout=60).status_code == 200
+    assert answer.status_code == 200, answer.text
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    json.loads(answer.text, parse_constant=refuse)

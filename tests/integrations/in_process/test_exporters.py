@@ -111,3 +111,20 @@ def test_exporters_record_the_hosts_code(kind: str, exporter: str) -> None:
                 assert any("an exporter" in reason for row in report.rows for reason in row.left)
             whole(x)
             assert all(row.calls for row in report.refresh().active), "the patch ended with the export"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torch_script_of_patched_modules_is_refused() -> None:
+    model, x = build("timm")
+    kept = [type(part) for part in model.modules()]
+    with fastkernels.patch(model, ops=OPS["timm"]) as report:
+        assert {row.op for row in report.active} == set(OPS["timm"])
+        for part in (model, model.blocks[0], model.blocks[0].norm1):
+            with pytest.raises(RuntimeError, match=r"cannot compile the patched \w+: undo the patch first"):
+                torch.jit.script(part)
+        with torch.no_grad():
+            model(x)
+        assert all(row.calls for row in report.refresh().active), "the patch ended"
+    assert [type(part) for part in model.modules()] == kept
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x))

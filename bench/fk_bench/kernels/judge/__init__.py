@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,5 @@ def __getattr__(name: str) -> Any:
     """Import at first use: the interpreter of a runner imports this package and may have little more than torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fk_bench.kernels.judge.rows import judging, options
-
-    return getattr(options if name == "Options" else judging, name)
+    module = "options" if name == "Options" else "judging"  # the latter takes a second
+    return getattr(import_module(f"{__name__}.rows.{module}"), name)

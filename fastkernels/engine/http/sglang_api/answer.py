@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastkernels.engine.http.logprobs import FLOOR
+from fastkernels.engine.http.logprobs import json_number
 from fastkernels.engine.http.responses import Answer, Outputs, Prompt, event
 from fastkernels.engine.http.sglang_api.protocol import SglangRequest
 from fastkernels.engine.scheduling.request import CompletionOutput, Logprob
@@ -91,4 +91,4 @@ class SglangAnswer(Answer):
 
     def _one(self, token_id: int, logprob: Logprob | None) -> Sequence[Any]:
         text = self.spell(token_id, None) if self.request.return_text_in_logprobs else None  # of it alone
-        return [None if logprob is None else max(logprob.logprob, FLOOR), token_id, text]
+        return [None if logprob is None else json_number(logprob), token_id, text]

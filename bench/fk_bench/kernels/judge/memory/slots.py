@@ -79,10 +79,14 @@ def written_arguments(spec: OpSpec) -> list[int]:
 
 @dataclass
 class Out:
-    """One output of the call: its place in an output slot."""
+    """One output of the call: its place in an output slot.
+
+    contiguous  whether that of a candidate's function must be: the arguments and the reference's result are
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    contiguous: bool = False
 
     @property
     def bytes(self) -> int:
@@ -97,7 +101,10 @@ class Out:
 
     def to_json(self) -> dict[str, Any]:
         name = str(self.dtype).removeprefix("torch.")
-        return {"dtype": name, "shape": list(self.shape), "bytes": self.bytes, "nbytes": self.nbytes}
+        return {
+            "dtype": name, "shape": list(self.shape), "bytes": self.bytes, "nbytes": self.nbytes,
+            "contiguous": self.contiguous,
+        }  # fmt: skip
 
 
 @dataclass
@@ -140,7 +147,12 @@ class Slots:
         self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
-        self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
+        # A host's module may return other strides than its op does: convolutions with channels last
+        plain = self.mode == "op" and all(t.is_contiguous() for t in layout.tensors(first))
+        self.outs = [
+            Out(o.dtype, tuple(o.shape), plain and o.is_contiguous())
+            for o in outputs_of(self.spec, first, self.mode)
+        ]
         # Integers computed from floats (chosen experts) depend on near ties, so these values stay as the op's own maker
         # made them.
         floats = any(scalable(t) for t in layout.tensors(first))

@@ -36,6 +36,7 @@ class Implementation:
         self.offered: Callable[..., Any] | None = (
             None  # the candidate's function of the op, as its file has it
         )
+        self.is_candidate = False  # whether a candidate's file has the function or the class that is called
         self.device = "cpu"
         self.around: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # of a capture, as the host has it
@@ -71,6 +72,7 @@ class Implementation:
             self._only(op, *choice)
         own = found.get(op)
         self.offered = own.function if own is not None else None
+        self.is_candidate = own is not None
         if self._blocks is not None:
             self._blocks.place_only({n: c.classes for n, c in found.items() if n != op})
         if cls is not None:

@@ -282,7 +282,7 @@ class RunnerState(Implementation):
         return {}
 
     def metas(self, result: list[torch.Tensor]) -> None:
-        """Raises Failure unless the outputs have the op's number, shapes and dtypes."""
+        """Raises Failure unless the outputs have the op's number, shapes and dtypes, and a candidate's its strides."""
         if len(result) != len(self.out_metas):
             raise Failure("signature_mismatch", f"{len(result)} outputs instead of {len(self.out_metas)}")
         for i, (r, o) in enumerate(zip(result, self.out_metas, strict=True)):
@@ -291,6 +291,12 @@ class RunnerState(Implementation):
                     "signature_mismatch",
                     f"output {i} is {name_of(r.dtype)} {list(r.shape)} on {r.device.type}, "
                     f"the op's is {o['dtype']} {o['shape']} on {self.device}",
+                )
+            if self.is_candidate and o["contiguous"] and not r.is_contiguous():
+                raise Failure(
+                    "signature_mismatch",
+                    f"output {i} has the strides {list(r.stride())} for {o['shape']}, and the op's is contiguous: hosts"
+                    " call view() on it, and compiled code relies on it",
                 )
 
     def do_estimate(self, calls: int) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def keys(function: ast.AST, constants: frozenset[str] = frozenset()) -> Iterator
     """(node, pattern, reason) where a property that identifies a tensor is used for a lookup.
 
     function   an outermost one: functions inside it see its names
-    constants  tables that are only read: the integer that a tensor of one element holds may be looked up in them
+    constants  tables that are only read: the integer that a tensor of one element holds may be looked up in them, and
+               in constants that are written at the place of the look-up
     """
     nodes = list(ast.walk(function))
     known: dict[str, str] = {}  # local name: the property of a tensor that it holds
@@ -60,7 +61,7 @@ def keys(function: ast.AST, constants: frozenset[str] = frozenset()) -> Iterator
     identity = _Identity(known)
     for node in nodes:
         for key, values_too in _looked_up(node, identity):
-            if _is_scalar(key) and _table(node) in constants:
+            if _is_scalar(key) and (_table(node) in constants or _is_new(node)):
                 continue
             what = identity(key)
             if what in VALUES and values_too:
@@ -82,6 +83,21 @@ def _is_scalar(key: ast.AST) -> bool:
     )
     method = call.func if isinstance(call, ast.Call) else None
     return isinstance(method, ast.Attribute) and method.attr == "item" and isinstance(method.value, ast.Name)
+
+
+def _is_new(node: ast.AST) -> bool:
+    """Whether a look-up is in constants that are written there: {1: 64}.get(key), key in (1, 2)."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+        written = node.func.value
+    elif isinstance(node, ast.Compare):
+        written = node.comparators[0]
+    else:
+        return False
+    if isinstance(written, ast.Dict):
+        return all(isinstance(part, ast.Constant) for part in (*written.keys, *written.values))
+    return isinstance(written, (ast.Set, ast.Tuple, ast.List)) and all(
+        isinstance(part, ast.Constant) for part in written.elts
+    )
 
 
 def _table(node: ast.AST) -> str:
