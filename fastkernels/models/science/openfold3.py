@@ -14,7 +14,7 @@ biases of attention, and the atoms' scales and shifts once for all steps and sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.folding import features
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.point.segment_reduce import segment_reduce
@@ -42,12 +43,25 @@ _PAIR = {
     "c_hidden_mul": 128, "c_hidden_pair_att": 32, "no_heads_pair": 4, "transition_n": 4, "transition_type": "swiglu",
     "fuse_projection_weights": False,
 }  # fmt: skip
-_PAIRFORMER = {"c_s": 384, "c_z": 128, "c_hidden_pair_bias": 24, "no_heads_pair_bias": 16, "no_blocks": 48, **_PAIR}
+_PAIRFORMER = {
+    "c_s": 384,
+    "c_z": 128,
+    "c_hidden_pair_bias": 24,
+    "no_heads_pair_bias": 16,
+    "no_blocks": 48,
+    **_PAIR,
+}
 _ATOMS = {
     "c_atom": 128, "c_atom_pair": 16, "c_hidden": 32, "no_heads": 4, "no_blocks": 3, "n_transition": 2,
     "n_query": QUERIES, "n_key": KEYS,
 }  # fmt: skip
-_ENCODER = {**_ATOMS, "c_s": 384, "c_z": 128, "c_token": 768, "c_atom_ref": {"element": 119, "name_chars": 256}}
+_ENCODER = {
+    **_ATOMS,
+    "c_s": 384,
+    "c_z": 128,
+    "c_token": 768,
+    "c_atom_ref": {"element": 119, "name_chars": 256},
+}
 DEFAULTS: dict[str, Any] = {  # openfold3 0.5.0
     "shared": {
         "c_s_input": 449, "c_s": 384, "c_z": 128, "num_recycles": 3,
@@ -99,7 +113,9 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json, checked, with defaults. Raises Unsupported, which names the field and the value."""
     given = raw.get("architecture", {})
     if not isinstance(given, Mapping):
-        raise Unsupported(f"config.architecture={given!r:.80} is not an object, as openfold3's model config has it")
+        raise Unsupported(
+            f"config.architecture={given!r:.80} is not an object, as openfold3's model config has it"
+        )
     return {**raw, "architecture": _merged(DEFAULTS, given, "config.architecture")}
 
 
@@ -120,7 +136,9 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], where: str) -> d
         whole = isinstance(default, int) and name not in ("sigma_data", "p")
         right = type(value) in ((int,) if whole else (int, float)) and value >= least if number else True
         if not right:
-            raise Unsupported(f"{at}={value!r} must be {'an integer' if whole else 'a number'} of at least {least:g}")
+            raise Unsupported(
+                f"{at}={value!r} must be {'an integer' if whole else 'a number'} of at least {least:g}"
+            )
         made[name] = value
     return made
 
@@ -162,11 +180,14 @@ class LayerNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Holds the two matrices; see SwiGLUTransition and ConditionedTransitionBlock."""
+    """Holds the two matrices, one behind the other if `stacked`."""
 
-    def __init__(self, size: int, hidden: int) -> None:
+    def __init__(self, size: int, hidden: int, stacked: bool = False) -> None:
         super().__init__()
-        self.linear_a, self.linear_b = Linear(size, hidden), Linear(size, hidden)
+        if stacked:
+            self.linear_ab = Linear(size, hidden, hidden)
+        else:
+            self.linear_a, self.linear_b = Linear(size, hidden), Linear(size, hidden)
 
 
 class SwiGLUTransition(nn.Module):
@@ -183,7 +204,13 @@ class SwiGLUTransition(nn.Module):
         norm, mlp = self.layer_norm, self.swiglu
         rows = x.reshape(-1, x.shape[-1])
         found = swiglu_transition(
-            rows, norm.weight, norm.bias, mlp.linear_a.weight, mlp.linear_b.weight, self.linear_out.weight, EPS
+            rows,
+            norm.weight,
+            norm.bias,
+            mlp.linear_a.weight,
+            mlp.linear_b.weight,
+            self.linear_out.weight,
+            EPS,
         )
         return found.view(x.shape)
 
@@ -196,7 +223,9 @@ class TriangleMultiplication(nn.Module):
     def __init__(self, size: int, hidden: int, outgoing: bool) -> None:
         super().__init__()
         self.outgoing = outgoing
-        self.linear_a_p, self.linear_a_g, self.linear_b_p, self.linear_b_g = (Linear(size, hidden) for _ in range(4))
+        self.linear_a_p, self.linear_a_g, self.linear_b_p, self.linear_b_g = (
+            Linear(size, hidden) for _ in range(4)
+        )
         self.linear_g, self.linear_z = Linear(size, size), Linear(hidden, size)
         self.layer_norm_in, self.layer_norm_out = LayerNorm(size), LayerNorm(hidden)
 
@@ -258,7 +287,9 @@ class TriangleAttention(nn.Module):
 class PairBlock(nn.Module):
     def __init__(self, size: int, config: Mapping[str, Any]) -> None:
         super().__init__()
-        multiplied, attended, heads = (config[n] for n in ("c_hidden_mul", "c_hidden_pair_att", "no_heads_pair"))
+        multiplied, attended, heads = (
+            config[n] for n in ("c_hidden_mul", "c_hidden_pair_att", "no_heads_pair")
+        )
         self.tri_mul_out = TriangleMultiplication(size, multiplied, True)
         self.tri_mul_in = TriangleMultiplication(size, multiplied, False)
         self.tri_att_start = TriangleAttention(size, attended, heads, True)
@@ -287,7 +318,9 @@ class AttentionPairBias(nn.Module):
     def forward(self, s: T, z: T, tokens: T) -> T:
         q, gate, k, v = (part[:, None] for part in self.mha.split(self.layer_norm_a(s)))
         bias = self.linear_z(self.layer_norm_z(z)).permute(0, 3, 1, 2).contiguous()
-        return self.mha.linear_o(attention_pair_bias(q, k, v, bias, self.mha.scale, tokens, gate)[:, 0].flatten(-2))
+        return self.mha.linear_o(
+            attention_pair_bias(q, k, v, bias, self.mha.scale, tokens, gate)[:, 0].flatten(-2)
+        )
 
 
 class PairFormerBlock(nn.Module):
@@ -326,7 +359,11 @@ class OuterProductMean(nn.Module):
 
     def __init__(self, size: int, pair: int, hidden: int) -> None:
         super().__init__()
-        self.layer_norm, self.linear_1, self.linear_2 = LayerNorm(size), Linear(size, hidden), Linear(size, hidden)
+        self.layer_norm, self.linear_1, self.linear_2 = (
+            LayerNorm(size),
+            Linear(size, hidden),
+            Linear(size, hidden),
+        )
         self.linear_out = Linear(hidden**2, pair, bias=True)
 
     def forward(self, m: T, mask: T) -> T:
@@ -341,9 +378,14 @@ class MSAPairWeightedAveraging(nn.Module):
     def __init__(self, size: int, pair: int, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.layer_norm_m, self.layer_norm_z, self.linear_z = LayerNorm(size), LayerNorm(pair), Linear(pair, heads)
+        self.layer_norm_m, self.layer_norm_z, self.linear_z = (
+            LayerNorm(size),
+            LayerNorm(pair),
+            Linear(pair, heads),
+        )
         self.linear_v, self.linear_g, self.linear_o = (
-            Linear(*shape) for shape in ((size, hidden * heads), (size, hidden * heads), (hidden * heads, size))
+            Linear(*shape)
+            for shape in ((size, hidden * heads), (size, hidden * heads), (hidden * heads, size))
         )
 
     def forward(self, m: T, z: T, tokens: T) -> T:
@@ -351,7 +393,9 @@ class MSAPairWeightedAveraging(nn.Module):
         depth, n, _ = x.shape
         scores = self.linear_z(self.layer_norm_z(z))[0].permute(2, 0, 1).float()
         weights = scores.masked_fill(~tokens, -1e9).softmax(-1).to(m.dtype)  # [H, N, N]
-        values = self.linear_v(x).view(depth, n, self.heads, -1).permute(2, 1, 0, 3).flatten(2)  # [H, N, S * D]
+        values = (
+            self.linear_v(x).view(depth, n, self.heads, -1).permute(2, 1, 0, 3).flatten(2)
+        )  # [H, N, S * D]
         mean = torch.bmm(weights, values).view(self.heads, n, depth, -1).permute(2, 1, 0, 3).flatten(2)
         return self.linear_o(mean * self.linear_g(x).sigmoid())
 
@@ -408,9 +452,13 @@ class TemplatePairEmbedder(nn.Module):
         size, own = config["c_t"], config["template_pair_embedder"]
         self.dgram_linear = Linear(own["c_dgram"], size)
         self.aatype_linear_1, self.aatype_linear_2 = (Linear(own["c_aatype"], size) for _ in range(2))
-        self.pseudo_beta_mask_linear, self.x_linear, self.y_linear, self.z_linear, self.backbone_mask_linear = (
-            Linear(1, size) for _ in range(5)
-        )
+        (
+            self.pseudo_beta_mask_linear,
+            self.x_linear,
+            self.y_linear,
+            self.z_linear,
+            self.backbone_mask_linear,
+        ) = (Linear(1, size) for _ in range(5))
         self.layer_norm_z, self.linear_z = LayerNorm(config["c_z"]), Linear(config["c_z"], size)
 
     def forward(self, inputs: Inputs, z: T) -> T:
@@ -424,7 +472,9 @@ class TemplatePairEmbedder(nn.Module):
         kinds = inputs.template_restype
         found = found + self.aatype_linear_1(kinds)[:, :, None] + self.aatype_linear_2(kinds)[:, None]
         for layer, part in zip(
-            (self.x_linear, self.y_linear, self.z_linear), inputs.template_unit_vector.split(1, -1), strict=True
+            (self.x_linear, self.y_linear, self.z_linear),
+            inputs.template_unit_vector.split(1, -1),
+            strict=True,
         ):
             found = found + layer(part)
         found = found + self.backbone_mask_linear(pairs(inputs.template_backbone_frame_mask))
@@ -453,7 +503,10 @@ class TemplateEmbedder(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.template_pair_embedder, self.template_pair_stack = TemplatePairEmbedder(config), TemplatePairStack(config)
+        self.template_pair_embedder, self.template_pair_stack = (
+            TemplatePairEmbedder(config),
+            TemplatePairStack(config),
+        )
         self.linear_t = Linear(config["c_t"], config["c_z"])
 
     def forward(self, inputs: Inputs, z: T, pairs: T, tokens: T) -> T:
@@ -505,12 +558,11 @@ class ConditionedTransitionBlock(nn.Module):
 
     def __init__(self, size: int, condition: int, n: int) -> None:
         super().__init__()
-        self.layer_norm, self.swiglu = AdaLN(size, condition), SwiGLU(size, n * size)
+        self.layer_norm, self.swiglu = AdaLN(size, condition), SwiGLU(size, n * size, stacked=True)
         self.linear_g, self.linear_out = Linear(condition, size, bias=True), Linear(n * size, size)
 
     def forward(self, x: T) -> T:
-        a, b = linear(x, self.swiglu.linear_a.weight), linear(x, self.swiglu.linear_b.weight)
-        return self.linear_out(F.silu(a) * b)
+        return self.linear_out(silu_and_mul(self.swiglu.linear_ab(x)))
 
 
 class DiffusionTransformerBlock(nn.Module):
@@ -530,18 +582,18 @@ class DiffusionTransformerBlock(nn.Module):
         made = [t for norm in norms for t in norm(s)]
         return (*made, attention.linear_ada_out(s), *transition.layer_norm(s), transition.linear_g(s))
 
-    def forward(self, state: tuple[T, T | None, T | None], given: Block, windows: Windows | None, tokens: T) -> Any:
+    def forward(self, state: tuple[T, T | None, T | None], given: Block, layout: Layout) -> Any:
         x, y, gate = state
         *norms, after, scale, shift, last = given.others
         x, normed = conditioned_layer_norm(x, norms[0], norms[1], y, gate, EPS)
         mha = self.attention_pair_bias.mha
-        if windows is None:  # the samples are the rows that share a bias
+        if len(norms) == 2:  # of tokens: the samples are the rows that share a bias
             q, g, k, v = (part[None] for part in mha.split(normed))
-            found = attention_pair_bias(q, k, v, given.bias, mha.scale, tokens, g)[0]
+            found = attention_pair_bias(q, k, v, given.bias, mha.scale, layout.tokens, g)[0]
         else:
             _, keys = conditioned_layer_norm(x, norms[2], norms[3], None, None, EPS)
             q, g, k, v = mha.split_pair(normed, keys)
-            found = atom_attention(q, k, v, given.bias, windows.starts, windows.mask, mha.scale, g)
+            found = atom_attention(q, k, v, given.bias, layout.starts, layout.mask, mha.scale, g)
         x, normed = conditioned_layer_norm(x, scale, shift, mha.linear_o(found.flatten(-2)), after, EPS)
         return x, self.conditioned_transition(normed), last
 
@@ -568,45 +620,76 @@ class DiffusionTransformer(nn.Module):
         """See Block.others, of each block. s: [1, N, S]."""
         return [block.condition(s) for block in self.blocks]
 
-    def forward(
-        self, x: T, biases: Sequence[T], others: Sequence[tuple[T, ...]], windows: Windows | None, tokens: T
-    ) -> T:
-        """x: [S, N, C] of the samples; tokens: [1, 1, N] bool."""
+    def forward(self, x: T, biases: Sequence[T], others: Sequence[tuple[T, ...]], layout: Layout) -> T:
+        """x: [S, N, C] of the samples."""
         state: Any = (x, None, None)
         for block, bias, own in zip(self.blocks, biases, others, strict=True):
-            state = block(state, Block(bias, own), windows, tokens)
+            state = block(state, Block(bias, own), layout)
         x, y, gate = state
         return x if y is None else x + gate.sigmoid() * y
 
 
 @dataclass(frozen=True)
-class Windows:
-    """The windows of local attention: starts [W] int32 and mask [A] bool of atom_attention, and indices.
+class Layout:
+    """What the transformers read of the inputs.
 
-    atoms   [W, K]: the key's atom, inside of the atoms
-    pairs   [W, Q, K, 1] of the model's dtype: whether both are there
+    starts   [W] int32, and mask, [A] bool, of atom_attention
+    atoms    [A, 1] of the model's dtype: which are there
+    token    [A] int64, of each atom
+    tokens   [1, 1, N] bool: which are there
+    segments [samples * (N + 1) + 1] int32: of each sample the tokens, and the atoms that pad it, as parts of its atoms
     """
 
     starts: T
     mask: T
     atoms: T
+    token: T
+    tokens: T
+    segments: T
+
+    @classmethod
+    def of(cls, inputs: Inputs, samples: int) -> Layout:
+        mask = inputs.atom_mask > 0
+        count = len(mask)
+        starts = window_starts(mask.sum(), -(-count // QUERIES), QUERIES, KEYS)
+        first = torch.arange(samples, device=mask.device, dtype=torch.int32)[:, None] * count
+        parts = (first + inputs.segment_starts).flatten()
+        segments = torch.cat((parts, parts.new_full((1,), samples * count)))
+        return cls(
+            starts, mask, inputs.atom_mask[:, None], inputs.atom_to_token_index, inputs.tokens, segments
+        )
+
+    def mean(self, x: T) -> T:
+        """x: [S, A, C] of atoms. Returns the means of the tokens' atoms, [S, N, C]."""
+        found = segment_reduce(x.flatten(0, 1), self.segments, None, "mean")
+        return found.view(len(x), self.tokens.shape[-1] + 1, -1)[:, :-1]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The pairs of atoms in the windows of local attention.
+
+    atoms   [W, K]: the key's atom, inside of the atoms
+    pairs   [W, Q, K, 1] of the model's dtype: whether both are there
+    """
+
+    atoms: T
     pairs: T
 
     @classmethod
-    def of(cls, mask: T, dtype: torch.dtype) -> Windows:
-        """mask: [A] bool, whose atoms that are there come first."""
+    def of(cls, layout: Layout) -> Windows:
+        """The atoms that are there come first."""
+        mask, blocks = layout.mask, len(layout.starts)
         count = len(mask)
-        blocks = -(-count // QUERIES)
-        starts = window_starts(mask.sum(), blocks, QUERIES, KEYS)
-        places = starts.long()[:, None] + torch.arange(KEYS, device=mask.device)
+        places = layout.starts.long()[:, None] + torch.arange(KEYS, device=mask.device)
         safe = places.clamp(0, count - 1)
         keys = (places >= 0) & (places < count) & mask[safe]
         queries = F.pad(mask, (0, blocks * QUERIES - count)).view(blocks, QUERIES)
-        return cls(starts, mask, safe, (queries[:, :, None] & keys[:, None])[..., None].to(dtype))
+        return cls(safe, (queries[:, :, None] & keys[:, None])[..., None].to(layout.atoms.dtype))
 
     def queries(self, x: T) -> T:
         """x: [A, ...] of atoms. Returns [W, Q, ...]; 0 behind the last atom."""
-        blocks = len(self.starts)
+        blocks = len(self.atoms)
         padded = x.new_zeros(blocks * QUERIES, *x.shape[1:])
         padded[: len(x)] = x
         return padded.view(blocks, QUERIES, *x.shape[1:])
@@ -622,11 +705,15 @@ class RefAtomFeatureEmbedder(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         atom, pair, ref = config["c_atom"], config["c_atom_pair"], config["c_atom_ref"]
-        self.linear_ref_pos, self.linear_ref_charge, self.linear_ref_mask = (Linear(n, atom) for n in (3, 1, 1))
+        self.linear_ref_pos, self.linear_ref_charge, self.linear_ref_mask = (
+            Linear(n, atom) for n in (3, 1, 1)
+        )
         self.linear_ref_element, self.linear_ref_atom_chars = (
             Linear(ref[n], atom) for n in ("element", "name_chars")
         )
-        self.linear_ref_offset, self.linear_inv_sq_dists, self.linear_valid_mask = (Linear(n, pair) for n in (3, 1, 1))
+        self.linear_ref_offset, self.linear_inv_sq_dists, self.linear_valid_mask = (
+            Linear(n, pair) for n in (3, 1, 1)
+        )
 
     def forward(self, inputs: Inputs, windows: Windows) -> tuple[T, T]:
         atoms = self.linear_ref_pos(inputs.ref_pos)
@@ -638,7 +725,9 @@ class RefAtomFeatureEmbedder(nn.Module):
         offsets = (windows.queries(place)[:, :, None] - windows.keys(place)[:, None]) * windows.pairs
         same = (windows.queries(space)[:, :, None] == windows.keys(space)[:, None])[..., None] * windows.pairs
         inverse = 1 / (1 + offsets.square().sum(-1, keepdim=True))
-        pairs = self.linear_ref_offset(offsets) + self.linear_inv_sq_dists(inverse) + self.linear_valid_mask(same)
+        pairs = (
+            self.linear_ref_offset(offsets) + self.linear_inv_sq_dists(inverse) + self.linear_valid_mask(same)
+        )
         return atoms, pairs * same
 
 
@@ -688,13 +777,11 @@ class AtomAttentionEncoder(nn.Module):
         return atoms, (pairs + self.pair_mlp(pairs)) * windows.pairs
 
     def forward(
-        self, x: T, inputs: Inputs, windows: Windows, biases: Sequence[T], others: Sequence[tuple[T, ...]]
+        self, x: T, layout: Layout, biases: Sequence[T], others: Sequence[tuple[T, ...]]
     ) -> tuple[T, T]:
         """x: [S, A, C]. Returns the tokens [S, N, C'], means of their atoms, and the atoms [S, A, C]."""
-        x = self.atom_transformer(x, biases, others, windows, inputs.tokens) * inputs.atom_mask[:, None]
-        samples, n = len(x), len(inputs.token_mask)
-        found = segment_reduce(self.linear_q(x).flatten(0, 1), inputs.segments(samples), None, "mean")
-        return found.view(samples, n + 1, -1)[:, :n], x
+        x = self.atom_transformer(x, biases, others, layout) * layout.atoms
+        return layout.mean(self.linear_q(x)), x
 
 
 class AtomAttentionDecoder(nn.Module):
@@ -708,10 +795,10 @@ class AtomAttentionDecoder(nn.Module):
         self.layer_norm, self.linear_q_out = LayerNorm(atom, bias=False), Linear(atom, 3)
 
     def forward(
-        self, tokens: T, x: T, inputs: Inputs, windows: Windows, biases: Sequence[T], others: Sequence[tuple[T, ...]]
+        self, tokens: T, x: T, layout: Layout, biases: Sequence[T], others: Sequence[tuple[T, ...]]
     ) -> T:
-        x = x + self.linear_q_in(tokens)[:, inputs.atom_to_token_index] * inputs.atom_mask[:, None]
-        x = self.atom_transformer(x, biases, others, windows, inputs.tokens)
+        x = x + self.linear_q_in(tokens)[:, layout.token] * layout.atoms
+        x = self.atom_transformer(x, biases, others, layout)
         return self.linear_q_out(self.layer_norm(x))
 
 
@@ -726,13 +813,13 @@ class InputEmbedder(nn.Module):
         self.linear_s, self.linear_z_i, self.linear_z_j = (Linear(inputs, n) for n in (single, pair, pair))
         self.linear_relpos, self.linear_token_bonds = Linear(relative_size(own), pair), Linear(1, pair)
 
-    def forward(self, inputs: Inputs, windows: Windows, places: T) -> tuple[T, T, T]:
+    def forward(self, inputs: Inputs, places: T) -> tuple[T, T, T]:
         """Returns s_input [1, N, I], s [1, N, S] and z [1, N, N, Z]."""
-        encoder = self.atom_attn_enc
-        atoms, pairs = encoder.embed(inputs, windows)
+        encoder, layout = self.atom_attn_enc, Layout.of(inputs, 1)
+        atoms, pairs = encoder.embed(inputs, Windows.of(layout))
         transformer = encoder.atom_transformer
         others = transformer.condition(atoms[None])
-        found, _ = encoder(atoms[None], inputs, windows, transformer.biases(pairs), others)
+        found, _ = encoder(atoms[None], layout, transformer.biases(pairs), others)
         known = (inputs.restype, inputs.profile, inputs.deletion_mean[:, None])
         s_input = torch.cat((found, *(t[None] for t in known)), dim=-1)
         z = self.linear_z_i(s_input)[:, :, None] + self.linear_z_j(s_input)[:, None]
@@ -813,8 +900,9 @@ class DiffusionConditioning(nn.Module):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all steps of a rollout read. All tensors, in lists or alone, have sizes that follow from the inputs'."""
+    """What all steps of a rollout read. The sizes of all tensors follow from those of the inputs, and the samples."""
 
+    layout: Layout
     s: T  # [1, N, S]
     atoms: T  # [1, A, C]
     encoder: list[tuple[T, ...]]
@@ -824,8 +912,21 @@ class Conditions:
     token_bias: list[T]
 
     def tensors(self) -> list[T]:
+        """All of them, in an order; see `like`."""
         lists = (self.encoder_bias, self.decoder_bias, self.token_bias, *self.encoder, *self.decoder)
-        return [self.s, self.atoms, *(t for one in lists for t in one)]
+        return [*vars(self.layout).values(), self.s, self.atoms, *(t for one in lists for t in one)]
+
+    def like(self, tensors: Sequence[T]) -> Conditions:
+        """The same with other tensors, in the order of `tensors`."""
+        rest = iter(tensors)
+
+        def several(given: Sequence[T]) -> list[T]:
+            return [next(rest) for _ in given]
+
+        layout, s, atoms = Layout(*(next(rest) for _ in fields(Layout))), next(rest), next(rest)
+        biases = [several(given) for given in (self.encoder_bias, self.decoder_bias, self.token_bias)]
+        others = [[tuple(several(own)) for own in given] for given in (self.encoder, self.decoder)]
+        return Conditions(layout, s, atoms, *others, *biases)
 
 
 class DiffusionModule(nn.Module):
@@ -846,33 +947,32 @@ class DiffusionModule(nn.Module):
         self.layer_norm_a = LayerNorm(token, bias=False)
         self.atom_attn_dec = AtomAttentionDecoder(own["atom_attn_dec"])
 
-    def condition(self, inputs: Inputs, windows: Windows, places: T, s_input: T, s: T, z: T) -> Conditions:
-        pairs = self.diffusion_conditioning.pairs(z, places)
-        atoms, atom_pairs = self.atom_attn_enc.embed(inputs, windows, s[0], pairs[0])
+    def condition(self, inputs: Inputs, places: T, s_input: T, s: T, z: T, samples: int) -> Conditions:
+        pairs, layout = self.diffusion_conditioning.pairs(z, places), Layout.of(inputs, samples)
+        atoms, atom_pairs = self.atom_attn_enc.embed(inputs, Windows.of(layout), s[0], pairs[0])
         encoder, decoder = self.atom_attn_enc.atom_transformer, self.atom_attn_dec.atom_transformer
         return Conditions(
-            self.diffusion_conditioning.singles(s, s_input), atoms[None], encoder.condition(atoms[None]),
+            layout, self.diffusion_conditioning.singles(s, s_input), atoms[None], encoder.condition(atoms[None]),
             decoder.condition(atoms[None]), encoder.biases(atom_pairs), decoder.biases(atom_pairs),
             self.diffusion_transformer.biases(pairs),
         )  # fmt: skip
 
-    def forward(self, inputs: Inputs, windows: Windows, given: Conditions, x: T, t: T) -> T:
+    def forward(self, given: Conditions, x: T, t: T) -> T:
         """x: noisy positions [S, A, 3] float32; t: the noise level, [1] float32. Returns the positions without noise."""
-        variance = t.square() + self.sigma**2
-        mask = inputs.atom_mask[:, None]
-        x = x * mask.float()
+        variance, layout = t.square() + self.sigma**2, given.layout
+        x = x * layout.atoms.float()
         encoder = self.atom_attn_enc
         noisy = encoder.noisy_position_embedder.linear_r((x * variance.rsqrt()).to(given.atoms.dtype))
-        tokens, atoms = encoder(given.atoms + noisy, inputs, windows, given.encoder_bias, given.encoder)
+        tokens, atoms = encoder(given.atoms + noisy, layout, given.encoder_bias, given.encoder)
         s = self.diffusion_conditioning.at(given.s, t)
         tokens = tokens + self.linear_s(self.layer_norm_s(s))
         transformer = self.diffusion_transformer
-        tokens = transformer(tokens, given.token_bias, transformer.condition(s), None, inputs.tokens)
+        tokens = transformer(tokens, given.token_bias, transformer.condition(s), layout)
         update = self.atom_attn_dec(
-            self.layer_norm_a(tokens), atoms, inputs, windows, given.decoder_bias, given.decoder
+            self.layer_norm_a(tokens), atoms, layout, given.decoder_bias, given.decoder
         )
         found = self.sigma**2 / variance * x + self.sigma * t * variance.rsqrt() * update.float()
-        return found * mask.float()
+        return found * layout.atoms.float()
 
 
 class Head(nn.Module):
@@ -921,7 +1021,10 @@ class AuxiliaryHeads(nn.Module):
         heads, shared = config["heads"], config["shared"]
         single, pair, self.most = shared["c_s"], shared["c_z"], heads["max_atoms_per_token"]
         self.pairformer_embedding = PairformerEmbedding(heads["pairformer_embedding"], shared["c_s_input"])
-        self.pde, self.plddt = Head(pair, heads["pde"]["c_out"]), Head(single, self.most * heads["lddt"]["c_out"])
+        self.pde, self.plddt = (
+            Head(pair, heads["pde"]["c_out"]),
+            Head(single, self.most * heads["lddt"]["c_out"]),
+        )
         self.distogram = DistogramHead(pair, heads["distogram"]["c_out"])
         self.experimentally_resolved = Head(single, self.most * heads["experimentally_resolved"]["c_out"])
         self.pae = Head(pair, heads["pae"]["c_out"]) if heads["pae"]["enabled"] else None
@@ -984,7 +1087,9 @@ class Inputs:
     @classmethod
     def of(cls, given: Mapping[str, T], dtype: torch.dtype) -> Inputs:
         """given: features.Features.arrays as tensors."""
-        return cls(**{f.name: t.to(dtype) if (t := given[f.name]).is_floating_point() else t for f in fields(cls)})
+        return cls(
+            **{f.name: t.to(dtype) if (t := given[f.name]).is_floating_point() else t for f in fields(cls)}
+        )
 
     def tensors(self) -> list[T]:
         return [getattr(self, f.name) for f in fields(self)]
@@ -998,13 +1103,6 @@ class Inputs:
     def pairs(self) -> T:
         """[1, N, N] of the model's dtype."""
         return (self.token_mask[:, None] * self.token_mask)[None]
-
-    def segments(self, samples: int) -> T:
-        """[samples * (N + 1) + 1] int32: of each sample the tokens, and the atoms that pad it, as segments of its atoms."""
-        count = len(self.atom_mask)
-        first = torch.arange(samples, device=self.atom_mask.device, dtype=torch.int32)[:, None] * count
-        starts = (first + self.segment_starts).flatten()
-        return torch.cat((starts, starts.new_full((1,), samples * count)))
 
 
 class OpenFold3(nn.Module):
@@ -1044,9 +1142,9 @@ class OpenFold3(nn.Module):
             own.w.data.copy_(torch.randn(own.w.shape, generator=generator))
             own.b.data.copy_(torch.rand(own.b.shape, generator=generator))
 
-    def read(self, given: Any) -> features.Features:
+    def read(self, given: Any, most_tokens: int | None = None) -> features.Features:
         """The checked features of a request. Raises ValueError, whose message begins with "the input"."""
-        return features.read(given, self.aux_heads.most)
+        return features.read(given, self.aux_heads.most, most_tokens)
 
     def inputs(self, given: Mapping[str, T]) -> Inputs:
         return Inputs.of(given, self.linear_s.weight.dtype)
@@ -1056,8 +1154,7 @@ class OpenFold3(nn.Module):
 
     def embed(self, inputs: Inputs) -> tuple[T, T, T]:
         """s_input [1, N, I], s [1, N, S] and z [1, N, N, Z] that every cycle begins with."""
-        windows = Windows.of(inputs.atom_mask > 0, inputs.ref_pos.dtype)
-        return self.input_embedder(inputs, windows, self._places(inputs))
+        return self.input_embedder(inputs, self._places(inputs))
 
     def cycle(self, inputs: Inputs, start: tuple[T, T, T], s: T, z: T, rows: T) -> tuple[T, T]:
         """Algorithm 1, lines 8 to 13. s, z: of the cycle before, or zeros; rows: [S'] int64 of the alignment."""
@@ -1069,9 +1166,8 @@ class OpenFold3(nn.Module):
         s = s_first + self.linear_s(self.layer_norm_s(s))
         return self.pairformer_stack(s, z, inputs.pairs, inputs.tokens)
 
-    def condition(self, inputs: Inputs, s_input: T, s: T, z: T) -> Conditions:
-        windows = Windows.of(inputs.atom_mask > 0, s.dtype)
-        return self.diffusion_module.condition(inputs, windows, self._places(inputs), s_input, s, z)
+    def condition(self, inputs: Inputs, s_input: T, s: T, z: T, samples: int) -> Conditions:
+        return self.diffusion_module.condition(inputs, self._places(inputs), s_input, s, z, samples)
 
     def noise_levels(self, steps: int) -> T:
         """[steps + 1] float32, on the CPU."""
@@ -1088,18 +1184,17 @@ class OpenFold3(nn.Module):
         noise = own["noise_scale"] * (t.square() - before.square()).sqrt()
         return torch.stack((t, noise, own["step_scale"] * (after - t)), dim=1)
 
-    def denoise(self, inputs: Inputs, given: Conditions, x: T, step: T, turn: T, shift: T, noise: T) -> T:
+    def denoise(self, given: Conditions, x: T, step: T, turn: T, shift: T, noise: T) -> T:
         """Algorithm 18, a step: x [S, A, 3] float32 to the next x.
 
         step: [3], a row of `schedule`; turn: [S, 4] and shift: [S, 3], random numbers of the augmentation; noise:
         [S, A, 3]. All are float32.
         """
         t, scale, stride = step[0:1], step[1:2], step[2:3]
-        mask = inputs.atom_mask.float()[:, None]
+        mask = given.layout.atoms.float()
         center = (x * mask).sum(1, keepdim=True) / mask.sum().clamp(min=1)
         x = ((x - center) @ rotations(turn).transpose(1, 2) + shift[:, None]) * mask + scale * noise
-        windows = Windows.of(inputs.atom_mask > 0, given.s.dtype)
-        found = self.diffusion_module(inputs, windows, given, x, t)
+        found = self.diffusion_module(given, x, t)
         return x + stride * (x - found) / t
 
     def confidence(self, inputs: Inputs, s_input: T, s: T, z: T, x: T) -> dict[str, T]:
@@ -1134,7 +1229,10 @@ ARCH = Architecture(
     runner="Fold",
     inputs="chains",
     model_type="openfold3",
-    packed={"linear_qgkv": ("linear_q", "linear_g", "linear_k", "linear_v")},
+    packed={
+        "linear_qgkv": ("linear_q", "linear_g", "linear_k", "linear_v"),
+        "linear_ab": ("linear_a", "linear_b"),
+    },
     absent="fastkernels.models.science.openfold3:without_biases",
     prefixes={"module.": "", "model.": ""},
     renamed={"sample_diffusion.diffusion_module.": "diffusion_module."},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,15 @@ ARRAYS: dict[str, tuple[str | int, ...]] = {
     "ref_pos": (A, 3), "ref_charge": (A,), "ref_mask": (A,), "ref_element": (A, ELEMENTS),
     "ref_atom_name_chars": (A, 4, NAMES), "ref_space_uid": (A,),
 }  # fmt: skip
-INTEGERS = ("residue_index", "token_index", "asym_id", "entity_id", "sym_id", "num_atoms_per_token", "ref_space_uid")
+INTEGERS = (
+    "residue_index",
+    "token_index",
+    "asym_id",
+    "entity_id",
+    "sym_id",
+    "num_atoms_per_token",
+    "ref_space_uid",
+)
 TEMPLATES = tuple(name for name in ARRAYS if name.startswith("template_"))
 OPTIONAL = (*TEMPLATES, "is_atomized", "token_bonds", "msa_mask")
 
@@ -51,7 +58,7 @@ class Features:
 
     arrays: Mapping[str, np.ndarray]
     places: tuple[Place, ...]
-    kinds: tuple[str, ...]  # of the chains
+    standard: bool = True  # all tokens are residues
 
     @property
     def tokens(self) -> int:
@@ -73,7 +80,9 @@ class Features:
             for name, array in self.arrays.items()
         }
         starts = self.arrays["segment_starts"]
-        made["segment_starts"] = np.concatenate((starts, np.full(tokens - self.tokens, starts[-1], starts.dtype)))
+        made["segment_starts"] = np.concatenate(
+            (starts, np.full(tokens - self.tokens, starts[-1], starts.dtype))
+        )
         return made
 
 
@@ -95,7 +104,9 @@ def read(given: Any, most_atoms: int, most_tokens: int | None = None) -> Feature
     Raises ValueError, whose message begins with "the input". most_atoms: of a token; most_tokens: see check_size.
     """
     if not isinstance(given, Mapping):
-        raise ValueError(f"the input must be an object with `chains` or `features`, got {reprlib.repr(given)}")
+        raise ValueError(
+            f"the input must be an object with `chains` or `features`, got {reprlib.repr(given)}"
+        )
     if unknown := [name for name in given if name not in FIELDS]:
         raise ValueError(f"the input has the unknown field {unknown[0]!r:.80}; known: {', '.join(FIELDS)}")
     if (given.get("chains") is None) == (given.get("features") is None):
@@ -139,7 +150,9 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
             )
         sequence, kind = chain.get("sequence"), chain.get("kind", "protein")
         if kind not in residues.KINDS:
-            raise ValueError(f"the input has in chain {i} kind {kind!r:.80}, which is none of {', '.join(residues.KINDS)}")
+            raise ValueError(
+                f"the input has in chain {i} kind {kind!r:.80}, which is none of {', '.join(residues.KINDS)}"
+            )
         if not isinstance(sequence, str) or not sequence:
             raise ValueError(
                 f"the input needs in chain {i} `sequence`, letters of at least one residue, got"
@@ -147,7 +160,9 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
             )
         count = chain.get("count", 1)
         if type(count) is not int or not 1 <= count <= MOST_CHAINS:
-            raise ValueError(f"the input has in chain {i} count {count!r:.80}: an integer from 1 to {MOST_CHAINS}")
+            raise ValueError(
+                f"the input has in chain {i} count {count!r:.80}: an integer from 1 to {MOST_CHAINS}"
+            )
         total += len(sequence) * count
         check_size(total, most)  # before letters of a whole genome are read
         known = residues.LETTERS[kind]
@@ -223,7 +238,7 @@ def _of_chains(given: Any, most: int | None) -> Features:
     arrays["ref_element"] = np.eye(ELEMENTS, dtype=np.float32)[numbers]
     codes = np.array([[ord(c) - 32 for c in a.name.ljust(4)] for a, *_ in atoms])
     arrays["ref_atom_name_chars"] = np.eye(NAMES, dtype=np.float32)[codes]
-    return _finished(arrays, tuple(places), tuple(dict.fromkeys(c.kind for c in chains)))
+    return _finished(arrays, tuple(places))
 
 
 def _turned(conformer: np.ndarray, residue: int) -> np.ndarray:
@@ -245,7 +260,9 @@ def _of_features(given: Any, most_atoms: int, most_tokens: int | None) -> Featur
     if missing:
         raise ValueError(f"the input has no {', '.join(missing)} in `features`")
     if len(has := [name for name in TEMPLATES if name in given]) not in (0, len(TEMPLATES)):
-        raise ValueError(f"the input has {', '.join(has)} in `features` and not the other features of templates")
+        raise ValueError(
+            f"the input has {', '.join(has)} in `features` and not the other features of templates"
+        )
     found = {name: _array(given[name], name, len(axes)) for name, axes in ARRAYS.items() if name in given}
     sizes: dict[str, int] = {}
     for name, axes in ARRAYS.items():
@@ -273,7 +290,7 @@ def _of_features(given: Any, most_atoms: int, most_tokens: int | None) -> Featur
             f"the input has num_atoms_per_token from {int(counts.min())} to {int(counts.max())} with a sum of"
             f" {int(counts.sum())}: each must be from 1 to {most_atoms}, and the sum the {sizes[A]} atoms"
         )
-    return _finished(found, _places(found), ())
+    return _finished(found, _places(found))
 
 
 def _array(given: Any, name: str, dims: int) -> np.ndarray:
@@ -308,10 +325,11 @@ def _places(found: Mapping[str, np.ndarray]) -> tuple[Place, ...]:
     )  # fmt: skip
 
 
-def _finished(given: Mapping[str, Any], places: tuple[Place, ...], kinds: tuple[str, ...]) -> Features:
+def _finished(given: Mapping[str, Any], places: tuple[Place, ...]) -> Features:
     """Fill in what is left out, and compute what follows."""
     arrays = {
-        name: np.asarray(value).astype(np.int64 if name in INTEGERS else np.float32) for name, value in given.items()
+        name: np.asarray(value).astype(np.int64 if name in INTEGERS else np.float32)
+        for name, value in given.items()
     }
     n, counts = len(arrays["restype"]), arrays.pop("num_atoms_per_token")
     token = np.repeat(np.arange(n), counts)
@@ -320,7 +338,9 @@ def _finished(given: Mapping[str, Any], places: tuple[Place, ...], kinds: tuple[
     arrays.setdefault("msa_mask", np.ones(arrays["msa"].shape[:2], np.float32))
     own = arrays.pop("is_atomized", np.zeros(n, np.float32))
     standard = (arrays.pop("is_protein") + arrays.pop("is_rna") + arrays.pop("is_dna") > 0) & (own == 0)
-    offsets = np.array([residues.representative(name) for name in residues.TYPES])[arrays["restype"].argmax(-1)]
+    offsets = np.array([residues.representative(name) for name in residues.TYPES])[
+        arrays["restype"].argmax(-1)
+    ]
     offsets = np.where(standard, np.minimum(offsets, counts - 1), 0)
     parts = (arrays["msa"], *(arrays.pop(name)[..., None] for name in ("has_deletion", "deletion_value")))
     arrays["msa"] = np.concatenate(parts, axis=-1)
@@ -330,7 +350,7 @@ def _finished(given: Mapping[str, Any], places: tuple[Place, ...], kinds: tuple[
         "atom_to_token_index": token, "atom_of_token": np.arange(len(token)) - starts[token],
         "representative": starts[:-1] + offsets, "segment_starts": starts.astype(np.int32),
     }  # fmt: skip
-    return Features({**arrays, **_templates(arrays, n)}, places, kinds)
+    return Features({**arrays, **_templates(arrays, n)}, places, bool(standard.all()))
 
 
 def _templates(arrays: Mapping[str, np.ndarray], n: int) -> dict[str, np.ndarray]:
@@ -339,11 +359,10 @@ def _templates(arrays: Mapping[str, np.ndarray], n: int) -> dict[str, np.ndarray
         own = {name: arrays[name] for name in TEMPLATES}
         same = all((array[:1] == array).all() for array in own.values())
         return {name: array[:1] for name, array in own.items()} if same else own
-    made = {name: np.zeros([1, *(n if a == N else int(a) for a in ARRAYS[name][1:])], np.float32) for name in TEMPLATES}
+    made = {
+        name: np.zeros([1, *(n if a == N else int(a) for a in ARRAYS[name][1:])], np.float32)
+        for name in TEMPLATES
+    }
     made["template_restype"][..., residues.GAP] = 1
     return made
 
-
-def bucket(n: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that n fits into, or n rounded up to a multiple of the largest."""
-    return next((size for size in sizes if n <= size), math.ceil(n / sizes[-1]) * sizes[-1])

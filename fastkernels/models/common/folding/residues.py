@@ -52,7 +52,10 @@ def names() -> dict[str, tuple[str, ...]]:
     return {
         **found,
         "UNK": ("N", "CA", "C", "O", "CB", "CG"),
-        **{name: tuple(a for a in found[other] if a == "P" or "P" in a or "'" in a) for name, other in backbone.items()},
+        **{
+            name: tuple(a for a in found[other] if a == "P" or "P" in a or "'" in a)
+            for name, other in backbone.items()
+        },
         "GAP": (),
     }
 
