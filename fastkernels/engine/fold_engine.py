@@ -83,7 +83,9 @@ class FoldEngine(BudgetEngine):
             return []
         drops, self._drops = self._drops, []
         starts = [
-            FoldStart(r.request_id, r.features, r.samples, r.recycles, r.steps, r.seed) for r in batch if r.step == 0
+            FoldStart(r.request_id, r.features, r.samples, r.recycles, r.steps, r.seed)
+            for r in batch
+            if r.step == 0
         ]
         found = self._launch(FoldInput(starts, [r.request_id for r in batch if r.step], drops))
         for request in batch:
@@ -93,6 +95,8 @@ class FoldEngine(BudgetEngine):
         self.stats.prompt_tokens += sum(r.num_tokens for r in ended)
         self.stats.encoded += ended
         return [
-            FoldRequestOutput(r.request_id, found[r.request_id], r.features.places, r.seed, r.steps, r.num_tokens)
+            FoldRequestOutput(
+                r.request_id, found[r.request_id], r.features.places, r.seed, r.steps, r.num_tokens
+            )
             for r in ended
         ]

@@ -61,7 +61,10 @@ class Rollout:
         self.atoms = bucket(start.features.atoms, 128, 128)
         self.tokens = bucket(start.features.tokens, 16, 64)
         self.inputs = model.inputs(
-            {n: self._place(torch.from_numpy(a)) for n, a in start.features.padded(self.tokens, self.atoms).items()}
+            {
+                n: self._place(torch.from_numpy(a))
+                for n, a in start.features.padded(self.tokens, self.atoms).items()
+            }
         )
         begin = model.embed(self.inputs)
         s, z = torch.zeros_like(begin[1]), torch.zeros_like(begin[2])
@@ -159,7 +162,9 @@ class Fold(Runner):
         config, default = self.config, EngineConfig(model="")
         for name in CACHE_OPTIONS:
             if getattr(config, name) != getattr(default, name):
-                raise ValueError(f"{name} applies to models that generate; {config.model} predicts structures")
+                raise ValueError(
+                    f"{name} applies to models that generate; {config.model} predicts structures"
+                )
         self._folder = folder
         if config.dtype == "auto":  # positions are compared with those of float32 models
             found = getattr(self.hf_config, "dtype", None) or torch.float32
@@ -255,7 +260,10 @@ class _Found:
     def structures(self) -> Structures:
         """Without what pads the sizes, the most confident sample first. Waits for the device."""
         atoms, tokens = self.features.atoms, self.features.tokens
-        whole = {name: torch.stack([one[name] for one in self.samples]).float().cpu().numpy() for name in self.samples[0]}
+        whole = {
+            name: torch.stack([one[name] for one in self.samples]).float().cpu().numpy()
+            for name in self.samples[0]
+        }
         chains = len(np.unique(self.features.arrays["asym_id"]))
         plddt = whole["plddt"][:, :atoms]
         rank = plddt.mean(1)

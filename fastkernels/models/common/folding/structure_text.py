@@ -60,7 +60,7 @@ def _cif(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> s
 def _pdb(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> str:
     long = next((p.chain for p in places if len(p.chain) > 1), None)
     most = max(p.number for p in places)
-    if len(places) > PDB_ATOMS or long is not None or most > PDB_NUMBERS or np.abs(positions).max() >= 9999:
+    if len(places) > PDB_ATOMS or long is not None or most > PDB_NUMBERS or positions.max() >= 9999 or positions.min() <= -999:
         raise ValueError(
             f"format 'pdb' has no room for {len(places)} atoms, residue number {most}"
             f"{'' if long is None else f', the chain id {long!r}'} or places as far as"
