@@ -371,8 +371,8 @@ class LLM:
     ) -> list[FoldRequestOutput]:
         """Predict structures: `structures` of each output has positions and confidences, `text()` gives mmCIF or PDB.
 
-        inputs    one, or a list: {"chains": [{"sequence": letters, "kind": "protein", "rna" or "dna", "count": copies}]},
-                  or {"features": arrays by the names of openfold3's batch}
+        inputs    one, or a list: {"chains": [{"sequence": letters, "kind": "protein", "rna" or "dna",
+                  "count": copies}]}, or {"features": arrays by the names of openfold3's batch}
         params    one for all inputs, or one for each (default: FoldParams())
         use_tqdm  as in `generate`
 

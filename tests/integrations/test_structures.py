@@ -20,6 +20,14 @@ def test_models_of_openfold3(name: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "PYTEST"))}
     path = os.pathsep.join(filter(None, [str(ROOT / "tests"), str(library_path()), kept.get("PYTHONPATH")]))
     kept |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(CHECKS / f"check_{name}.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        str(CHECKS / f"check_{name}.py"),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,7 +1,7 @@
 """OpenFold3: against values that openfold3 0.5.0 computed, padding, its text, and inputs that are refused.
 
-tests/integrations/structures compares all results with openfold3. `python -m pytest tests/models/test_openfold3.py -m gpu`
-runs the CUDA graphs.
+tests/integrations/structures compares all results with openfold3. `pytest tests/models/test_openfold3.py -m gpu` runs
+the CUDA graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def llm(folder: Path) -> Any:
 def close(found: Any, name: str, step: int, tolerance: float = 1e-4) -> None:
     want = torch.tensor(RECORDED[name])
     torch.testing.assert_close(
-        torch.as_tensor(found).flatten()[::step], want, rtol=tolerance, atol=tolerance * float(want.abs().max())
+        torch.as_tensor(found).flatten()[::step],
+        want,
+        rtol=tolerance,
+        atol=tolerance * float(want.abs().max()),
     )
 
 
@@ -72,7 +75,9 @@ def test_results_equal_the_recorded_ones(folder: Path) -> None:
         given = model.condition(inputs, s_input, s, z, 2)
         x = model.noise_levels(4)[0] * normal(found.atoms, 3)
         for step in model.schedule(4):
-            x = model.denoise(given.like(given.tensors()), x, step, normal(4), normal(3), normal(found.atoms, 3))
+            x = model.denoise(
+                given.like(given.tensors()), x, step, normal(4), normal(3), normal(found.atoms, 3)
+            )
         close(x, "atom_positions_predicted", 53)
         heads = [model.confidence(inputs, s_input, s, z, one) for one in x]
         for name, step in (("plddt", 1499), ("pae", 4999)):
@@ -105,7 +110,8 @@ def test_padding_changes_no_result(folder: Path) -> None:
 def test_seed_decides_the_structures(llm: LLM) -> None:
     given = {"chains": [{"sequence": "MKVAGW", "count": 2}]}
     first, other, again = (
-        llm.fold(given, FoldParams(num_samples=2, num_steps=21, seed=seed), use_tqdm=False)[0] for seed in (1, 2, 1)
+        llm.fold(given, FoldParams(num_samples=2, num_steps=21, seed=seed), use_tqdm=False)[0]
+        for seed in (1, 2, 1)
     )
     places = first.structures.positions
     assert places.shape == (2, 2 * 47, 3) and np.isfinite(places).all()
@@ -138,7 +144,8 @@ def test_text_has_the_atoms(llm: LLM, kind: str) -> None:
             fields = line.split()
             atom, place, b, chain = fields[3].strip('"'), fields[10:13], fields[14], fields[16]
         else:
-            atom, place, b, chain = line[12:16].strip(), [line[30 + 8 * k : 38 + 8 * k] for k in range(3)], line[60:66], line[21]
+            atom, b, chain = line[12:16].strip(), line[60:66], line[21]
+            place = [line[30 + 8 * k : 38 + 8 * k] for k in range(3)]
         assert atom == name and chain == ("Q" if i < 22 else "A")
         np.testing.assert_allclose([float(v) for v in place], found.structures.positions[0, i], atol=6e-4)
         assert abs(float(b) - found.structures.plddt[0, i]) < 6e-3
@@ -223,7 +230,10 @@ def test_wrong_configs_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_checkpoints_without_a_tensor_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    folder, missing = structures.checkpoint(tmp_path), "pairformer_stack.blocks.0.attn_pair_bias.mha.linear_q.bias"
+    folder, missing = (
+        structures.checkpoint(tmp_path),
+        "pairformer_stack.blocks.0.attn_pair_bias.mha.linear_q.bias",
+    )
     state = structures.weights()
     del state[missing]
     save_file(state, folder / "model.safetensors")

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from support.fla_library import installed
 
-PACKAGES = ("openfold3==0.5.0", "ml-collections==1.1.0", "biotite==1.6.0", "gemmi==0.7.5", "absl-py==2.5.1", "scipy==1.17.1")
+PACKAGES = (
+    "openfold3==0.5.0",
+    "ml-collections==1.1.0",
+    "biotite==1.6.0",
+    "gemmi==0.7.5",
+    "absl-py==2.5.1",
+    "scipy==1.17.1",
+)
 
 
 def library_path() -> Path:

@@ -14,7 +14,14 @@ from fastkernels.models.science import openfold3
 
 SINGLE, PAIR, TOKEN, INPUTS = 24, 16, 24, 24 + 65
 _PAIRS = {"c_hidden_mul": 10, "c_hidden_pair_att": 4, "no_heads_pair": 2}
-_PAIRFORMER = {"c_s": SINGLE, "c_z": PAIR, "c_hidden_pair_bias": 6, "no_heads_pair_bias": 4, "no_blocks": 1, **_PAIRS}
+_PAIRFORMER = {
+    "c_s": SINGLE,
+    "c_z": PAIR,
+    "c_hidden_pair_bias": 6,
+    "no_heads_pair_bias": 4,
+    "no_blocks": 1,
+    **_PAIRS,
+}
 _ATOMS = {"c_atom": 16, "c_atom_pair": 8, "c_hidden": 4, "no_heads": 4, "no_blocks": 2}
 _ENCODER = {**_ATOMS, "c_s": SINGLE, "c_z": PAIR, "c_token": 32}
 ARCHITECTURE: dict[str, Any] = {
@@ -29,7 +36,8 @@ ARCHITECTURE: dict[str, Any] = {
     },
     "msa": {
         "msa_module": {
-            "c_m": 12, "c_z": PAIR, "c_hidden_msa_att": 4, "no_heads_msa": 2, "c_hidden_opm": 5, "no_blocks": 2, **_PAIRS,
+            "c_m": 12, "c_z": PAIR, "c_hidden_msa_att": 4, "no_heads_msa": 2, "c_hidden_opm": 5, "no_blocks": 2,
+            **_PAIRS,
         },
     },
     "pairformer": {**_PAIRFORMER, "no_blocks": 2},

@@ -109,7 +109,7 @@ def bucket(n: int, small: int, large: int) -> int:
 
 
 class StepGraphs:
-    """CUDA graphs of a denoising step by its size. The first step of a size is eager: it compiles and chooses kernels."""
+    """CUDA graphs of a denoising step by its size. The first step of a size is eager, as it compiles kernels."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -156,7 +156,7 @@ class _Graph:
 
 
 class Fold(Runner):
-    """Runs a model of the interface in models/science/openfold3.py, in the checkpoint's dtype unless another is named."""
+    """Runs a model of the interface in models/science/openfold3.py; see `_prepare` for the dtype."""
 
     def _prepare(self, folder: Path) -> None:
         config, default = self.config, EngineConfig(model="")
@@ -252,7 +252,7 @@ def pae_scores(logits: torch.Tensor, mask: torch.Tensor, chain: torch.Tensor) ->
 
 @dataclass(frozen=True)
 class _Found:
-    """What was computed for a request: of each sample tensors by name."""
+    """Results of a request: of each sample tensors by name."""
 
     features: Features
     samples: Sequence[dict[str, torch.Tensor]]

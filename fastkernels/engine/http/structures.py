@@ -23,12 +23,12 @@ MEDIA = {"cif": "chemical/x-mmcif", "pdb": "chemical/x-pdb", "json": "applicatio
 
 
 class StructureRequest(Body):
-    """Chains, or the features that openfold3 makes of them; see models/common/folding/features.py."""
+    """Chains, or the features that the reference makes of them; see models/common/folding/features.py."""
 
     chains: list[dict[str, Any]] | None = Field(
         None, description="Each with sequence, kind ('protein', 'rna' or 'dna'), and optionally id and count."
     )
-    features: dict[str, Any] | None = Field(None, description="Arrays by the names of openfold3's batch.")
+    features: dict[str, Any] | None = Field(None, description="Arrays by the names of the model's reference.")
     num_samples: int | None = Field(None, ge=1, le=INT64)
     num_recycles: int | None = Field(None, ge=0, le=INT64)
     num_steps: int | None = Field(None, ge=1, le=INT64)
@@ -118,7 +118,7 @@ class StructureRoutes(JobRoutes):
         if found.pae is not None:
             arrays["pae"] = found.pae.astype(np.float16)
         with path.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
         return Structures(np.empty(0), found.plddt.mean(1), None, found.ptm, found.iptm)
 
     async def retrieve(self, structure_id: str) -> Response:

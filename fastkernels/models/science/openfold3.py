@@ -518,7 +518,7 @@ class TemplateEmbedder(nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of a conditioned transformer reads apart from its input: each None or a tensor.
+    """Input of a block of a conditioned transformer, apart from the residual stream.
 
     bias    [1, H, N, N] of tokens, [W, H, Q, K] of atoms
     others  scales and shifts [1, N, C]: of the norm before attention (of atoms: of queries, then of keys), the gate
@@ -566,7 +566,7 @@ class ConditionedTransitionBlock(nn.Module):
 
 
 class DiffusionTransformerBlock(nn.Module):
-    """Algorithm 23, a block. Its result is (x, y, gate): the last residual x + sigmoid(gate) * y is left to the next."""
+    """Algorithm 23, a block. Its result is (x, y, gate): the residual x + sigmoid(gate) * y is left to the next."""
 
     def __init__(
         self, size: int, condition: int, pair: int, hidden: int, heads: int, n: int, atoms: bool
@@ -631,7 +631,7 @@ class DiffusionTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the transformers read of the inputs.
+    """The part of the inputs that the transformers read.
 
     starts   [W] int32, and mask, [A] bool, of atom_attention
     atoms    [A, 1] of the model's dtype: which are there
@@ -900,7 +900,7 @@ class DiffusionConditioning(nn.Module):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all steps of a rollout read. The sizes of all tensors follow from those of the inputs, and the samples."""
+    """Tensors that all steps of a rollout read. The sizes of all tensors follow from those of the inputs, and the samples."""
 
     layout: Layout
     s: T  # [1, N, S]
@@ -924,9 +924,10 @@ class Conditions:
             return [next(rest) for _ in given]
 
         layout, s, atoms = Layout(*(next(rest) for _ in fields(Layout))), next(rest), next(rest)
-        biases = [several(given) for given in (self.encoder_bias, self.decoder_bias, self.token_bias)]
-        others = [[tuple(several(own)) for own in given] for given in (self.encoder, self.decoder)]
-        return Conditions(layout, s, atoms, *others, *biases)
+        own = self.encoder_bias, self.decoder_bias, self.token_bias
+        encoder_bias, decoder_bias, token_bias = (several(given) for given in own)
+        encoder, decoder = ([tuple(several(own)) for own in given] for given in (self.encoder, self.decoder))
+        return Conditions(layout, s, atoms, encoder, decoder, encoder_bias, decoder_bias, token_bias)
 
 
 class DiffusionModule(nn.Module):
@@ -958,7 +959,7 @@ class DiffusionModule(nn.Module):
         )  # fmt: skip
 
     def forward(self, given: Conditions, x: T, t: T) -> T:
-        """x: noisy positions [S, A, 3] float32; t: the noise level, [1] float32. Returns the positions without noise."""
+        """x: noisy positions [S, A, 3] float32; t: the noise level, [1] float32. Returns those without noise."""
         variance, layout = t.square() + self.sigma**2, given.layout
         x = x * layout.atoms.float()
         encoder = self.atom_attn_enc

@@ -58,7 +58,7 @@ def _check(
             f" {tuple(bias.shape)}"
         )
     if mask is not None and (
-        mask.dtype != torch.bool or mask.shape not in ((batch, n, keys) for n in (1, rows))
+        mask.dtype != torch.bool or tuple(mask.shape) not in [(batch, n, keys) for n in (1, rows)]
     ):
         raise ValueError(
             f"attention_pair_bias: mask must be bool [B, I or 1, K] with {(batch, rows, keys)}, got {mask.dtype}"
@@ -253,7 +253,7 @@ SPEC = OpSpec(
     level=2,
     reference=reference,
     op=attention_pair_bias,
-    cases=(  # OpenFold3: triangle attention of 48 blocks, the diffusion transformer's 24 with 5 samples, single attention
+    cases=(  # OpenFold3: triangle attention of 48 blocks, the diffusion transformer's 24 with 5 samples, single tokens
         *(_pairs(n) for n in (150, 400, 700)),
         *(
             _case(f"diffusion_{n}", "model", weight=24, rows=5, queries=n, heads=16, head_size=48, masked=True)

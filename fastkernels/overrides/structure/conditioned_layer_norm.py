@@ -1,4 +1,4 @@
-"""Layer norm conditioned for each token, with the gated residual before it: Algorithms 24 to 26 of AlphaFold 3's supplement."""
+"""Layer norm conditioned for each token, behind a gated residual: Algorithms 24 to 26 of AlphaFold 3's supplement."""
 
 from __future__ import annotations
 

@@ -68,12 +68,16 @@ class _Attention(nn.Module):
         width = c_hidden * no_heads
         self.c_hidden, self.no_heads, self.gating = c_hidden, no_heads, True
         self.linear_q = nn.Linear(c_q, width, bias=bias)
-        self.linear_k, self.linear_v, self.linear_g = (nn.Linear(c, width, bias=False) for c in (c_k, c_v, c_q))
+        self.linear_k, self.linear_v, self.linear_g = (
+            nn.Linear(c, width, bias=False) for c in (c_k, c_v, c_q)
+        )
         self.linear_o = nn.Linear(width, c_q, bias=False)
 
 
 def _layers(mha: Any) -> list[Any]:
-    return [x for x in (mha.linear_q, mha.linear_k, mha.linear_v, mha.linear_g, mha.linear_o) if x is not None]
+    return [
+        x for x in (mha.linear_q, mha.linear_k, mha.linear_v, mha.linear_g, mha.linear_o) if x is not None
+    ]
 
 
 def _heads(mha: Any, layer: Any, x: T) -> T | None:
@@ -91,7 +95,9 @@ def _self_attention(mha: Any, a: T, bias: T, mask: T | None) -> T:
     seen = None
     if mask is not None:
         seen = mask.expand(*lead, n).reshape(batch, rows // batch, n) > 0
-    q, k, v, gate = (_heads(mha, layer, x) for layer in (mha.linear_q, mha.linear_k, mha.linear_v, mha.linear_g))
+    q, k, v, gate = (
+        _heads(mha, layer, x) for layer in (mha.linear_q, mha.linear_k, mha.linear_v, mha.linear_g)
+    )
     assert q is not None and k is not None and v is not None
     found = attention_pair_bias(
         q, k, v, bias.reshape(batch, *bias.shape[-3:]).contiguous(), mha.c_hidden**-0.5, seen, gate
@@ -162,7 +168,13 @@ class Openfold3TriangleAttention(nn.Module):
         linear_init_params: Any = TRI_ATT,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.c_in, self.c_hidden, self.no_heads, self.starting, self.inf = c_in, c_hidden, no_heads, starting, inf
+        self.c_in, self.c_hidden, self.no_heads, self.starting, self.inf = (
+            c_in,
+            c_hidden,
+            no_heads,
+            starting,
+            inf,
+        )
         self.layer_norm, self.linear_z = nn.LayerNorm(c_in), nn.Linear(c_in, no_heads, bias=False)
         self.mha = _Attention(c_in, c_in, c_in, c_hidden, no_heads, bias=False)
 
@@ -180,7 +192,11 @@ class Openfold3TriangleAttention(nn.Module):
         turned = not x.is_contiguous() and x.transpose(-2, -3).is_contiguous()
         base = x.transpose(-2, -3) if turned else x.contiguous()
         columns = turned == bool(self.starting)  # of base, whether its columns attend
-        y = _norm(self.layer_norm, base).flatten(0, -4) if base.dim() > 3 else _norm(self.layer_norm, base)[None]
+        y = (
+            _norm(self.layer_norm, base).flatten(0, -4)
+            if base.dim() > 3
+            else _norm(self.layer_norm, base)[None]
+        )
         seen = None
         if mask is not None:
             seen = (mask.transpose(-1, -2) if not self.starting else mask).expand(
@@ -190,7 +206,9 @@ class Openfold3TriangleAttention(nn.Module):
         bias = _linear(self.linear_z, y).permute(0, 3, 1, 2)
         if columns != bool(transpose_bias):  # lies in base as [query, key], or as [key, query]
             bias = bias.transpose(2, 3)
-        parts = [_heads(self.mha, layer, y) for layer in (self.mha.linear_q, self.mha.linear_k, self.mha.linear_v)]
+        parts = [
+            _heads(self.mha, layer, y) for layer in (self.mha.linear_q, self.mha.linear_k, self.mha.linear_v)
+        ]
         gate = _heads(self.mha, self.mha.linear_g, y)
         q, k, v, g = (p if p is None or not columns else p.transpose(1, 2) for p in (*parts, gate))
         assert q is not None and k is not None and v is not None
@@ -201,7 +219,9 @@ class Openfold3TriangleAttention(nn.Module):
 
 
 class _TriangleMultiplication(nn.Module):
-    def __init__(self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL) -> None:
+    def __init__(
+        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL
+    ) -> None:
         super().__init__()
         self.c_z, self.c_hidden, self._outgoing = c_z, c_hidden, _outgoing
         self.linear_g, self.linear_z = nn.Linear(c_z, c_z, bias=False), nn.Linear(c_hidden, c_z, bias=False)
@@ -243,7 +263,9 @@ class Openfold3TriangleMultiplicationOutgoing(_TriangleMultiplication):
 class Openfold3TriangleMultiplicationIncoming(_TriangleMultiplication):
     """TriangleMultiplicationIncoming: the same along the other axis."""
 
-    def __init__(self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL) -> None:
+    def __init__(
+        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL
+    ) -> None:
         super().__init__(c_z, c_hidden, False, linear_init_params)  # whatever is given, as the host's
 
 
@@ -339,7 +361,8 @@ class Openfold3AdaLN(nn.Module):
             gate, shift = gate.expand(a.shape), shift.expand(a.shape)
             own = rows
         parts = (t.reshape(own, n, width) for t in (gate, shift))
-        return conditioned_layer_norm(a.reshape(rows, n, width), *parts, None, None, self.layer_norm_a.eps)[1].view(a.shape)
+        x, eps = a.reshape(rows, n, width), self.layer_norm_a.eps
+        return conditioned_layer_norm(x, *parts, None, None, eps)[1].view(a.shape)
 
 
 def _target(path: str, cls: str) -> Target:
@@ -359,6 +382,8 @@ TARGETS = {
         _target(f"{_TRIANGLE}Incoming", "Openfold3TriangleMultiplicationIncoming"),
     ),
     "swiglu_transition": (_target("layers.transition:SwiGLUTransition", "Openfold3SwiGLUTransition"),),
-    "outer_product_mean": (_target("layers.outer_product_mean:OuterProductMean", "Openfold3OuterProductMean"),),
+    "outer_product_mean": (
+        _target("layers.outer_product_mean:OuterProductMean", "Openfold3OuterProductMean"),
+    ),
     "conditioned_layer_norm": (_target("primitives.normalization:AdaLN", "Openfold3AdaLN"),),
 }

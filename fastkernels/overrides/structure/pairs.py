@@ -1,4 +1,4 @@
-"""What cases of this family share: the cost of an op grows with the square or cube of the tokens."""
+"""Numbers of tokens for held-out cases of this family, whose costs grow with the square or cube of the tokens."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def _model(n: int, outgoing: bool) -> Case:
 
 SPEC = OpSpec(
     name="triangle_multiplication",
-    level=3,
+    level=2,
     reference=reference,
     op=triangle_multiplication,
     cases=(  # OpenFold3: 48 blocks of the pairformer, 4 of the MSA module
@@ -243,7 +243,10 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("z", "batch tokens tokens width"),
-        Tensor("mask", "batch tokens tokens", when="masked", values=lambda call, shape, dtype: (call.rand(*shape) < 0.9).to(dtype)),
+        Tensor(
+            "mask", "batch tokens tokens", when="masked",
+            values=lambda call, shape, dtype: (call.rand(*shape) < 0.9).to(dtype),
+        ),
         Tensor("norm_weight", "width", mean=1, std=0.1),
         Tensor("norm_bias", "width", std=0.1),
         *(Tensor(name, "hidden width", values=fan_in) for name in ("a_weight", "a_gate", "b_weight", "b_gate")),

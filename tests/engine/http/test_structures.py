@@ -24,7 +24,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folder):
-    with live_server(folder, ServerConfig("fold", max_jobs=3), max_model_len=40, num_blocks=None, max_images=4) as found:
+    options = {"max_model_len": 40, "num_blocks": None, "max_images": 4}
+    with live_server(folder, ServerConfig("fold", max_jobs=3), **options) as found:
         yield found[0]
 
 
@@ -43,7 +44,9 @@ def finished(url: str, own: str) -> dict[str, Any]:
 
 def test_structure_is_made_watched_fetched_and_deleted(url, folder):
     made = post(url, chains=CHAINS, num_samples=2, num_steps=3, num_recycles=0, seed=4).json()
-    assert made["status"] in ("queued", "in_progress") and made["num_residues"] == 6 and made["samples"] is None
+    assert (
+        made["status"] in ("queued", "in_progress") and made["num_residues"] == 6 and made["samples"] is None
+    )
     own = made["id"]
     job = finished(url, own)
     assert job["status"] == "completed" and job["progress"] == 100 and len(job["samples"]) == 2

@@ -80,7 +80,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> OpenFold3:
 
 
 def rolled_out(model: OpenFold3) -> dict[str, torch.Tensor]:
-    """What predicted() has, of our model with the same random numbers."""
+    """Results as predicted() has them, of our model with the same random numbers."""
     found = model.read(structures.features_of(structures.batch()))
     with torch.inference_mode():
         inputs = model.inputs({name: torch.from_numpy(array) for name, array in found.arrays.items()})

@@ -94,7 +94,9 @@ class Holder(torch.nn.Module):
         super().__init__()
         self.layer = layer
         for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.dim()))
+            torch.nn.init.normal_(
+                parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.dim())
+            )
 
 
 @pytest.mark.parametrize("name", CASES)

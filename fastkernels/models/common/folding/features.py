@@ -74,7 +74,7 @@ class Features:
 
     def padded(self, tokens: int, atoms: int) -> dict[str, np.ndarray]:
         """The arrays with more tokens and atoms, which the masks hide."""
-        more = {N: tokens - self.tokens, A: atoms - self.atoms}
+        more: dict[str | int, int] = {N: tokens - self.tokens, A: atoms - self.atoms}
         made = {
             name: np.pad(array, [(0, more.get(axis, 0)) for axis in AXES[name]])
             for name, array in self.arrays.items()
@@ -327,7 +327,7 @@ def _places(found: Mapping[str, np.ndarray]) -> tuple[Place, ...]:
 
 def _finished(given: Mapping[str, Any], places: tuple[Place, ...]) -> Features:
     """Fill in what is left out, and compute what follows."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.asarray(value).astype(np.int64 if name in INTEGERS else np.float32)
         for name, value in given.items()
     }
@@ -354,7 +354,7 @@ def _finished(given: Mapping[str, Any], places: tuple[Place, ...]) -> Features:
 
 
 def _templates(arrays: Mapping[str, np.ndarray], n: int) -> dict[str, np.ndarray]:
-    """The features of templates; their mean is taken, so that of equal ones, such as all that are empty, one is left."""
+    """The features of templates. Their mean is taken: of equal ones, such as empty ones, one is left."""
     if TEMPLATES[0] in arrays and len(arrays[TEMPLATES[0]]):
         own = {name: arrays[name] for name in TEMPLATES}
         same = all((array[:1] == array).all() for array in own.values())
@@ -365,4 +365,3 @@ def _templates(arrays: Mapping[str, np.ndarray], n: int) -> dict[str, np.ndarray
     }
     made["template_restype"][..., residues.GAP] = 1
     return made
-

@@ -1,7 +1,8 @@
 """The standard residues: letters, atoms and reference conformers.
 
-residues.json has, of each residue, its atoms in the order of AlphaFold 3's tokens (supplement, table 13): name, element,
-formal charge, and the ideal coordinates in the wwPDB's Chemical Component Dictionary, which is in the public domain.
+residues.json has, of each residue, its atoms in the order of AlphaFold 3's tokens (supplement, table 13): name,
+element, formal charge, and the ideal coordinates of the wwPDB's Chemical Component Dictionary, which is in the public
+domain.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ COLUMNS = (
 
 
 def write(kind: str, places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> str:
-    """positions: [A, 3] in angstroms; plddt: [A], 0 to 100. Raises ValueError for another kind, or too much for PDB."""
+    """positions: [A, 3] in angstroms; plddt: [A], 0 to 100. Raises ValueError for another kind, or for too much."""
     if kind not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r:.80}")
     return (_cif if kind == "cif" else _pdb)(places, positions, plddt)
@@ -49,7 +49,9 @@ def _cif(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> s
     for entity in dict.fromkeys(entities.values()):
         lines += [f"{entity} {number} {residue}" for number, residue in chains[first[entity]]]
     lines += ["#", "loop_", *(f"_atom_site.{name}" for name in COLUMNS)]
-    for i, (place, (x, y, z), b) in enumerate(zip(places, positions.tolist(), plddt.tolist(), strict=True), start=1):
+    for i, (place, (x, y, z), b) in enumerate(
+        zip(places, positions.tolist(), plddt.tolist(), strict=True), start=1
+    ):
         lines.append(
             f"ATOM {i} {place.element} {_quoted(place.atom)} . {place.residue} {place.chain} {entities[place.chain]}"
             f" {place.number} ? {x:.3f} {y:.3f} {z:.3f} 1.00 {b:.2f} {place.number} {place.chain} 1"
@@ -60,14 +62,22 @@ def _cif(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> s
 def _pdb(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> str:
     long = next((p.chain for p in places if len(p.chain) > 1), None)
     most = max(p.number for p in places)
-    if len(places) > PDB_ATOMS or long is not None or most > PDB_NUMBERS or positions.max() >= 9999 or positions.min() <= -999:
+    if (
+        len(places) > PDB_ATOMS
+        or long is not None
+        or most > PDB_NUMBERS
+        or positions.max() >= 9999
+        or positions.min() <= -999
+    ):
         raise ValueError(
             f"format 'pdb' has no room for {len(places)} atoms, residue number {most}"
             f"{'' if long is None else f', the chain id {long!r}'} or places as far as"
             f" {np.abs(positions).max():.0f} angstroms: use 'cif'"
         )
     lines = []
-    for i, (place, (x, y, z), b) in enumerate(zip(places, positions.tolist(), plddt.tolist(), strict=True), start=1):
+    for i, (place, (x, y, z), b) in enumerate(
+        zip(places, positions.tolist(), plddt.tolist(), strict=True), start=1
+    ):
         name = place.atom if len(place.atom) > 3 or len(place.element) > 1 else f" {place.atom}"
         lines.append(
             f"ATOM  {i:5d} {name:<4.4} {place.residue:>3.3} {place.chain}{place.number:4d}    {x:8.3f}{y:8.3f}{z:8.3f}"
