@@ -900,7 +900,7 @@ class DiffusionConditioning(nn.Module):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Tensors that all steps of a rollout read. The sizes of all tensors follow from those of the inputs, and the samples."""
+    """Tensors that all steps of a rollout read. Their sizes follow from those of the inputs, and the samples."""
 
     layout: Layout
     s: T  # [1, N, S]
