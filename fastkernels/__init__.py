@@ -20,6 +20,7 @@ _LAZY = {
     "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
+    "FoldParams": ".engine.scheduling.folding",
     "FrameParams": ".engine.scheduling.rollout",
     "ImageParams": ".engine.scheduling.denoising",
     "VideoParams": ".engine.scheduling.denoising",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
     from fastkernels.engine.scheduling.acting import ActionParams
     from fastkernels.engine.scheduling.denoising import ImageParams, VideoParams
+    from fastkernels.engine.scheduling.folding import FoldParams
     from fastkernels.engine.scheduling.rendering import RenderParams
     from fastkernels.engine.scheduling.rollout import FrameParams
     from fastkernels.engine.structured.params import StructuredOutputsParams

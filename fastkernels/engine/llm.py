@@ -18,6 +18,7 @@ from fastkernels.engine.sampling.sampling_params import RequestOutputKind, Sampl
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
+from fastkernels.engine.scheduling.folding import FoldParams, FoldRequestOutput
 from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.scheduling.rollout import FrameParams, FrameRequestOutput
@@ -377,6 +378,27 @@ class LLM:
         listed = _listed(cameras)
         given = params if params is not None else RenderParams()
         return self._run(listed, _for_each(given, len(listed), "cameras"), use_tqdm)
+
+    def fold(
+        self,
+        inputs: dict[str, Any] | Sequence[dict[str, Any]],
+        params: FoldParams | Sequence[FoldParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[FoldRequestOutput]:
+        """Predict structures: `structures` of each output has positions and confidences, `text()` gives mmCIF or PDB.
+
+        inputs    one, or a list: {"chains": [{"sequence": letters, "kind": "protein", "rna" or "dna",
+                  "count": copies}]}, or {"features": arrays by the names of openfold3's batch}
+        params    one for all inputs, or one for each (default: FoldParams())
+        use_tqdm  as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("fold", "Fold")
+        listed = _listed(inputs)
+        given = params if params is not None else FoldParams()
+        return self._run(listed, _for_each(given, len(listed), "inputs"), use_tqdm)
 
     def generate_frames(
         self,

@@ -58,6 +58,11 @@ RUNNERS = {
         "fastkernels.engine.segment_engine:SegmentEngine",
         "LLM.segment and /v1/segmentations",
     ),
+    "Fold": RunnerKind(
+        "fastkernels.engine.execution.fold:Fold",
+        "fastkernels.engine.fold_engine:FoldEngine",
+        "LLM.fold and /v1/structures",
+    ),
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",

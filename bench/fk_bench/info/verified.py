@@ -16,6 +16,7 @@ IMAGES = 5e-4  # of colors from 0 to 1
 POINTS = 2e-5  # and relative
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
+STRUCTURES = 1e-4  # of the largest value
 DETECTIONS = 1e-4  # in parts of an image's side, and of scores
 
 
@@ -73,6 +74,8 @@ def verified(model: Model, architecture: str) -> Verified:
         return Verified("tests/models/test_hunyuan_video.py::test_steps_and_videos_equal_diffusers", LATENTS)
     if arch.runner == "Rollout":
         return Verified("tests/models/test_oasis.py::test_frames_equal_the_reference", LATENTS)
+    if arch.runner == "Fold":
+        return Verified("tests/models/test_openfold3.py::test_results_equal_the_recorded_ones", STRUCTURES)
     if arch.runner == "Generate":
         return Verified(
             f"tests/models/test_models.py::test_logits_equal_transformers[{arch.model_type}]", LOGITS

@@ -203,7 +203,8 @@ def serve(
     /v1/audio/translations, and encoders have /v1/embeddings, /score and others. Detectors have /v1/detections,
     recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
     models of point clouds and segmenters of images /v1/segmentations. Diffusion models have
-    /v1/images/generations or /v1/videos, and world models /v1/frames.
+    /v1/images/generations or /v1/videos, world models /v1/frames, and structure prediction
+    /v1/structures.
     """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process

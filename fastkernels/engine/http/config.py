@@ -23,9 +23,9 @@ class ServerConfig:
     trust_request_chat_template  whether requests may bring their own chat template, which is run in Jinja's sandbox
     enable_tokenizer_info_endpoint  serve /tokenizer_info, which shows the chat template
     allowed_media_domains  hosts whose http and https URLs of images are downloaded; (): none, only data URLs are read
-    max_jobs            videos that are kept, made or queued; more are refused
-    job_ttl             seconds until a finished video is deleted
-    max_job_bytes       bytes of all files of videos; beyond them the oldest is deleted
+    max_jobs            videos or structures that are kept, made or queued; more are refused
+    job_ttl             seconds until a finished one is deleted
+    max_job_bytes       bytes of all their files; beyond them the oldest is deleted
     reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
     """
 

@@ -48,6 +48,7 @@ from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.scoring import Scoring
 from fastkernels.engine.http.segmentation import ImageSegmentation, Segmentation
 from fastkernels.engine.http.sglang_api.routes import Sglang
+from fastkernels.engine.http.structures import StructureRoutes
 from fastkernels.engine.http.videos import Videos
 
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
@@ -63,6 +64,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Denoise": (Pictures,),
     "DenoiseVideo": (Videos,),
     "Rollout": (Frames,),
+    "Fold": (StructureRoutes,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -18,6 +18,7 @@ PACKAGES = (
     "fla",
     "torchrec",
     "torch_geometric",
+    "openfold3",
     "diffusion_policy_3d",
 )  # hosts whose models may contain each other's
 

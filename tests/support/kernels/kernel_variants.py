@@ -187,6 +187,34 @@ def others(m: Model, tokens: int) -> None:
     triton("subm_conv3d", empty(1000, 64), empty(64, 3, 3, 3, 64), near, empty(64))
     triton("segment_reduce", empty(1000, 64), empty(201, dtype=I64), order)
     _scenes(tokens)
+    _structures(tokens)
+
+
+def _structures(n: int) -> None:
+    """Call the ops of structure prediction for this many tokens, or atoms."""
+    pairs, mask = empty(1, n, n, 128), empty(1, 1, n, dtype=torch.bool)
+    q, bias, own = empty(1, 2, n, 4, 32), empty(1, 4, n, n), empty(128)
+    triton("attention_pair_bias", q, q, q, bias, 0.2, mask, q)
+    weight = empty(128, 128)
+    triton(
+        "triangle_multiplication", pairs, empty(1, n, n), own, own, *[weight] * 4, own, own, weight, weight
+    )
+    triton("swiglu_transition", empty(n, 128), own, own, *[empty(512, 128)] * 2, empty(128, 512))
+    x = empty(2, n, 128)
+    triton("conditioned_layer_norm", x, x[:1], x[:1], x, x[:1])
+    blocks = -(-n // 32)
+    atoms, starts = empty(2, n, 4, 32), empty(blocks, dtype=torch.int32)
+    triton(
+        "atom_attention",
+        atoms,
+        atoms,
+        atoms,
+        empty(blocks, 4, 32, 128),
+        starts,
+        empty(n, dtype=torch.bool),
+        0.2,
+        atoms,
+    )
 
 
 def _scenes(count: int) -> None:

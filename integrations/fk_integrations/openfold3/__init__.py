@@ -1,0 +1,1 @@
+"""Models of openfold3: attention with pair bias, triangle updates, transitions, outer products."""
