@@ -23,12 +23,13 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).with_name("suites")
-KINDS = ("text", "images")
+KINDS = ("text", "images", "requests")
+COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 HOSTS = {  # and the kinds of workloads that they run
-    "fastkernels": ("text",), "vllm": ("text",), "sglang": ("text",), "transformers": KINDS, "timm": ("images",),
-    "diffusers": ("images",),
+    "fastkernels": ("text", "requests"), "vllm": ("text",), "sglang": ("text",), "transformers": ("text", "images"),
+    "timm": ("images",), "diffusers": ("images",),
 }  # fmt: skip
 _T = TypeVar("_T")
 
@@ -43,7 +44,8 @@ class Workload:
 
     lengths     (prompt, output) tokens of a request, repeated as needed; of text
     throughput  requests at once, or images of a call; latency: the same for the latency, usually 1
-    calls       of a model in a round; of images
+    calls       of a model in a round; of images, and of requests to a runner that makes no text
+    compare     how outputs of requests are compared: 'values', 'boxes' after matching them, or 'tokens'
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Workload:
     rounds: int = 5
     lengths: tuple[tuple[int, int], ...] = ()
     calls: int = 8
+    compare: str = "values"
 
     @property
     def longest(self) -> int:
@@ -68,7 +71,10 @@ class Model:
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
     layers    at most so many are kept; 0: all
-    probe     fields that make it small, for the search for culprits
+    files     {file of JSON: its content} of the checkpoint's folder, such as a processor's, or of all parts of a pipeline
+    tokenizers  {folder in it: most tokens}: tokenizers of bytes
+    request   sizes of a request to our engine's runner; see run/hosts/sent.py
+    probe     fields that make it small, for the search for culprits; in `files` and `request`, too
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
 
@@ -83,6 +89,9 @@ class Model:
     probe: Mapping[str, Any] = field(default_factory=dict)
     weights: str = "saved"
     image_size: int = 0
+    files: Mapping[str, Any] = field(default_factory=dict)
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def small(self) -> Model:
@@ -91,7 +100,18 @@ class Model:
             return replace(self, arguments={**self.arguments, **self.probe})
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
-        return replace(self, config={**self.config, **self.probe})
+        probe = dict(self.probe)
+        files, request = probe.pop("files", {}), probe.pop("request", {})
+        return replace(
+            self, config=_merged(self.config, probe), files=_merged(self.files, files),
+            request={**self.request, **request},
+        )  # fmt: skip
+
+
+def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with the fields of other ones, in tables within them, too."""
+    both = {k for k in given.keys() & more.keys() if isinstance(given[k], Mapping) and isinstance(more[k], Mapping)}
+    return {**given, **more, **{k: _merged(given[k], more[k]) for k in both}}
 
 
 @dataclass(frozen=True)
@@ -300,7 +320,9 @@ def _workload(name: str, given: Mapping[str, Any]) -> Workload:
     if made.kind not in KINDS:
         raise SuiteError(f"workload {name}: kind {made.kind!r} is not one of {', '.join(KINDS)}")
     if (made.kind == "text") != bool(made.lengths) or min((min(p) for p in made.lengths), default=1) < 1:
-        raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], images none")
+        raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], other kinds none")
+    if made.compare not in COMPARED:
+        raise SuiteError(f"workload {name}: {UnknownName('comparison', made.compare, COMPARED)}")
     if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:
         raise SuiteError(f"workload {name}: throughput, latency and calls are at least 1, rounds at least 3")
     return made
@@ -320,18 +342,24 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
     made = _made(f"model {name}", Model, given)
-    if bool(made.config or made.public) + bool(made.timm) + bool(made.named) != 1:
-        raise SuiteError(f"model {name}: give one of config, public, timm or named")
+    if bool(made.config or made.public or made.files) + bool(made.timm) + bool(made.named) != 1:
+        raise SuiteError(f"model {name}: give one of config, public, files, timm or named")
+    for key, content in made.files.items():
+        if not isinstance(content, Mapping) or Path(key).is_absolute() or ".." in Path(key).parts:
+            raise SuiteError(f"model {name}: files has tables by names of files in the folder, got {key!r}")
     if made.steps < 1 or made.layers < 0 or made.image_size < 0:
         raise SuiteError(
             f"model {name}: steps is at least 1, layers and image_size at least 0 (the model's own)"
         )
-    if made.config and not made.public:
+    if made.config and not made.public and "task" not in made.config:  # ultralytics' have a task
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+        from fastkernels.models.common.registry import models
+
         kind = made.config.get("model_type", "")
-        if kind not in CONFIG_MAPPING_NAMES:
-            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), CONFIG_MAPPING_NAMES)}")
+        known = {*CONFIG_MAPPING_NAMES, *(m.arch.model_type for m in models().values())}
+        if kind not in known:
+            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), sorted(known))}")
     if made.public:
         from fastkernels.models.common.registry import models
         from fk_bench.core.model_names import PUBLIC, public_name

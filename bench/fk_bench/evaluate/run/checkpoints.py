@@ -21,9 +21,10 @@ def folder(model: Model, kind: str) -> Path:
 
     config = config_of(model)
     saved = model.weights == "saved" and kind == "text"
-    key = hashlib.sha256(json.dumps([FORMAT, saved, config], sort_keys=True).encode()).hexdigest()[:16]
+    content = [FORMAT, saved, config, *filter(None, (dict(model.files), dict(model.tokenizers)))]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(Environment.read().cache) / "models" / f"suite-{key}"
-    if not (path / "config.json").is_file():
+    if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / "model"
@@ -31,12 +32,32 @@ def folder(model: Model, kind: str) -> Path:
                 _save(config, made)
             else:
                 made.mkdir()
-                (made / "config.json").write_text(json.dumps(config))
+                for name, table in {**({"config.json": config} if config else {}), **model.files}.items():
+                    (made / name).parent.mkdir(exist_ok=True)
+                    (made / name).write_text(json.dumps(table))
+            for name, longest in model.tokenizers.items():
+                _tokenizer(longest).save_pretrained(made / name)
             made.chmod(0o755)  # the user of a cage reads it, too
-            for file in made.iterdir():
-                file.chmod(0o644)
+            for file in made.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
             os.replace(made, path)
     return path
+
+
+def _tokenizer(longest: int) -> Any:
+    """One token for each byte, without merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    symbols = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **special)
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return fast
 
 
 def config_of(model: Model) -> dict[str, Any]:
