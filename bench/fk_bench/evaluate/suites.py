@@ -24,6 +24,8 @@ else:
 
 FOLDER = Path(__file__).with_name("suites")
 KINDS = ("text", "images", "requests")
+PROBED = ("files", "tokenizers", "request")  # tables of a model that its probe may change
+MEDIA = ("image", "video", "audio")
 COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -45,6 +47,7 @@ class Workload:
     lengths     (prompt, output) tokens of a request, repeated as needed; of text
     throughput  requests at once, or images of a call; latency: the same for the latency, usually 1
     calls       of a model in a round; of images, and of requests to a runner that makes no text
+    media       'image', 'video' or 'audio': each request of text has one, too
     compare     how outputs of requests are compared: 'values', 'boxes' after matching them, or 'tokens'
     """
 
@@ -55,6 +58,7 @@ class Workload:
     rounds: int = 5
     lengths: tuple[tuple[int, int], ...] = ()
     calls: int = 8
+    media: str = ""
     compare: str = "values"
 
     @property
@@ -72,9 +76,9 @@ class Model:
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
     layers    at most so many are kept; 0: all
     files     {file of JSON: its content} of the checkpoint's folder, such as a processor's, or of all parts of a pipeline
-    tokenizers  {folder in it: most tokens}: tokenizers of bytes
+    tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
     request   sizes of a request to our engine's runner; see run/hosts/sent.py
-    probe     fields that make it small, for the search for culprits; in `files` and `request`, too
+    probe     fields that make it small, for the search for culprits; in tables, those of PROBED
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
 
@@ -101,11 +105,8 @@ class Model:
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
-        files, request = probe.pop("files", {}), probe.pop("request", {})
-        return replace(
-            self, config=_merged(self.config, probe), files=_merged(self.files, files),
-            request={**self.request, **request},
-        )  # fmt: skip
+        own = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
+        return replace(self, config=_merged(self.config, probe), **own)
 
 
 def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,6 +322,8 @@ def _workload(name: str, given: Mapping[str, Any]) -> Workload:
         raise SuiteError(f"workload {name}: kind {made.kind!r} is not one of {', '.join(KINDS)}")
     if (made.kind == "text") != bool(made.lengths) or min((min(p) for p in made.lengths), default=1) < 1:
         raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], other kinds none")
+    if made.media not in ("", *MEDIA) or (made.media and made.kind != "text"):
+        raise SuiteError(f"workload {name}: media = {made.media!r} is none of {', '.join(MEDIA)}, of a workload of text")
     if made.compare not in COMPARED:
         raise SuiteError(f"workload {name}: {UnknownName('comparison', made.compare, COMPARED)}")
     if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:

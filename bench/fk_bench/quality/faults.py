@@ -1,7 +1,7 @@
 """Planted faults: what a wrong kernel does to a model, made in its weights, so that it is the same in every host.
 
     residual   the middle layer's MLP is not added to the residual stream: its output projection is 0. In a model
-               without MLPs it is the layer's mixer, and without layers of either kind the middle matrix or kernel
+               without MLPs it is the layer's mixer, and without attention, too, the middle matrix or kernel
     head       every attention takes heads 0 and 1 for each other: their columns of the output projection are swapped
     scale      every norm's output is 1% too large; in a model without norms, every matrix and kernel
 
@@ -33,7 +33,7 @@ _ATTENTION = re.compile(
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear|ff_out)\.weight$|experts\.(down_proj|w2_weight)$"
+    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.1\.conv)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
@@ -43,7 +43,6 @@ _INNER = (
     ("dense_4h_to_h", ("dense_h_to_4h",)), ("output.dense", ("intermediate.dense",)),
     ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)), ("ff_out", ("ff_proj", "up_proj")),
 )  # fmt: skip
-_LAYERED = re.compile(r"(^|\.)(mlp|experts|mixer|fc[12]|down_projs?|linear_2|ff_out|ff)\.|output\.dense\.")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -92,7 +91,7 @@ def planted(
                 by_layer.setdefault(int(layer[1]), []).append(name)
         layers = sorted(by_layer)
         chosen = by_layer[layers[len(layers) // 2]] if layers else []
-        if not any(map(_LAYERED.search, names)):
+        if not any(map(last.search, names)) and not any(map(_ATTENTION.search, names)):
             matrices = _matrices(names, tensor)
             chosen = matrices[len(matrices) // 2 :][:1]
         found = {n: _floating(n, tensor(n)) * 0 for n in chosen}
@@ -133,12 +132,14 @@ def _floating(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
-    size, rest = divmod(_floating(name, weight).shape[1], heads)
+    axis = 1 if _floating(name, weight).dim() > 2 else -1  # a convolution's weight is [out, in, ...]
+    size, rest = divmod(weight.shape[axis], heads)
     if rest:
-        raise CannotPlant(f"{name} has {weight.shape[1]} columns, no multiple of {heads} heads")
-    found = weight.clone()  # [out, in], or of a convolution [out, in, ...]
-    found[:, :size], found[:, size : 2 * size] = weight[:, size : 2 * size], weight[:, :size]
-    return found
+        raise CannotPlant(f"{name} has {weight.shape[axis]} columns, no multiple of {heads} heads")
+    found = weight.clone().movedim(axis, -1)
+    own = weight.movedim(axis, -1)
+    found[..., :size], found[..., size : 2 * size] = own[..., size : 2 * size], own[..., :size]
+    return found.movedim(-1, axis)
 
 
 def one_plus(config: Mapping[str, Any]) -> bool:

@@ -35,8 +35,8 @@ def folder(model: Model, kind: str) -> Path:
                 for name, table in {**({"config.json": config} if config else {}), **model.files}.items():
                     (made / name).parent.mkdir(exist_ok=True)
                     (made / name).write_text(json.dumps(table))
-            for name, longest in model.tokenizers.items():
-                _tokenizer(longest).save_pretrained(made / name)
+            for name, given in model.tokenizers.items():
+                _tokenizer(**({"longest": given} if type(given) is int else given)).save_pretrained(made / name)
             made.chmod(0o755)  # the user of a cage reads it, too
             for file in made.rglob("*"):
                 file.chmod(0o755 if file.is_dir() else 0o644)
@@ -44,18 +44,23 @@ def folder(model: Model, kind: str) -> Path:
     return path
 
 
-def _tokenizer(longest: int) -> Any:
-    """One token for each byte, without merges."""
+def _tokenizer(longest: int, tokens: Mapping[str, int] | None = None) -> Any:
+    """One token for each byte, without merges. tokens: {special token: its id}, such as placeholders of images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    symbols = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    symbols = [*named.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+    special = dict(sorted((tokens or {}).items(), key=lambda pair: pair[1]))
+    taken = {*special.values()}
+    last = max(taken, default=0)
+    vocabulary |= {f"<{i}>": i for i in range(len(symbols), last) if i not in taken} | special
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=named["unk_token"]))
+    made.add_special_tokens(list(special))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **named)
     fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     return fast
 

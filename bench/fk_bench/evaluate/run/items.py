@@ -248,7 +248,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
         "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
-        "request": dict(model.request),
+        "request": dict(model.request), "media": work.media,
     }  # fmt: skip
 
 

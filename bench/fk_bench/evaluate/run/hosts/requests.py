@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels.models.common import registry
 from fk_bench.evaluate.run.hosts.images import Recorded
 from fk_bench.evaluate.run.hosts.patched import Patched
 from fk_bench.evaluate.run.hosts.sent import SENT
@@ -51,7 +52,11 @@ class Requests(Recorded, Patched):
 
     def plant(self, fault: str) -> dict[str, Any]:
         """`Planting.answer` of the model; what follows from its weights is computed again."""
-        self._planting = self._planting or Planting({"model": self.target.llm_engine.runner.model})
+        if self._planting is None:
+            model = self.target.llm_engine.runner.model
+            arch = registry.find(self.target.llm_engine.hf_config.architectures[0]).arch
+            parts = {part: getattr(model, part) for part in arch.folders[:1]}  # of a pipeline: the denoiser
+            self._planting = Planting(parts or {"model": model})
         found = self._planting.answer(fault)
         self._renew()
         return found
@@ -78,4 +83,4 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
             mean, std = 0.0, (gain * len(parameter) / parameter.numel()) ** 0.5
         elif name.endswith(("bias", "mean", "offset")):
             mean, std = 0.0, 0.02
-        parameter.data.normal_(mean, std, generator=draw)
+        parameter.normal_(mean, std, generator=draw)  # in place: packed copies follow its version

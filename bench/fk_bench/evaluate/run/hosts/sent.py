@@ -39,6 +39,15 @@ def _seed(draw: Draw) -> int:
     return int(draw.integers(1 << 31))
 
 
+def medium(kind: str, sizes: Mapping[str, Any], draw: Draw) -> Any:
+    """An image, the frames of a video, or the samples of an audio."""
+    if kind == "audio":
+        return draw.normal(0.0, 0.1, int(16000 * float(sizes["seconds"]))).astype(np.float32)
+    if kind == "video":
+        return [_picture(draw, int(sizes["width"]), int(sizes["height"])) for _ in range(int(sizes["frames"]))]
+    return _picture(draw, int(sizes["width"]), int(sizes["height"]))
+
+
 # -- encoders
 
 
@@ -47,11 +56,11 @@ def _text(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> list[int]:
 
 
 def _image(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
-    return _picture(draw, int(sizes["width"]), int(sizes["height"]))
+    return medium("image", sizes, draw)
 
 
 def _video(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
-    return [_image(llm, sizes, draw) for _ in range(int(sizes["frames"]))]
+    return medium("video", sizes, draw)
 
 
 def _encoded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
