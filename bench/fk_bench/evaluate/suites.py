@@ -24,7 +24,7 @@ else:
 
 FOLDER = Path(__file__).with_name("suites")
 KINDS = ("text", "images", "requests")
-PROBED = ("files", "tokenizers", "request")  # tables of a model that its probe may change
+PROBED = ("files", "tokenizers", "draft", "request")  # tables of a model that its probe may change
 MEDIA = ("image", "video", "audio")
 COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
@@ -77,6 +77,7 @@ class Model:
     layers    at most so many are kept; 0: all
     files     {file of JSON: its content} of the checkpoint's folder, such as a processor's, or of all parts of a pipeline
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
+    draft     configuration of a model that drafts three tokens of a step, in our engine
     request   sizes of a request to our engine's runner; see run/hosts/sent.py
     probe     fields that make it small, for the search for culprits; in tables, those of PROBED
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
@@ -95,6 +96,7 @@ class Model:
     image_size: int = 0
     files: Mapping[str, Any] = field(default_factory=dict)
     tokenizers: Mapping[str, Any] = field(default_factory=dict)
+    draft: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -146,6 +148,7 @@ class _Served:
     minutes  {host: of an item}; the hosts of the items
     lacks    {host: architectures that it does not have}
     fields   {architecture: fields of its configuration that differ}
+    categories  {category: its architectures}; the others are of `category`
     """
 
     category: str
@@ -155,6 +158,30 @@ class _Served:
     timeout: float = 300.0
     lacks: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    categories: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An architecture that is declared and has no item: it counts as not run."""
+
+    category: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The items of another suite in our engine whose models have a probe, with these small models.
+
+    throughput, calls, rounds  of a workload, at most
+    """
+
+    of: str
+    minutes: float
+    throughput: int = 3
+    calls: int = 2
+    rounds: int = 3
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +208,7 @@ class Suite:
 
     memory_gib, threads  of one process; 0 threads: all cores
     kernels              options of the judge for the ops of a set
+    without              declared architectures without an item
     """
 
     name: str
@@ -193,6 +221,13 @@ class Suite:
     dtype: str
     kernels: Mapping[str, Any]
     digest: str
+    without: Mapping[str, Absent] = field(default_factory=dict)
+
+    @property
+    def declared(self) -> list[Item]:
+        """All items that the score is over: those of the entries, and one of each architecture without any."""
+        absent = [Item(a.category, name, "none", "fastkernels") for name, a in self.without.items()]
+        return [*(e.item for e in self.entries), *absent]
 
 
 def names() -> list[str]:
@@ -213,10 +248,12 @@ def load(name: str) -> Suite:
 
 def read(data: Mapping[str, Any], name: str) -> Suite:
     """A suite from its tables. Raises SuiteError."""
+    if "small" in data:
+        return _small(data, name)
     if "served" in data:
         data = _with_served(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items")})
+    top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items", "without")})
     workloads = {k: _workload(k, v) for k, v in _table(data, "workloads").items()}
     models = {k: _model(k, v) for k, v in _table(data, "models").items()}
     items = data.get("items")
@@ -227,14 +264,63 @@ def read(data: Mapping[str, Any], name: str) -> Suite:
     if twice := next((e.name for e in entries if found.count(e.item) > 1), None):
         raise SuiteError(f"suite {name}: {twice} is declared twice")
     categories = tuple(top.categories or sorted({m.category for m in models.values()}))
-    if unknown := sorted({e.item.category for e in entries} - {*categories}):
+    given = data.get("without", {})
+    absent = {k: _made(f"[without.{k}]", Absent, v) for k, v in given.items()} if isinstance(given, Mapping) else {}
+    used = {e.item.category for e in entries} | {a.category for a in absent.values()}
+    if unknown := sorted(used - {*categories}):
         raise SuiteError(
             f"suite {name}: category {unknown[0]!r} is not one of its categories: {', '.join(categories)}"
         )
     return Suite(
         name, top.about, top.device, categories, entries, float(top.memory_gib), top.threads, top.dtype,
+        top.kernels, digest, absent,
+    )  # fmt: skip
+
+
+def _small(data: Mapping[str, Any], name: str) -> Suite:
+    """The suite that [small] stands for. Raises SuiteError, UnknownName."""
+    given = _made("[small]", _Small, data["small"])
+    top = _top(name, {k: v for k, v in data.items() if k != "small"})
+    whole = load(given.of)
+    entries = []
+    for e in whole.entries:
+        if e.item.host != "fastkernels" or not e.model.probe:
+            continue
+        load_ = replace(
+            e.workload, throughput=min(e.workload.throughput, given.throughput), rounds=given.rounds,
+            calls=min(e.workload.calls, given.calls), lengths=tuple((min(a, 24), min(b, 8)) for a, b in e.workload.lengths),
+        )  # fmt: skip
+        entries.append(replace(
+            e, model=e.model.small, workload=load_, minutes=given.minutes, timeout=given.timeout, compiled=False
+        ))  # fmt: skip
+    categories = tuple(c for c in whole.categories if any(e.item.category == c for e in entries))
+    digest = hashlib.sha256(json.dumps([data, whole.digest], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return Suite(
+        name, top.about, top.device, categories, tuple(entries), float(top.memory_gib), top.threads, top.dtype,
         top.kernels, digest,
     )  # fmt: skip
+
+
+def architecture_of(model: Model) -> str:
+    """The name of our model file that runs this model; '' for a model of which we have none."""
+    from fastkernels.models.common.registry import by_architecture, models
+    from fk_bench.core.model_names import PUBLIC, public_name
+
+    config = model.config
+    if model.public:
+        key = public_name(model.public)
+        kind = PUBLIC[key][0] if key else ""
+        return model.public if key is None else next(n for n, m in models().items() if m.arch.model_type == kind)
+    if model.draft:
+        return by_architecture()[model.draft["architectures"][0]].name
+    given = config.get("architectures") or [model.files.get("model_index.json", {}).get("_class_name", "")]
+    if given[0] in by_architecture():
+        return by_architecture()[given[0]].name
+    timm, own = str(config.get("architecture", "")), str(config.get("model", ""))
+    return next((
+        n for n, m in models().items()
+        if (timm and timm.startswith(m.arch.timm or "-")) or (own and own.startswith(m.arch.ultralytics or "-"))
+    ), "")  # fmt: skip
 
 
 def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +330,9 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     given = _made("[served]", _Served, data["served"])
     texts = (m for m in models().values() if m.arch.runner == "Generate" and m.arch.media != ("audio",))
     found = {m.name: m for m in texts}
-    named = {*given.fields, *(name for names in given.lacks.values() for name in names)}
+    listed = [*given.lacks.values(), *given.categories.values()]
+    named = {*given.fields, *(name for names in listed for name in names)}
+    category = {name: own for own, names in given.categories.items() for name in names}
     for what, values, known in (
         ("architecture", named, found), ("host", {*given.minutes, *given.lacks}, HOSTS),
     ):  # fmt: skip
@@ -254,7 +342,7 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in found.items():
         public = next((hub.rpartition("/")[2].lower() for hub in model.arch.public), name)
         made[name] = {
-            "category": given.category, "public": public, "config": dict(given.fields.get(name, {})),
+            "category": category.get(name, given.category), "public": public, "config": dict(given.fields.get(name, {})),
             "weights": "dummy", "layers": given.layers,
         }  # fmt: skip
         items += [
@@ -432,4 +520,5 @@ def of_model(suite: Suite, model: str) -> Suite:
         entries=kept,
         categories=categories,
         digest=f"{suite.digest}:{model}",
+        without={},
     )

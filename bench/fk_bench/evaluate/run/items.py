@@ -9,7 +9,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a sha
 OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
+DRAFTED = 3  # tokens of a draft model in a step
 BOX = 6  # numbers of a detection: corners, score, label
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -241,12 +242,18 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     count = max(work.throughput, work.latency, *SERVED)
     where = model.timm or model.named or str(checkpoints.folder(model, work.kind))
     dummy = model.weights == "dummy" or work.kind != "text"
+    engine_args = dict(entry.engine_args)
+    if model.draft:
+        draft = str(checkpoints.folder(replace(model, config=model.draft, public="", draft={}, files={}, tokenizers={}), "draft"))
+        engine_args["speculative_config"] = {"method": "eagle3", "model": draft, "num_speculative_tokens": DRAFTED}
+    if work.kind == "requests":
+        dtype = str(model.config.get("dtype", dtype))
     return {
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
         "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
-        "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
+        "gpu_share": round(0.85 / sides, 3), "engine_args": engine_args, "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
         "request": dict(model.request), "media": work.media,
     }  # fmt: skip
@@ -308,6 +315,7 @@ class ItemRun:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
         seen = [*readable, *([] if model.timm or model.named else [options["model"]])]
+        seen += [options["engine_args"]["speculative_config"]["model"]] if model.draft else []
         side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:
             side.call("open", **options)
