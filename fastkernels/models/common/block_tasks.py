@@ -8,6 +8,7 @@ dtype.
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tens
 from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
 from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import find
-from fastkernels.models.common.shaped_blocks import BATCH, Shaped, grouped, outputs, shaped
+from fastkernels.models.common.shaped_blocks import BATCH, MASKS, Shaped, grouped, outputs, shaped
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -236,10 +237,11 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
     own = dict(small.named_parameters())
 
     def tensors(pairs: Iterable[tuple[str, tuple[Any, ...], tuple[Any, ...]]]) -> list[Tensor]:
-        return [
-            Tensor(name, " ".join("batch" if a == BATCH else _size(a, b) for a, b in zip(one, other, strict=True)))
-            for name, one, other in pairs
-        ]
+        made = []
+        for name, one, other in pairs:
+            sizes = " ".join("batch" if a == BATCH else _size(a, b) for a, b in zip(one, other, strict=True))
+            made.append(Tensor(name, sizes, "bool", values=_ones) if name in MASKS else Tensor(name, sizes))
+        return made
 
     shapes = [entry.inputs(m, s) for m, s in ((full, False), (small, True))]
     inputs = tensors((name, shapes[0][name], shapes[1][name]) for name in shapes[0])
@@ -253,6 +255,11 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
     def vary(case: Case, rng: random.Random) -> Case:
         return varied(case, lambda: {"batch": near(case.dims["batch"], rng)}, spec.bytes_moved, spec.flops)
 
+    weights = [
+        replace(w, values=_kernel) if len(str(w.axes).split()) > 2 else w
+        for w in (_weight(block, n, p, own[n], None) for n, p in full.named_parameters())
+    ]
+    products = ["*".join(f"({part})" for part in str(w.axes).split()) for w in weights if len(str(w.axes).split()) > 1]
     spec = OpSpec(
         name=block.name,
         level=block.level,
@@ -260,23 +267,32 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         cases=(
             case("single", 1, 0, 8), case("batch_4", 4, 0), case("small_one", 1, 1), case("small_3", 3, 1),
         ),
-        arguments=(*inputs, *(_weight(block, n, p, own[n], None) for n, p in full.named_parameters())),
+        arguments=(*inputs, *weights),
         outputs=tuple(made),
         axes={
             "small": Axis(0, stated=True), "batch": Axis.per_call(),
             "attended": Axis(lambda s: s["batch"], varies=True),
         },
         values=lambda call: {},
-        flops="0",
+        flops=" + ".join(["0", *(f"2*batch*{product}" for product in products)]),  # at least: of one row each
         vary=vary,
         build=lambda cls, args: _build(block, cls, args),
         targets=(_target(block),),
         tolerance=TOLERANCE,
-        activations=tuple(t.name for t in inputs),
+        activations=tuple(t.name for t in inputs if not t.dtype),
         calls=_ops(full),
         parts=tuple(other.name for other, _ in _inside(block)),
     )  # fmt: skip
     return spec
+
+
+def _kernel(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Weights of a convolution that keep the scale of its inputs."""
+    return (call.randn(*shape) * (shape[0] / math.prod(shape)) ** 0.5).to(dtype)
+
+
+def _ones(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=call.device)
 
 
 def _target(block: Block) -> Target:

@@ -1,6 +1,7 @@
 """Blocks whose inputs are not a step of tokens: the shape of each input, from the module's own sizes.
 
-A class that is named in SHAPED is a block wherever a model has it. Inputs are real numbers without a structure.
+A class that is named in SHAPED is a block wherever a model has it. Inputs are real numbers without a structure; of MASKS,
+ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 BATCH = "batch"
+MASKS = ("attention_mask",)  # bool
 Shapes = Mapping[str, tuple[int | str, ...]]  # of the parameters of `forward`; NAME.0 and NAME.1 of a pair
 IMAGE, FRAMES, TEXT, SIDE, HORIZON = 4096, 9600, 512, 32, 16  # tokens of 1024 pixels and of a short video, and so on
 SMALL_TOKENS, SMALL_SIDE, SMALL_HORIZON = 24, 8, 8
@@ -42,7 +44,7 @@ def _hunyuan(module: Any, small: bool) -> Shapes:
     video, text = _tokens(small, FRAMES), _tokens(small, TEXT)
     return {
         "hidden_states": (BATCH, video, width), "encoder_hidden_states": (BATCH, text, width), "temb": (BATCH, width),
-        "freqs_cis.0": (video, head), "freqs_cis.1": (video, head),
+        "attention_mask": (BATCH, text), "freqs_cis.0": (video, head), "freqs_cis.1": (video, head),
     }  # fmt: skip
 
 
@@ -117,8 +119,11 @@ def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
     assert entry is not None
     shapes, made = entry.inputs(module, small), []
     for batch in (1, 2):
-        given = {n: torch.empty([batch if d == BATCH else int(d) for d in dims], dtype=torch.bfloat16, device="meta")
-                 for n, dims in shapes.items()}  # fmt: skip
+        given = {}
+        for name, dims in shapes.items():
+            sizes = [batch if d == BATCH else int(d) for d in dims]
+            dtype = torch.bool if name in MASKS else torch.bfloat16
+            given[name] = torch.empty(sizes, dtype=dtype, device="meta")
         with torch.no_grad():
             found = module(**grouped(given))
         made.append([tuple(t.shape) for t in (found if isinstance(found, tuple) else (found,))])

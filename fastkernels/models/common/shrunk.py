@@ -53,7 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "rt_detr_v2": {
         "encoder_hidden_dim": 32, "d_model": 32, "decoder_in_channels": [32, 32, 32],
     },
-    "swinv2": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "depths": [2, 2, 2, 1], "window_size": 4, "image_size": 128},
+    "swinv2": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "window_size": 4, "image_size": 128},
     "yolov10": {"scale": "n"},
     "flux": {
         "transformer": {
@@ -70,7 +70,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "unet": {
             "block_out_channels": [32, 64, 64], "attention_head_dim": [2, 4, 4], "cross_attention_dim": 64,
             "norm_num_groups": 8, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
-            "transformer_layers_per_block": [1, 2, 2],
         },
     },
     "hunyuan_video": {
