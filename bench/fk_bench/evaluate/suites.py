@@ -75,7 +75,7 @@ class Model:
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
     layers    at most so many are kept; 0: all
-    files     {file of JSON: its content} of the checkpoint's folder, such as a processor's, or of all parts of a pipeline
+    files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
     draft     configuration of a model that drafts three tokens of a step, in our engine
     request   sizes of a request to our engine's runner; see run/hosts/sent.py
@@ -113,7 +113,11 @@ class Model:
 
 def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Tables with the fields of other ones, in tables within them, too."""
-    both = {k for k in given.keys() & more.keys() if isinstance(given[k], Mapping) and isinstance(more[k], Mapping)}
+    both = {
+        k
+        for k in given.keys() & more.keys()
+        if isinstance(given[k], Mapping) and isinstance(more[k], Mapping)
+    }
     return {**given, **more, **{k: _merged(given[k], more[k]) for k in both}}
 
 
@@ -265,7 +269,11 @@ def read(data: Mapping[str, Any], name: str) -> Suite:
         raise SuiteError(f"suite {name}: {twice} is declared twice")
     categories = tuple(top.categories or sorted({m.category for m in models.values()}))
     given = data.get("without", {})
-    absent = {k: _made(f"[without.{k}]", Absent, v) for k, v in given.items()} if isinstance(given, Mapping) else {}
+    absent = (
+        {k: _made(f"[without.{k}]", Absent, v) for k, v in given.items()}
+        if isinstance(given, Mapping)
+        else {}
+    )
     used = {e.item.category for e in entries} | {a.category for a in absent.values()}
     if unknown := sorted(used - {*categories}):
         raise SuiteError(
@@ -288,13 +296,16 @@ def _small(data: Mapping[str, Any], name: str) -> Suite:
             continue
         load_ = replace(
             e.workload, throughput=min(e.workload.throughput, given.throughput), rounds=given.rounds,
-            calls=min(e.workload.calls, given.calls), lengths=tuple((min(a, 24), min(b, 8)) for a, b in e.workload.lengths),
+            calls=min(e.workload.calls, given.calls),
+            lengths=tuple((min(a, 24), min(b, 8)) for a, b in e.workload.lengths),
         )  # fmt: skip
         entries.append(replace(
             e, model=e.model.small, workload=load_, minutes=given.minutes, timeout=given.timeout, compiled=False
         ))  # fmt: skip
     categories = tuple(c for c in whole.categories if any(e.item.category == c for e in entries))
-    digest = hashlib.sha256(json.dumps([data, whole.digest], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        json.dumps([data, whole.digest], sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
     return Suite(
         name, top.about, top.device, categories, tuple(entries), float(top.memory_gib), top.threads, top.dtype,
         top.kernels, digest,
@@ -310,7 +321,9 @@ def architecture_of(model: Model) -> str:
     if model.public:
         key = public_name(model.public)
         kind = PUBLIC[key][0] if key else ""
-        return model.public if key is None else next(n for n, m in models().items() if m.arch.model_type == kind)
+        return (
+            model.public if key is None else next(n for n, m in models().items() if m.arch.model_type == kind)
+        )
     if model.draft:
         return by_architecture()[model.draft["architectures"][0]].name
     given = config.get("architectures") or [model.files.get("model_index.json", {}).get("_class_name", "")]
@@ -342,7 +355,8 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in found.items():
         public = next((hub.rpartition("/")[2].lower() for hub in model.arch.public), name)
         made[name] = {
-            "category": category.get(name, given.category), "public": public, "config": dict(given.fields.get(name, {})),
+            "category": category.get(name, given.category), "public": public,
+            "config": dict(given.fields.get(name, {})),
             "weights": "dummy", "layers": given.layers,
         }  # fmt: skip
         items += [
@@ -411,7 +425,9 @@ def _workload(name: str, given: Mapping[str, Any]) -> Workload:
     if (made.kind == "text") != bool(made.lengths) or min((min(p) for p in made.lengths), default=1) < 1:
         raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], other kinds none")
     if made.media not in ("", *MEDIA) or (made.media and made.kind != "text"):
-        raise SuiteError(f"workload {name}: media = {made.media!r} is none of {', '.join(MEDIA)}, of a workload of text")
+        raise SuiteError(
+            f"workload {name}: media = {made.media!r} is none of {', '.join(MEDIA)}, of a workload of text"
+        )
     if made.compare not in COMPARED:
         raise SuiteError(f"workload {name}: {UnknownName('comparison', made.compare, COMPARED)}")
     if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:

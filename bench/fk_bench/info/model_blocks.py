@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import by_architecture, models
 from fk_bench.core.model_names import PUBLIC, public_name
 
@@ -43,7 +42,10 @@ def _of_suite(name: str) -> Path | None:
     if models()[name].arch.runner == "Generate" or models()[name].arch.public:
         return None
     entries = suites.load("full").entries
-    found = next((e for e in entries if e.workload.kind == "requests" and suites.architecture_of(e.model) == name), None)
+    found = next(
+        (e for e in entries if e.workload.kind == "requests" and suites.architecture_of(e.model) == name),
+        None,
+    )
     return None if found is None else checkpoints.folder(found.model, "requests")
 
 

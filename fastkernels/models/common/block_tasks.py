@@ -259,7 +259,9 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         replace(w, values=_kernel) if len(str(w.axes).split()) > 2 else w
         for w in (_weight(block, n, p, own[n], None) for n, p in full.named_parameters())
     ]
-    products = ["*".join(f"({part})" for part in str(w.axes).split()) for w in weights if len(str(w.axes).split()) > 1]
+    products = [
+        "*".join(f"({part})" for part in str(w.axes).split()) for w in weights if len(str(w.axes).split()) > 1
+    ]
     spec = OpSpec(
         name=block.name,
         level=block.level,

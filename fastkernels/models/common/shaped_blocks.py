@@ -1,6 +1,6 @@
 """Blocks whose inputs are not a step of tokens: the shape of each input, from the module's own sizes.
 
-A class that is named in SHAPED is a block wherever a model has it. Inputs are real numbers without a structure; of MASKS,
+A class that is named in SHAPED is a block wherever a model has it. Inputs are normal random numbers; those in MASKS are
 ones.
 """
 
@@ -15,7 +15,13 @@ from torch import nn
 BATCH = "batch"
 MASKS = ("attention_mask",)  # bool
 Shapes = Mapping[str, tuple[int | str, ...]]  # of the parameters of `forward`; NAME.0 and NAME.1 of a pair
-IMAGE, FRAMES, TEXT, SIDE, HORIZON = 4096, 9600, 512, 32, 16  # tokens of 1024 pixels and of a short video, and so on
+IMAGE, FRAMES, TEXT, SIDE, HORIZON = (
+    4096,
+    9600,
+    512,
+    32,
+    16,
+)  # tokens of 1024 pixels and of a short video, and so on
 SMALL_TOKENS, SMALL_SIDE, SMALL_HORIZON = 24, 8, 8
 
 
@@ -128,7 +134,10 @@ def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
             found = module(**grouped(given))
         made.append([tuple(t.shape) for t in (found if isinstance(found, tuple) else (found,))])
     one, two = made
-    return [tuple(BATCH if b == 2 * a == 2 else a for a, b in zip(*pair, strict=True)) for pair in zip(one, two, strict=True)]
+    return [
+        tuple(BATCH if b == 2 * a == 2 else a for a, b in zip(*pair, strict=True))
+        for pair in zip(one, two, strict=True)
+    ]
 
 
 def shaped(module: nn.Module) -> Shaped | None:

@@ -23,7 +23,14 @@ from fastkernels.core import registry
 from fastkernels.models.common.registry import models
 
 SMALL = {entry.name: entry for entry in suites.load("small").entries}
-FAST = ("bge-m3/passages", "yolov10-b/boxes", "dlrmv2/ratings", "gaussians/views", "dp3/robots", "oasis/rollouts")
+FAST = (
+    "bge-m3/passages",
+    "yolov10-b/boxes",
+    "dlrmv2/ratings",
+    "gaussians/views",
+    "dp3/robots",
+    "oasis/rollouts",
+)
 
 
 class Here:
@@ -50,10 +57,15 @@ def check(name: str) -> None:
     for seed in (3, 3, 4):
         side.call("prepare", batch=2, seed=seed, calls=2)
         side.call("run")
-        outputs.append([np.frombuffer(b64decode(side.call("output", call=i)["output"]), np.float32) for i in (0, 1)])
+        outputs.append(
+            [np.frombuffer(b64decode(side.call("output", call=i)["output"]), np.float32) for i in (0, 1)]
+        )
     first, again, other = outputs
     assert work.apart(again[1], first[1], 2) <= scale.noise + 1e-6
-    assert work.apart(first[0], first[1], 2) > 10 * scale.noise and work.apart(other[0], first[0], 2) > 10 * scale.noise
+    assert (
+        work.apart(first[0], first[1], 2) > 10 * scale.noise
+        and work.apart(other[0], first[0], 2) > 10 * scale.noise
+    )
     assert np.isfinite(np.concatenate(first)).all()
 
 
@@ -69,9 +81,17 @@ def test_every_small_item_sees_planted_faults(name: str) -> None:
 
 
 def test_every_runner_has_requests_or_generates_text() -> None:
-    kinds = {(m.arch.runner, m.arch.inputs) for m in models().values() if m.arch.runner not in ("Generate", "Draft")}
+    kinds = {
+        (m.arch.runner, m.arch.inputs)
+        for m in models().values()
+        if m.arch.runner not in ("Generate", "Draft")
+    }
     absent = suites.load("full").without
-    left = kinds - SENT.keys() - {(models()[n].arch.runner, models()[n].arch.inputs) for n in absent if n in models()}
+    left = (
+        kinds
+        - SENT.keys()
+        - {(models()[n].arch.runner, models()[n].arch.inputs) for n in absent if n in models()}
+    )
     assert not left, f"{left}: give each a line in SENT of run/hosts/sent.py"
 
 
@@ -86,7 +106,9 @@ def test_boxes_are_matched_before_they_are_compared() -> None:
     assert np.abs(matched(lost, wanted) - wanted).max() > 0.1
 
 
-def test_files_of_a_pipeline_and_tokenizers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_pipeline_and_tokenizers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoTokenizer
 
     monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))

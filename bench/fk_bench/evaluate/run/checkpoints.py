@@ -36,7 +36,9 @@ def folder(model: Model, kind: str) -> Path:
                     (made / name).parent.mkdir(exist_ok=True)
                     (made / name).write_text(json.dumps(table))
             for name, given in model.tokenizers.items():
-                _tokenizer(**({"longest": given} if type(given) is int else given)).save_pretrained(made / name)
+                _tokenizer(**({"longest": given} if type(given) is int else given)).save_pretrained(
+                    made / name
+                )
             made.chmod(0o755)  # the user of a cage reads it, too
             for file in made.rglob("*"):
                 file.chmod(0o755 if file.is_dir() else 0o644)

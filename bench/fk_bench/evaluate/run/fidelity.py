@@ -19,9 +19,15 @@ import numpy as np
 from fk_bench.quality.calibration import Calibration, correctness, noise_of
 
 UNITS = {
-    "text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error", "tokens": "of the tokens",
+    "text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error",
+    "tokens": "of the tokens",
 }  # fmt: skip
-BOUNDS = {"text": 0.1, "logprobs": 0.1, "images": 0.1, "tokens": 0.5}  # discrepancies at which correctness is 0
+BOUNDS = {
+    "text": 0.1,
+    "logprobs": 0.1,
+    "images": 0.1,
+    "tokens": 0.5,
+}  # discrepancies at which correctness is 0
 SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 

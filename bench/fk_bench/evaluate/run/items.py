@@ -68,7 +68,9 @@ class Work:
     def __init__(self, entry: Entry, seed: int, vocab: int):
         self.entry, self.seed, self.vocab = entry, seed, vocab
         self.text = entry.workload.kind == "text"
-        self.kind = "tokens" if entry.workload.compare == "tokens" else "text" if self.text else "images"  # of fidelity
+        self.kind = (
+            "tokens" if entry.workload.compare == "tokens" else "text" if self.text else "images"
+        )  # of fidelity
 
     def requests(
         self, count: int, lengths: Sequence[tuple[int, int]], key: str
@@ -244,8 +246,16 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     dummy = model.weights == "dummy" or work.kind != "text"
     engine_args = dict(entry.engine_args)
     if model.draft:
-        draft = str(checkpoints.folder(replace(model, config=model.draft, public="", draft={}, files={}, tokenizers={}), "draft"))
-        engine_args["speculative_config"] = {"method": "eagle3", "model": draft, "num_speculative_tokens": DRAFTED}
+        draft = str(
+            checkpoints.folder(
+                replace(model, config=model.draft, public="", draft={}, files={}, tokenizers={}), "draft"
+            )
+        )
+        engine_args["speculative_config"] = {
+            "method": "eagle3",
+            "model": draft,
+            "num_speculative_tokens": DRAFTED,
+        }
     if work.kind == "requests":
         dtype = str(model.config.get("dtype", dtype))
     return {

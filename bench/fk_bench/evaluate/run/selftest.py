@@ -70,7 +70,9 @@ def _function(op: str) -> str:
     arguments = [*found.args.posonlyargs, *found.args.args]
     for one in arguments:
         one.annotation = None
-    return _FUNCTION.format(op=op, parameters=ast.unparse(found.args), arguments=", ".join(a.arg for a in arguments))
+    return _FUNCTION.format(
+        op=op, parameters=ast.unparse(found.args), arguments=", ".join(a.arg for a in arguments)
+    )
 
 
 def _classes(host: str, op: str) -> list[tuple[str, str, str]]:

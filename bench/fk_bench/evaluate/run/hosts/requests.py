@@ -24,8 +24,8 @@ class Requests(Recorded, Patched):
         from fastkernels import LLM
 
         self.target = LLM(
-            options["model"], dtype=options["dtype"], load_format="dummy", skip_tokenizer_init=True, max_num_seqs=options["max_num_seqs"],
-            **options["engine_args"],
+            options["model"], dtype=options["dtype"], load_format="dummy", skip_tokenizer_init=True,
+            max_num_seqs=options["max_num_seqs"], **options["engine_args"],
         )  # fmt: skip
         engine = self.target.llm_engine
         self.sent = SENT[engine.kind, engine.inputs]
@@ -74,9 +74,7 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        draw = generators.setdefault(
-            parameter.device, torch.Generator(parameter.device).manual_seed(seed)
-        )
+        draw = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
         mean, std = 1.0, 0.1
         if parameter.dim() > 1:
             gain = 2.0 if parameter.dim() > 3 else 1.0  # convolutions, which ReLU or SiLU follows

@@ -1,4 +1,4 @@
-"""What a request to our engine holds, by runner and input, and the numbers of its answer. Values follow from a seed."""
+"""Requests to our engine by runner and input, and the numbers of their answers. All values follow from a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import numpy as np
 
 Draw = np.random.Generator
 RESERVED = 10  # ids below are special in most vocabularies
-WORDS = "red bicycle brick wall lighthouse night oil painting bowl of ripe cherries small boat".split()
+WORDS = (
+    "red",
+    "bicycle",
+    "brick",
+    "wall",
+    "lighthouse",
+    "night",
+    "painting",
+    "bowl",
+    "ripe",
+    "cherries",
+    "boat",
+)
 SPOTS = 8  # of an image's side: large enough to survive the first convolutions
 
 
@@ -44,7 +56,9 @@ def medium(kind: str, sizes: Mapping[str, Any], draw: Draw) -> Any:
     if kind == "audio":
         return draw.normal(0.0, 0.1, int(16000 * float(sizes["seconds"]))).astype(np.float32)
     if kind == "video":
-        return [_picture(draw, int(sizes["width"]), int(sizes["height"])) for _ in range(int(sizes["frames"]))]
+        return [
+            _picture(draw, int(sizes["width"]), int(sizes["height"])) for _ in range(int(sizes["frames"]))
+        ]
     return _picture(draw, int(sizes["width"]), int(sizes["height"]))
 
 
@@ -138,9 +152,11 @@ def _seen(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
     config = _model(llm).config
     images = [_image(llm, sizes, draw) for _ in range(int(sizes["cameras"]))]
     prompt = _ids(draw, int(sizes["tokens"]), config.vlm_config.text_config.vocab_size // 2)
-    return {"images": images, "state": draw.normal(size=config.max_state_dim).tolist(), "prompt": prompt}, _seed(
-        draw
-    )
+    return {
+        "images": images,
+        "state": draw.normal(size=config.max_state_dim).tolist(),
+        "prompt": prompt,
+    }, _seed(draw)
 
 
 def _acted(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:

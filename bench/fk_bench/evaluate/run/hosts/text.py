@@ -64,7 +64,9 @@ class Engine(Remote):
 
     def _run(self, prompts: Ids, params: list[Any]) -> Any:
         given = [{"prompt_token_ids": p} for p in prompts]
-        return self.target.generate(self._media.added(given) if self._media else given, params, use_tqdm=False)
+        return self.target.generate(
+            self._media.added(given) if self._media else given, params, use_tqdm=False
+        )
 
     def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
         more: dict[str, Any] = {"logprobs": 1} if logprobs else {}
@@ -102,7 +104,9 @@ class WithMedia:
         self._kind, self._sizes = options["media"], options["request"]
         model = llm.llm_engine.runner.model
         redraw(model)
-        tokens: dict[str, int] = getattr(model, "token_ids", {})  # of placeholders; a decoder with a source has none
+        tokens: dict[str, int] = getattr(
+            model, "token_ids", {}
+        )  # of placeholders; a decoder with a source has none
         self._placeholder, self._taken = [tokens[self._kind]] if tokens else [], {*tokens.values()}
         self.bias = dict.fromkeys(self._taken, -100.0)  # a generated placeholder would lack its medium
 
