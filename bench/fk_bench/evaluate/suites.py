@@ -107,7 +107,7 @@ class Model:
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
-        own = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
+        own: dict[str, Any] = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
         return replace(self, config=_merged(self.config, probe), **own)
 
 
@@ -464,9 +464,9 @@ def _model(name: str, given: Mapping[str, Any]) -> Model:
         from fastkernels.models.common.registry import models
 
         kind = made.config.get("model_type", "")
-        known = {*CONFIG_MAPPING_NAMES, *(m.arch.model_type for m in models().values())}
-        if kind not in known:
-            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), sorted(known))}")
+        types = {*CONFIG_MAPPING_NAMES, *(m.arch.model_type for m in models().values())}
+        if kind not in types:
+            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), sorted(types))}")
     if made.public:
         from fastkernels.models.common.registry import models
         from fk_bench.core.model_names import PUBLIC, public_name

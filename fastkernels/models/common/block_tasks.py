@@ -253,7 +253,7 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         return Case(name, {"batch": batch, "small": small}, dtype, weight, (tag,))
 
     def vary(case: Case, rng: random.Random) -> Case:
-        return varied(case, lambda: {"batch": near(case.dims["batch"], rng)}, spec.bytes_moved, spec.flops)
+        return varied(case, lambda: {"batch": near(case.dims["batch"], rng)}, task.bytes_moved, task.flops)
 
     weights = [
         replace(w, values=_kernel) if len(str(w.axes).split()) > 2 else w
@@ -262,7 +262,7 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
     products = [
         "*".join(f"({part})" for part in str(w.axes).split()) for w in weights if len(str(w.axes).split()) > 1
     ]
-    spec = OpSpec(
+    task = OpSpec(
         name=block.name,
         level=block.level,
         reference=lambda *args: _reference(block, list(args)),
@@ -285,7 +285,7 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         calls=_ops(full),
         parts=tuple(other.name for other, _ in _inside(block)),
     )  # fmt: skip
-    return spec
+    return task
 
 
 def _kernel(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -241,6 +241,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     """The options of `hosts.open_host`."""
     work = entry.workload
     longest = max(work.longest, max(map(sum, PROBE_LENGTHS))) + 16
+    longest += int(model.request.get("tokens", 0)) if work.media else 0
     count = max(work.throughput, work.latency, *SERVED)
     where = model.timm or model.named or str(checkpoints.folder(model, work.kind))
     dummy = model.weights == "dummy" or work.kind != "text"

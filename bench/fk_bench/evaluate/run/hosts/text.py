@@ -53,6 +53,8 @@ class Engine(Remote):
             options = {**options, "engine_args": {"skip_tokenizer_init": False, **options["engine_args"]}}
         _, _, self.target = build(options)
         self.remote = options["host"] == "vllm"
+        if options["media"] or "speculative_config" in options["engine_args"]:
+            redraw(self.target.llm_engine.runner.model)
         self._media = WithMedia(self.target, options) if options["media"] else None
 
     def _params(self, **given: Any) -> Any:
@@ -98,15 +100,12 @@ class Engine(Remote):
 
 
 class WithMedia:
-    """Gives each request of our engine a medium that follows from its prompt, and scales the weights that read it."""
+    """Gives each request of our engine a medium that follows from its prompt."""
 
     def __init__(self, llm: Any, options: dict[str, Any]):
         self._kind, self._sizes = options["media"], options["request"]
-        model = llm.llm_engine.runner.model
-        redraw(model)
-        tokens: dict[str, int] = getattr(
-            model, "token_ids", {}
-        )  # of placeholders; a decoder with a source has none
+        # of placeholders; a decoder with a source has none
+        tokens: dict[str, int] = getattr(llm.llm_engine.runner.model, "token_ids", {})
         self._placeholder, self._taken = [tokens[self._kind]] if tokens else [], {*tokens.values()}
         self.bias = dict.fromkeys(self._taken, -100.0)  # a generated placeholder would lack its medium
 
