@@ -36,8 +36,7 @@ def config_of(model: str) -> Any:
 
 def _of_suite(name: str) -> Path | None:
     """The folder with the configuration that the suite `full` gives a model of another runner than Generate."""
-    from fk_bench.evaluate import suites
-    from fk_bench.evaluate.run import checkpoints
+    from fk_bench.evaluate import checkpoints, suites
 
     if models()[name].arch.runner == "Generate" or models()[name].arch.public:
         return None

@@ -25,7 +25,7 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tens
 from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
 from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import find
-from fastkernels.models.common.shaped_blocks import BATCH, MASKS, Shaped, grouped, outputs, shaped
+from fastkernels.models.shaped_blocks import BATCH, MASKS, Shaped, grouped, outputs, shaped
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 

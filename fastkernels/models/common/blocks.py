@@ -24,7 +24,7 @@ from fastkernels.models.common import build, shrunk
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.detector import Detector
 from fastkernels.models.common.registry import find
-from fastkernels.models.common.shaped_blocks import outputs, shaped
+from fastkernels.models.shaped_blocks import outputs, shaped
 
 LEVELS = {
     "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2, "encoder_layer": 3, "decoder_layer": 3,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fk_bench.evaluate import suites
+from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.run import checkpoints, selftest
+from fk_bench.evaluate.run import selftest
 from fk_bench.evaluate.run.hosts import open_host
 from fk_bench.evaluate.run.hosts.sent import SENT
 from fk_bench.evaluate.run.items import ItemRun, Work, calibrated, matched, options_of, vocab_of

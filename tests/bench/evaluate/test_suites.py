@@ -6,8 +6,7 @@ import copy
 
 import pytest
 from fk_bench.e2e.pictures.named import NAMED
-from fk_bench.evaluate import suites
-from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.suites import SuiteError
 
 from fastkernels.core.registry import UnknownName

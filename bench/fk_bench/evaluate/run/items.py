@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from fk_bench.core.stats import paired_ratio
+from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.macro_eval import Outcome
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.run import checkpoints
 from fk_bench.evaluate.run.fidelity import Fidelity, calibration, fidelity
 from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
 from fk_bench.evaluate.run.side import Launcher, Side, SideFailed

@@ -200,7 +200,8 @@ def _pictured(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     for _, sizes, seed in requests:
         names = {"height": "height", "width": "width", "num_inference_steps": "steps"}
         names |= {"num_frames": "frames"} if video else {}
-        params.append(cls(seed=seed, **{name: int(sizes[own]) for name, own in names.items()}))
+        given: dict[str, Any] = {name: int(sizes[own]) for name, own in names.items()}
+        params.append(cls(seed=seed, **given))
     found = method([prompt for prompt, _, _ in requests], params, use_tqdm=False)
     return [np.asarray(o.arrays[0], np.float32) / 255 for o in found]
 
@@ -226,7 +227,9 @@ def _unmasked(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     """The tokens of answers that few steps make: each step is one forward pass."""
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
 
-    sizes = {name: int(requests[0][1][own]) for name, own in (("max_tokens", "new"), ("steps", "steps"))}
+    sizes: dict[str, Any] = {
+        name: int(requests[0][1][own]) for name, own in (("max_tokens", "new"), ("steps", "steps"))
+    }
     params = UnmaskParams(temperature=0, ignore_eos=True, detokenize=False, **sizes)
     found = llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
     return [np.asarray(o.outputs[0].token_ids, np.float32) for o in found]

@@ -1,7 +1,7 @@
 """Blocks whose inputs are not a step of tokens: the shape of each input, from the module's own sizes.
 
 A class that is named in SHAPED is a block wherever a model has it. Inputs are normal random numbers; those in MASKS are
-ones.
+ones. Outside of the model files, these tables alone name models.
 """
 
 from __future__ import annotations
@@ -108,6 +108,64 @@ SHAPED: dict[str, Shaped] = {
     "fastkernels.models.vision.rtdetrv2:CspRepLayer": Shaped("conv_block", _image),
     "fastkernels.models.vision.swinv2:Swinv2Stage": Shaped("encoder_layer", _stage),
 }
+
+
+# {model type: fields of a small model whose sizes have other names}; of a pipeline by part
+SMALL: dict[str, dict[str, Any]] = {
+    "simple_dp3": {
+        "horizon": 8, "n_action_steps": 4, "num_inference_steps": 4, "diffusion_step_embed_dim": 16,
+        "down_dims": [16, 24, 32], "kernel_size": 3, "encoder_output_dim": 12,
+    },
+    "oasis": {
+        "input_h": 8, "input_w": 6, "in_channels": 4, "hidden_size": 64, "depth": 2, "num_heads": 4, "max_frames": 5,
+        "vae": {
+            "input_height": 32, "input_width": 24, "patch_size": 4, "latent_dim": 4, "enc_dim": 32, "enc_depth": 1,
+            "enc_heads": 2, "dec_dim": 48, "dec_depth": 2, "dec_heads": 2,
+        },
+    },
+    "ptv3": {
+        "enc_channels": [16, 16, 24, 24, 32], "enc_num_head": [2, 2, 3, 3, 2], "enc_patch_size": [16] * 5,
+        "dec_channels": [16, 24, 24, 24], "dec_num_head": [2, 2, 3, 3], "dec_patch_size": [16] * 4,
+    },
+    "pi0": {
+        "vlm_config": {
+            "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+            "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+            "projection_dim": 64,
+        },
+        "dit_config": {"hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3},
+    },
+    "rt_detr_v2": {
+        "encoder_hidden_dim": 32, "d_model": 32, "decoder_in_channels": [32, 32, 32],
+    },
+    "swinv2": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "window_size": 4, "image_size": 128},
+    "yolov10": {"scale": "n"},
+    "flux": {
+        "transformer": {
+            "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+            "num_attention_heads": 3, "joint_attention_dim": 32, "pooled_projection_dim": 32,
+            "axes_dims_rope": [4, 4, 8],
+        },
+        "vae": {
+            "block_out_channels": [16, 32], "norm_num_groups": 8, "latent_channels": 4,
+            "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2,
+        },
+    },
+    "sdxl": {
+        "unet": {
+            "block_out_channels": [32, 64, 64], "attention_head_dim": [2, 4, 4], "cross_attention_dim": 64,
+            "norm_num_groups": 8, "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
+        },
+    },
+    "hunyuan_video": {
+        "transformer": {
+            "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
+            "mlp_ratio": 2.0,
+            "text_embed_dim": 32, "text_embed_2_dim": 24, "image_embed_dim": 16, "rope_axes_dim": [4, 6, 6],
+        },
+        "vae": {"latent_channels": 4, "block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1},
+    },
+}  # fmt: skip
 
 
 def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
