@@ -80,7 +80,11 @@ SHAPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", SHAPED)
+HEAVY = ("flux", "sdxl", "hunyuan_video", "swinv2", "pi0")
+PARAMETERS = [pytest.param(m, marks=pytest.mark.slow) if m in HEAVY else m for m in SHAPED]
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
 def test_blocks_of_other_runners_equal_their_references(model: str) -> None:
     assert any(name.startswith(f"{model}.{SHAPED[model]}") for name in check(model))
 
