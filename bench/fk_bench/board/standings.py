@@ -246,7 +246,7 @@ def _declared(league: League, mine: Sequence[Entry]) -> tuple[tuple[Item, ...], 
         suite = load(name)
         suite = of_model(suite, model) if model else suite
         if suite.digest == league.digest:
-            return tuple(e.item for e in suite.entries), suite.categories
+            return tuple(suite.declared), suite.categories
     except (SuiteError, UnknownName, OSError):
         pass
     items = tuple(dict.fromkeys(i for e in mine for i in e.items))

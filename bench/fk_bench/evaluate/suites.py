@@ -23,12 +23,15 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).with_name("suites")
-KINDS = ("text", "images")
+KINDS = ("text", "images", "requests")
+PROBED = ("files", "tokenizers", "draft", "request")  # tables of a model that its probe may change
+MEDIA = ("image", "video", "audio")
+COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 HOSTS = {  # and the kinds of workloads that they run
-    "fastkernels": ("text",), "vllm": ("text",), "sglang": ("text",), "transformers": KINDS, "timm": ("images",),
-    "diffusers": ("images",),
+    "fastkernels": ("text", "requests"), "vllm": ("text",), "sglang": ("text",), "transformers": ("text", "images"),
+    "timm": ("images",), "diffusers": ("images",),
 }  # fmt: skip
 _T = TypeVar("_T")
 
@@ -43,7 +46,9 @@ class Workload:
 
     lengths     (prompt, output) tokens of a request, repeated as needed; of text
     throughput  requests at once, or images of a call; latency: the same for the latency, usually 1
-    calls       of a model in a round; of images
+    calls       of a model in a round; of images, and of requests to a runner that makes no text
+    media       'image', 'video' or 'audio': each request of text has one, too
+    compare     how outputs of requests are compared: 'values', 'boxes' after matching them, or 'tokens'
     """
 
     kind: str
@@ -53,6 +58,8 @@ class Workload:
     rounds: int = 5
     lengths: tuple[tuple[int, int], ...] = ()
     calls: int = 8
+    media: str = ""
+    compare: str = "values"
 
     @property
     def longest(self) -> int:
@@ -68,7 +75,11 @@ class Model:
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
     layers    at most so many are kept; 0: all
-    probe     fields that make it small, for the search for culprits
+    files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
+    tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
+    draft     configuration of a model that drafts three tokens of a step, in our engine
+    request   sizes of a request to our engine's runner; see run/hosts/sent.py
+    probe     fields that make it small, for the search for culprits; in tables, those of PROBED
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
 
@@ -83,6 +94,10 @@ class Model:
     probe: Mapping[str, Any] = field(default_factory=dict)
     weights: str = "saved"
     image_size: int = 0
+    files: Mapping[str, Any] = field(default_factory=dict)
+    tokenizers: Mapping[str, Any] = field(default_factory=dict)
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def small(self) -> Model:
@@ -91,7 +106,19 @@ class Model:
             return replace(self, arguments={**self.arguments, **self.probe})
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
-        return replace(self, config={**self.config, **self.probe})
+        probe = dict(self.probe)
+        own: dict[str, Any] = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
+        return replace(self, config=_merged(self.config, probe), **own)
+
+
+def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with the fields of other ones, in tables within them, too."""
+    both = {
+        k
+        for k in given.keys() & more.keys()
+        if isinstance(given[k], Mapping) and isinstance(more[k], Mapping)
+    }
+    return {**given, **more, **{k: _merged(given[k], more[k]) for k in both}}
 
 
 @dataclass(frozen=True)
@@ -125,6 +152,7 @@ class _Served:
     minutes  {host: of an item}; the hosts of the items
     lacks    {host: architectures that it does not have}
     fields   {architecture: fields of its configuration that differ}
+    categories  {category: its architectures}; the others are of `category`
     """
 
     category: str
@@ -134,6 +162,30 @@ class _Served:
     timeout: float = 300.0
     lacks: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    categories: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An architecture that is declared and has no item: it counts as not run."""
+
+    category: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The items of another suite in our engine whose models have a probe, with these small models.
+
+    throughput, calls, rounds  of a workload, at most
+    """
+
+    of: str
+    minutes: float
+    throughput: int = 3
+    calls: int = 2
+    rounds: int = 3
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +212,7 @@ class Suite:
 
     memory_gib, threads  of one process; 0 threads: all cores
     kernels              options of the judge for the ops of a set
+    without              declared architectures without an item
     """
 
     name: str
@@ -172,6 +225,13 @@ class Suite:
     dtype: str
     kernels: Mapping[str, Any]
     digest: str
+    without: Mapping[str, Absent] = field(default_factory=dict)
+
+    @property
+    def declared(self) -> list[Item]:
+        """All items that the score is over: those of the entries, and one of each architecture without any."""
+        absent = [Item(a.category, name, "none", "fastkernels") for name, a in self.without.items()]
+        return [*(e.item for e in self.entries), *absent]
 
 
 def names() -> list[str]:
@@ -192,10 +252,12 @@ def load(name: str) -> Suite:
 
 def read(data: Mapping[str, Any], name: str) -> Suite:
     """A suite from its tables. Raises SuiteError."""
+    if "small" in data:
+        return _small(data, name)
     if "served" in data:
         data = _with_served(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items")})
+    top = _top(name, {k: v for k, v in data.items() if k not in ("workloads", "models", "items", "without")})
     workloads = {k: _workload(k, v) for k, v in _table(data, "workloads").items()}
     models = {k: _model(k, v) for k, v in _table(data, "models").items()}
     items = data.get("items")
@@ -206,14 +268,72 @@ def read(data: Mapping[str, Any], name: str) -> Suite:
     if twice := next((e.name for e in entries if found.count(e.item) > 1), None):
         raise SuiteError(f"suite {name}: {twice} is declared twice")
     categories = tuple(top.categories or sorted({m.category for m in models.values()}))
-    if unknown := sorted({e.item.category for e in entries} - {*categories}):
+    given = data.get("without", {})
+    absent = (
+        {k: _made(f"[without.{k}]", Absent, v) for k, v in given.items()}
+        if isinstance(given, Mapping)
+        else {}
+    )
+    used = {e.item.category for e in entries} | {a.category for a in absent.values()}
+    if unknown := sorted(used - {*categories}):
         raise SuiteError(
             f"suite {name}: category {unknown[0]!r} is not one of its categories: {', '.join(categories)}"
         )
     return Suite(
         name, top.about, top.device, categories, entries, float(top.memory_gib), top.threads, top.dtype,
+        top.kernels, digest, absent,
+    )  # fmt: skip
+
+
+def _small(data: Mapping[str, Any], name: str) -> Suite:
+    """The suite that [small] stands for. Raises SuiteError, UnknownName."""
+    given = _made("[small]", _Small, data["small"])
+    top = _top(name, {k: v for k, v in data.items() if k != "small"})
+    whole = load(given.of)
+    entries = []
+    for e in whole.entries:
+        if e.item.host != "fastkernels" or not e.model.probe:
+            continue
+        load_ = replace(
+            e.workload, throughput=min(e.workload.throughput, given.throughput), rounds=given.rounds,
+            calls=min(e.workload.calls, given.calls),
+            lengths=tuple((min(a, 24), min(b, 8)) for a, b in e.workload.lengths),
+        )  # fmt: skip
+        entries.append(replace(
+            e, model=e.model.small, workload=load_, minutes=given.minutes, timeout=given.timeout, compiled=False
+        ))  # fmt: skip
+    categories = tuple(c for c in whole.categories if any(e.item.category == c for e in entries))
+    digest = hashlib.sha256(
+        json.dumps([data, whole.digest], sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
+    return Suite(
+        name, top.about, top.device, categories, tuple(entries), float(top.memory_gib), top.threads, top.dtype,
         top.kernels, digest,
     )  # fmt: skip
+
+
+def architecture_of(model: Model) -> str:
+    """The name of our model file that runs this model; '' for a model of which we have none."""
+    from fastkernels.models.common.registry import by_architecture, models
+    from fk_bench.core.model_names import PUBLIC, public_name
+
+    config = model.config
+    if model.public:
+        key = public_name(model.public)
+        kind = PUBLIC[key][0] if key else ""
+        return (
+            model.public if key is None else next(n for n, m in models().items() if m.arch.model_type == kind)
+        )
+    if model.draft:
+        return by_architecture()[model.draft["architectures"][0]].name
+    given = config.get("architectures") or [model.files.get("model_index.json", {}).get("_class_name", "")]
+    if given[0] in by_architecture():
+        return by_architecture()[given[0]].name
+    timm, own = str(config.get("architecture", "")), str(config.get("model", ""))
+    return next((
+        n for n, m in models().items()
+        if (timm and timm.startswith(m.arch.timm or "-")) or (own and own.startswith(m.arch.ultralytics or "-"))
+    ), "")  # fmt: skip
 
 
 def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +343,9 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     given = _made("[served]", _Served, data["served"])
     texts = (m for m in models().values() if m.arch.runner == "Generate" and m.arch.media != ("audio",))
     found = {m.name: m for m in texts}
-    named = {*given.fields, *(name for names in given.lacks.values() for name in names)}
+    listed = [*given.lacks.values(), *given.categories.values()]
+    named = {*given.fields, *(name for names in listed for name in names)}
+    category = {name: own for own, names in given.categories.items() for name in names}
     for what, values, known in (
         ("architecture", named, found), ("host", {*given.minutes, *given.lacks}, HOSTS),
     ):  # fmt: skip
@@ -233,7 +355,8 @@ def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in found.items():
         public = next((hub.rpartition("/")[2].lower() for hub in model.arch.public), name)
         made[name] = {
-            "category": given.category, "public": public, "config": dict(given.fields.get(name, {})),
+            "category": category.get(name, given.category), "public": public,
+            "config": dict(given.fields.get(name, {})),
             "weights": "dummy", "layers": given.layers,
         }  # fmt: skip
         items += [
@@ -300,7 +423,13 @@ def _workload(name: str, given: Mapping[str, Any]) -> Workload:
     if made.kind not in KINDS:
         raise SuiteError(f"workload {name}: kind {made.kind!r} is not one of {', '.join(KINDS)}")
     if (made.kind == "text") != bool(made.lengths) or min((min(p) for p in made.lengths), default=1) < 1:
-        raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], images none")
+        raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], other kinds none")
+    if made.media not in ("", *MEDIA) or (made.media and made.kind != "text"):
+        raise SuiteError(
+            f"workload {name}: media = {made.media!r} is none of {', '.join(MEDIA)}, of a workload of text"
+        )
+    if made.compare not in COMPARED:
+        raise SuiteError(f"workload {name}: {UnknownName('comparison', made.compare, COMPARED)}")
     if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:
         raise SuiteError(f"workload {name}: throughput, latency and calls are at least 1, rounds at least 3")
     return made
@@ -320,18 +449,24 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
     made = _made(f"model {name}", Model, given)
-    if bool(made.config or made.public) + bool(made.timm) + bool(made.named) != 1:
-        raise SuiteError(f"model {name}: give one of config, public, timm or named")
+    if bool(made.config or made.public or made.files) + bool(made.timm) + bool(made.named) != 1:
+        raise SuiteError(f"model {name}: give one of config, public, files, timm or named")
+    for key, content in made.files.items():
+        if not isinstance(content, Mapping) or Path(key).is_absolute() or ".." in Path(key).parts:
+            raise SuiteError(f"model {name}: files has tables by names of files in the folder, got {key!r}")
     if made.steps < 1 or made.layers < 0 or made.image_size < 0:
         raise SuiteError(
             f"model {name}: steps is at least 1, layers and image_size at least 0 (the model's own)"
         )
-    if made.config and not made.public:
+    if made.config and not made.public and "task" not in made.config:  # ultralytics' have a task
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+        from fastkernels.models.common.registry import models
+
         kind = made.config.get("model_type", "")
-        if kind not in CONFIG_MAPPING_NAMES:
-            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), CONFIG_MAPPING_NAMES)}")
+        types = {*CONFIG_MAPPING_NAMES, *(m.arch.model_type for m in models().values())}
+        if kind not in types:
+            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), sorted(types))}")
     if made.public:
         from fastkernels.models.common.registry import models
         from fk_bench.core.model_names import PUBLIC, public_name
@@ -401,4 +536,5 @@ def of_model(suite: Suite, model: str) -> Suite:
         entries=kept,
         categories=categories,
         digest=f"{suite.digest}:{model}",
+        without={},
     )

@@ -52,13 +52,19 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """Rows {id, category, architecture, runner, verified, module, about}: what our engine can build.
+    """Rows {id, category, architecture, runner, evaluated, verified, module, about}: what our engine can build.
 
-    verified: {test, tolerance} of the comparison with transformers; see verified.Verified.
+    evaluated: hosts of the model's items in the suite `full`; verified: {test, tolerance} of the comparison with
+    transformers, see verified.Verified.
     """
     from dataclasses import asdict
 
     from fastkernels.models.common.registry import architectures, find
+    from fk_bench.evaluate import suites
+
+    hosts: dict[str, dict[str, None]] = {}
+    for entry in suites.load("full").entries:
+        hosts.setdefault(suites.architecture_of(entry.model), {})[entry.item.host] = None
 
     return [
         {
@@ -66,6 +72,7 @@ def model_rows() -> list[dict[str, Any]]:
             "category": found.arch.category,
             "architecture": name,
             "runner": found.arch.runner,
+            "evaluated": list(hosts.get(found.name, ())),
             "verified": asdict(verified(found, name)),
             "module": found.path,
             "about": found.about,
@@ -153,6 +160,6 @@ def list_command(
     rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows, "workloads": workload_rows}[what]()
     if not json_only and rows:
         # The table has to fit the screen; the line of JSON has every column.
-        columns = [c for c in rows[0] if c not in ("cases", "calls", "verified")]
+        columns = [c for c in rows[0] if c not in ("cases", "calls", "verified", "evaluated")]
         table(what.capitalize(), columns, [[r[c] for c in columns] for r in rows])
     last_line({what: rows})

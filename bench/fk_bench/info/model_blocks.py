@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import by_architecture, models
 from fk_bench.core.model_names import PUBLIC, public_name
 
@@ -24,10 +23,8 @@ def config_of(model: str) -> Any:
     public, found = public_name(model), models().get(model) or by_architecture().get(model)
     if found is None and public is None:
         raise registry.UnknownName("model", model, [*models(), *PUBLIC])
-    if found is not None and found.arch.runner in ("Denoise", "DenoiseVideo", "Rollout", "Act"):
-        raise Unsupported(
-            f"{model} has no block that can be judged: its runner gives it other inputs than a step of tokens"
-        )
+    if found is not None and public is None and (folder := _of_suite(found.name)) is not None:
+        return build.load_config(folder)
     if found is not None:
         kind, sizes = found.arch.model_type, dict(next(iter(found.arch.public.values()), {}))
     else:
@@ -35,6 +32,20 @@ def config_of(model: str) -> Any:
         found = next(m for m in models().values() if m.arch.model_type == kind)
     names = [found.arch.names[0]]
     return shrunk.config_of({"dtype": "bfloat16", **sizes, "model_type": kind, "architectures": names})
+
+
+def _of_suite(name: str) -> Path | None:
+    """The folder with the configuration that the suite `full` gives a model of another runner than Generate."""
+    from fk_bench.evaluate import checkpoints, suites
+
+    if models()[name].arch.runner == "Generate" or models()[name].arch.public:
+        return None
+    entries = suites.load("full").entries
+    found = next(
+        (e for e in entries if e.workload.kind == "requests" and suites.architecture_of(e.model) == name),
+        None,
+    )
+    return None if found is None else checkpoints.folder(found.model, "requests")
 
 
 def register(model: str) -> tuple[str, tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """Planted faults: what a wrong kernel does to a model, made in its weights, so that it is the same in every host.
 
     residual   the middle layer's MLP is not added to the residual stream: its output projection is 0. In a model
-               without MLPs it is the layer's mixer
+               without MLPs it is the layer's mixer, and without attention, too, the middle matrix or kernel
     head       every attention takes heads 0 and 1 for each other: their columns of the output projection are swapped
-    scale      every norm's output is 1% too large
+    scale      every norm's output is 1% too large; in a model without norms, every matrix and kernel
 
 A fault of a kernel occurs wherever the kernel runs, so the last two are in every layer. `reorder` is no fault: the
 inner channels of every MLP are permuted, so that the model is the same and sums are taken in another order. Two correct
@@ -28,12 +28,12 @@ ONE_PLUS = (  # model types whose norms multiply by weight + 1
 )  # fmt: skip
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ATTENTION = re.compile(
-    r"(o_proj|out_proj|wo|attn\.proj|attention\.output\.dense|attention\.dense|attn\.c_proj|to_out\.0|attn_out|attn\.o"
+    r"(o_proj|out_proj|wo|attn\.proj(\.conv)?|attention\.proj|attention\.output\.dense|attention\.dense|attn\.c_proj|to_out\.0|attn_out|attn\.o"
     r"|self_attention\.dense)\.weight$"
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear|ff_out)\.weight$|experts\.(down_proj|w2_weight)$"
+    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.1\.conv)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
@@ -76,7 +76,7 @@ def planted(
             n: ((t.double() + shift[n]) * SCALE - shift[n]).to(t.dtype)
             for n, t in norms.items()
             if t.dim() == 1
-        }
+        } or {n: (tensor(n).double() * SCALE).to(tensor(n).dtype) for n in _matrices(names, tensor)}
     elif fault == "head":
         if heads < 2:
             raise NoHeads(f"head: the model has {heads} attention heads, at least 2 are needed")
@@ -91,10 +91,19 @@ def planted(
                 by_layer.setdefault(int(layer[1]), []).append(name)
         layers = sorted(by_layer)
         chosen = by_layer[layers[len(layers) // 2]] if layers else []
+        if not any(map(last.search, names)) and not any(map(_ATTENTION.search, names)):
+            matrices = _matrices(names, tensor)
+            chosen = matrices[len(matrices) // 2 :][:1]
         found = {n: _floating(n, tensor(n)) * 0 for n in chosen}
     if not found:
         raise CannotPlant(f"{fault}: no weights of the kind were found among {', '.join(names[:5])}, ...")
     return found
+
+
+def _matrices(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> list[str]:
+    """The matrices and kernels of a model, layers by number."""
+    found = [n for n in names if tensor(n).dim() > 1 and tensor(n).dtype in _FLOATS]
+    return sorted(found, key=lambda n: [int(p) if p.isdigit() else -1 for p in n.split(".")])
 
 
 def _reordered(names: list[str], tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -123,12 +132,14 @@ def _floating(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
-    size, rest = divmod(_floating(name, weight).shape[-1], heads)
+    axis = 1 if _floating(name, weight).dim() > 2 else -1  # a convolution's weight is [out, in, ...]
+    size, rest = divmod(weight.shape[axis], heads)
     if rest:
-        raise CannotPlant(f"{name} has {weight.shape[-1]} columns, no multiple of {heads} heads")
-    found = weight.clone()
-    found[..., :size], found[..., size : 2 * size] = weight[..., size : 2 * size], weight[..., :size]
-    return found
+        raise CannotPlant(f"{name} has {weight.shape[axis]} columns, no multiple of {heads} heads")
+    found = weight.clone().movedim(axis, -1)
+    own = weight.movedim(axis, -1)
+    found[..., :size], found[..., size : 2 * size] = own[..., size : 2 * size], own[..., :size]
+    return found.movedim(-1, axis)
 
 
 def one_plus(config: Mapping[str, Any]) -> bool:

@@ -8,8 +8,9 @@ dtype.
 from __future__ import annotations
 
 import inspect
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,9 @@ from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
 from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
+from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import find
+from fastkernels.models.shaped_blocks import BATCH, MASKS, Shaped, grouped, outputs, shaped
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -100,7 +103,9 @@ def _stream(block: Block, name: str, small: bool) -> tuple[int, ...]:
 
 
 def inputs_of(block: Block) -> list[str]:
-    """The parameters of `forward` that are given."""
+    """The parameters of `forward` that are given; of a pair, its two."""
+    if (entry := shaped(block.module(False))) is not None:
+        return list(entry.inputs(block.module(False), False))
     names = [n for n in inspect.signature(block.cls.forward).parameters if n in INPUTS]  # type: ignore[attr-defined]
     module: Any = block.module(False)
     if "layer_input" in names and getattr(module, "layer_input", None) is None:
@@ -160,6 +165,8 @@ def _experts_of(module: nn.Module) -> tuple[int, int] | None:
 def spec(block: Block) -> OpSpec:
     """The description of a block as an op of its level; its class is the one that candidates replace."""
     full, small = block.module(False), block.module(True)
+    if (entry := shaped(full)) is not None:
+        return _shaped_spec(block, entry)
     caches = {path: (m, dict(small.named_modules())[path]) for path, m in caches_of(full).items()}
     names, own = inputs_of(block), dict(small.named_parameters())
     experts = None
@@ -214,12 +221,7 @@ def spec(block: Block) -> OpSpec:
         flops=_flops(block, caches, weights, experts),
         vary=lambda case, rng: _vary(made, ragged, case, rng),
         build=lambda cls, args: _build(block, cls, args),
-        targets=(
-            Target(
-                HOST, f"{block.cls.__module__}:{block.cls.__name__}", block.cls.__name__, "standalone",
-                module=block.cls.__module__, note="our engine builds its models with it",
-            ),
-        ),
+        targets=(_target(block),),
         tolerance=TOLERANCE,
         activations=activations,
         tie_sensitive=tied,
@@ -227,6 +229,79 @@ def spec(block: Block) -> OpSpec:
         parts=tuple(other.name for other, _ in _inside(block)),
     )  # fmt: skip
     return made
+
+
+def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
+    """The description of a block whose inputs have the shapes that its class's entry gives."""
+    full, small = block.module(False), block.module(True)
+    own = dict(small.named_parameters())
+
+    def tensors(pairs: Iterable[tuple[str, tuple[Any, ...], tuple[Any, ...]]]) -> list[Tensor]:
+        made = []
+        for name, one, other in pairs:
+            sizes = " ".join("batch" if a == BATCH else _size(a, b) for a, b in zip(one, other, strict=True))
+            made.append(Tensor(name, sizes, "bool", values=_ones) if name in MASKS else Tensor(name, sizes))
+        return made
+
+    shapes = [entry.inputs(m, s) for m, s in ((full, False), (small, True))]
+    inputs = tensors((name, shapes[0][name], shapes[1][name]) for name in shapes[0])
+    found = [outputs(m, s) for m, s in ((full, False), (small, True))]
+    made = tensors((f"out_{i}", *pair) for i, pair in enumerate(zip(*found, strict=True)))
+
+    def case(name: str, batch: int, small: int, weight: float = 1.0) -> Case:
+        dtype, tag = (SMALL_DTYPE, "odd") if small else (MODEL_DTYPE, "model")
+        return Case(name, {"batch": batch, "small": small}, dtype, weight, (tag,))
+
+    def vary(case: Case, rng: random.Random) -> Case:
+        return varied(case, lambda: {"batch": near(case.dims["batch"], rng)}, task.bytes_moved, task.flops)
+
+    weights = [
+        replace(w, values=_kernel) if len(str(w.axes).split()) > 2 else w
+        for w in (_weight(block, n, p, own[n], None) for n, p in full.named_parameters())
+    ]
+    products = [
+        "*".join(f"({part})" for part in str(w.axes).split()) for w in weights if len(str(w.axes).split()) > 1
+    ]
+    task = OpSpec(
+        name=block.name,
+        level=block.level,
+        reference=lambda *args: _reference(block, list(args)),
+        cases=(
+            case("single", 1, 0, 8), case("batch_4", 4, 0), case("small_one", 1, 1), case("small_3", 3, 1),
+        ),
+        arguments=(*inputs, *weights),
+        outputs=tuple(made),
+        axes={
+            "small": Axis(0, stated=True), "batch": Axis.per_call(),
+            "attended": Axis(lambda s: s["batch"], varies=True),
+        },
+        values=lambda call: {},
+        flops=" + ".join(["0", *(f"2*batch*{product}" for product in products)]),  # at least: of one row each
+        vary=vary,
+        build=lambda cls, args: _build(block, cls, args),
+        targets=(_target(block),),
+        tolerance=TOLERANCE,
+        activations=tuple(t.name for t in inputs if not t.dtype),
+        calls=_ops(full),
+        parts=tuple(other.name for other, _ in _inside(block)),
+    )  # fmt: skip
+    return task
+
+
+def _kernel(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Weights of a convolution that keep the scale of its inputs."""
+    return (call.randn(*shape) * (shape[0] / math.prod(shape)) ** 0.5).to(dtype)
+
+
+def _ones(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=call.device)
+
+
+def _target(block: Block) -> Target:
+    return Target(
+        HOST, f"{block.cls.__module__}:{block.cls.__name__}", block.cls.__name__, "standalone",
+        module=block.cls.__module__, note="our engine builds its models with it",
+    )  # fmt: skip
 
 
 def _attends(module: nn.Module) -> bool:
@@ -502,6 +577,8 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
     for part in module.modules():
         if callable(loaded := getattr(part, "loaded", None)):
             loaded(wide.dtype)
+        elif isinstance(part, AddedConvs):
+            part.merge()
     caches = []
     for i, part in enumerate(caches_of(module).values()):
         mine = [given[n] for n in given if n.startswith(f"cache_{i}_")]
@@ -515,7 +592,7 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
         step = (given[argument.name] for argument in attention_cases.STEP)
         slots, fresh = given.get("state_slots"), given.get("fresh")
         context = replace(AttentionMetadata(*step), state_slots=slots, fresh=fresh)
-    passed = {name: given[name] for name in names}
+    passed = grouped({name: given[name] for name in names})
     if "residual" in inspect.signature(block.cls.forward).parameters and "residual" not in names:  # type: ignore[attr-defined]
         passed["residual"] = None
     whole = block.kind == "model" and hasattr(module, "compute_logits")

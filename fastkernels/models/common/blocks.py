@@ -22,10 +22,13 @@ from torch import nn
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common import build, shrunk
 from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.detector import Detector
 from fastkernels.models.common.registry import find
+from fastkernels.models.shaped_blocks import outputs, shaped
 
 LEVELS = {
-    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "encoder_layer": 3, "decoder_layer": 3, "model": 4,
+    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2, "encoder_layer": 3, "decoder_layer": 3,
+    "diffusion_block": 3, "policy_block": 3, "model": 4,
 }  # fmt: skip
 # Parameters of `forward` that a step gives: {name: what it is}
 INPUTS = {
@@ -110,7 +113,12 @@ class Blocks:
 
 
 def text_of(name: str, config: Any) -> str:
-    """A model as text, from which another process makes the same blocks. name: the first part of their names."""
+    """A model as text, from which another process makes the same blocks. name: the first part of their names.
+
+    Raises Unsupported.
+    """
+    if getattr(config, "preprocessing", None) is not None and not hasattr(config, "scale"):
+        raise Unsupported(f"{name} has no block that can be judged: its configuration is one of timm's")
     return json.dumps({"name": name, "config": shrunk.fields(config)}, sort_keys=True, default=str)
 
 
@@ -124,25 +132,36 @@ def of(text: str) -> Blocks:
     if all(reasons.values()):
         raise Unsupported(f"{given['name']} has no block that can be judged: {reasons}")
     small = _structure(shrunk.config_of(shrunk.small(given["config"])))
-    short = _structure(shrunk.config_of(shrunk.short(given["config"], _needed(full))))
+    short = small
+    if reasons[""] is None:
+        short = _structure(shrunk.config_of(shrunk.short(given["config"], _needed(full))))
     groups: dict[tuple[str, str], list[str]] = {}
     declined: dict[str, str] = {}
     layers = _layers(full.model)
     for path, made in full.made.items():
         if not path:
             continue
-        kind = _kind(layers, path)
+        kind = _kind(full.model, layers, path)
         if path not in small.made:
             declined[path] = "the small model for checks on a CPU has no such module"
         elif (why := reasons[path]) is not None:
             declined[path] = why
         else:
             groups.setdefault((kind, made.key), []).append(path)
-    kinds = [(kind, of_tower(paths[0])) for (kind, _), paths in groups.items()]
-    name, blocks = given["name"], []
+    for path in [p for p in declined if p not in small.made and reasons[p] is None]:
+        if (of_kind := groups.get((_kind(full.model, layers, path), full.made[path].key))) is not None:
+            of_kind.append(path)  # the small model has fewer of them
+            del declined[path]
+    kinds: dict[tuple[str, str], list[str]] = {}
     for (kind, _), paths in groups.items():
-        tower = of_tower(paths[0])
-        number = "" if kinds.count((kind, tower)) == 1 else f"_{_number(paths[0])}"
+        kinds.setdefault((kind, of_tower(paths[0])), []).append(paths[0])
+    name, blocks = given["name"], list[Block]()
+    for (kind, _), paths in groups.items():
+        firsts = kinds[kind, tower := of_tower(paths[0])]
+        numbers = [_number(path) for path in firsts]
+        if len({*numbers}) < len(numbers):  # lists of layers, whose numbers begin again
+            numbers = list(map(str, range(len(numbers))))
+        number = "" if len(firsts) == 1 else f"_{numbers[firsts.index(paths[0])]}"
         own = f"{name}.{tower}{kind}{number}"
         blocks.append(Block(own, kind, tuple(paths), full, small))
     if (why := reasons[""]) is None:
@@ -160,7 +179,7 @@ def of_tower(path: str) -> str:
 
 
 def _number(path: str) -> str:
-    return next(part for part in path.split(".") if part.isdigit())
+    return next((part for part in path.split(".") if part.isdigit()), "0")
 
 
 def _structure(config: Any) -> Structure:
@@ -242,10 +261,13 @@ def _paths(model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, layer in _layers(model).items():
         found += [*(f"{path}.{name}" for name in _parts(layer)), path]
-    return [*found, ""]
+    found += [path for path, module in model.named_modules() if shaped(module)]
+    return [*dict.fromkeys(found), ""]
 
 
-def _kind(layers: dict[str, nn.Module], path: str) -> str:
+def _kind(model: nn.Module, layers: dict[str, nn.Module], path: str) -> str:
+    if (own := shaped(model.get_submodule(path))) is not None:
+        return own.kind
     if path in layers:
         keeps = any(hasattr(m, "keeps") for m in layers[path].modules())
         return "decoder_layer" if keeps else "encoder_layer"
@@ -259,13 +281,25 @@ def _needed(full: Structure) -> int:
     layers = _layers(full.model)
     for path, made in full.made.items():
         if path:
-            keys.setdefault((_kind(layers, path), made.key), int(_number(path)))
+            keys.setdefault((_kind(full.model, layers, path), made.key), int(_number(path)))
     return max(keys.values(), default=0) + 1
 
 
 def _unsupported(structure: Structure, path: str) -> str | None:
     """Why a module is no task, or None."""
     module, cls = structure.model.get_submodule(path), structure.made[path].cls
+    if shaped(module) is not None:
+        made = structure.made[path]
+        given = [*made.args, *made.kwargs.values()]
+        if any(a is None or (isinstance(a, list) and a and isinstance(a[0], nn.Module)) for a in given):
+            return "its constructor takes other modules"
+        try:
+            outputs(module, False)
+        except Exception as error:  # of code that reads values
+            return f"the shapes of its outputs cannot be computed without values: {type(error).__name__}: {error}"
+        return None
+    if isinstance(structure.model, Detector):
+        return "it reads images of several sizes, and no step of tokens"
     if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode", "Unmask"):
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastkernels.models.common import config as config_file
+from fastkernels.models.shaped_blocks import SMALL
 
 # {field: the most that a small model has}
 MOST: dict[str, int] = {
@@ -37,11 +38,15 @@ def fields(config: Any) -> dict[str, Any]:
     found = dict(config.to_dict())
     for name in COMPUTED:
         found.pop(name, None)
+    if getattr(config, "parts", None) is not None:  # a pipeline
+        found.pop("dtype", None)
     return {**found, "architectures": list(config.architectures), "model_type": config.model_type}
 
 
 def config_of(given: Mapping[str, Any]) -> Any:
     """The config with these fields."""
+    if "parts" in given:
+        return config_file.PlainConfig(**given, dtype=None)
     plain = config_file.plain(dict(given))
     if plain is not None:
         return plain
@@ -51,6 +56,10 @@ def config_of(given: Mapping[str, Any]) -> Any:
 
 def small(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a small model with as many layers, in float32."""
+    if (own := SMALL.get(given.get("model_type", ""))) is not None:
+        if "parts" not in given:
+            return {**_merged(given, own), "dtype": "float32"}
+        return {**given, "parts": _merged(given["parts"], own)}
     made: dict[str, Any] = {
         name: small(value) if name.endswith("_config") and isinstance(value, dict) else _least(name, value)
         for name, value in given.items()
@@ -79,6 +88,12 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
         section[0] += pairs - sum(section)
         made["rope_parameters"] = {**rope, "mrope_section": section}
     return {**made, "dtype": "float32"}
+
+
+def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with other values, in tables within them, too."""
+    tables = {k for k in more if isinstance(more[k], dict) and isinstance(given.get(k), dict)}
+    return {**given, **more, **{k: _merged(given[k], more[k]) for k in tables}}
 
 
 def short(given: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import copy
 
 import pytest
 from fk_bench.e2e.pictures.named import NAMED
-from fk_bench.evaluate import suites
-from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.suites import SuiteError
 
 from fastkernels.core.registry import UnknownName
@@ -43,7 +42,7 @@ def test_digest_follows_every_field():
         (("items", 0, "speed"), 1, "speed"),
         (("items", 0, "host"), "timm", "timm has no workload of text"),
         (("models", "m", "config"), {"model_type": "lama"}, "llama"),
-        (("models", "m", "config"), {}, "config, public, timm or named"),
+        (("models", "m", "config"), {}, "config, public, files, timm or named"),
         (("workloads", "chat", "kind"), "video", "video"),
         (("workloads", "chat", "lengths"), [], "lengths"),
         (("workloads", "chat", "rounds"), 2, "rounds at least 3"),
@@ -77,6 +76,10 @@ def test_digest_follows_every_field():
         (("workloads", "chat", "round"), 5, "Did you mean 'rounds'"),
         (("workloads", "chat", "lengths"), [[1, 2, 3]], "prompt, output"),
         (("workloads", "chat"), 3, "a table of fields is needed, got 3"),
+        (("workloads", "chat", "compare"), "boxs", "Did you mean 'boxes'"),
+        (("workloads", "chat", "media"), "smell", "'smell' is none of image"),
+        (("models", "m", "files"), {"../a.json": {}}, "'../a.json'"),
+        (("small",), {"of": "full"}, "minutes"),
         (("models", "m", "category"), 3, "category = 3"),
     ],
 )
@@ -107,15 +110,59 @@ def test_full_suite_has_every_served_architecture():
     hosts: dict[str, set[str]] = {}
     for entry in suite.entries:
         hosts.setdefault(entry.item.model, set()).add(entry.item.host)
-    served = {
-        name for name, model in models().items()
-        if model.arch.runner == "Generate" and model.arch.media != ("audio",)  # whose prompts need audio
-    }  # fmt: skip
-    assert all("fastkernels" in hosts[name] for name in served)
     assert hosts["llama"] == {"fastkernels", "vllm", "sglang"} and "vllm" not in hosts["bitnet"]
     assert all(hosts[name] == {"fastkernels"} for name in ("gla", "retnet", "rwkv7"))
-    empty = {*suite.categories} - {e.item.category for e in suite.entries}
-    assert empty, "declared categories without a model lower coverage"
+    ours = {suites.architecture_of(e.model) for e in suite.entries if e.item.host == "fastkernels"}
+    lacking = models().keys() - ours - suite.without.keys()
+    assert not lacking, (
+        f"{sorted(lacking)}: give each an item of full.toml in our engine, or a reason in its [without.NAME]"
+    )
+    assert all(absent.reason for absent in suite.without.values())
+
+
+INVENTORY = {  # the architectures that the project covers, by category
+    "llm": ("llama", "deepseek_v32", "mixtral", "bitnet", "gpt_oss", "llama_eagle3", "gemma4", "glm_moe_dsa"),
+    "linear_attn": (
+        "mamba", "mamba2", "rwkv7", "gla", "retnet", "qwen3_next", "kimi_linear", "ttt_e2e", "jamba",
+    ),
+    "vision": ("flux", "hunyuan_video", "sdxl", "sam3", "whisper", "cosyvoice3"),
+    "multimodal": ("qwen2_vl", "qwen3_vl", "qwen2_5_omni", "siglip2_vision", "dinov3", "swinv2"),
+    "edge": ("mobilenetv4", "convnextv2", "efficientnetv2", "yolov10", "rtdetrv2"),
+    "3d_robotics": ("gaussian_splatting", "instant_ngp", "ptv3", "openfold3", "pi0", "dp3"),
+    "recsys": ("dlrm_v2", "lightgcn", "xlm_roberta", "colbert", "llada"),
+    "world_models": ("oasis", "vjepa2"),
+}  # fmt: skip
+
+
+def test_declared_categories_cover_the_inventory():
+    suite = suites.load("full")
+    declared: dict[str, set[str]] = {name: {a.category} for name, a in suite.without.items()}
+    for entry in suite.entries:
+        declared.setdefault(suites.architecture_of(entry.model), set()).add(entry.item.category)
+    assert set(INVENTORY) == {*suite.categories}
+    assert sum(map(len, INVENTORY.values())) == 47
+    for category, names in INVENTORY.items():
+        assert all(category in declared.get(name, ()) for name in names), category
+
+
+def test_architecture_without_an_item_lowers_coverage():
+    data = copy.deepcopy(SMALL)
+    data["without"] = {"openfold3": {"category": "science", "reason": "none yet"}}
+    data["categories"] = ["text", "science"]
+    suite = suites.read(data, "s")
+    assert [i.model for i in suite.declared] == ["m", "openfold3"] and len(suite.entries) == 1
+    assert [i.model for i in suites.of_model(suite, "m").declared] == ["m"]
+    with pytest.raises(SuiteError, match="'reason'"):
+        suites.read({**data, "without": {"openfold3": {"category": "science"}}}, "s")
+
+
+def test_small_suite_has_every_runner_with_small_models():
+    small, full = suites.load("small"), suites.load("full")
+    runners = {models()[suites.architecture_of(e.model)].arch.runner for e in small.entries}
+    assert runners == {m.arch.runner for m in models().values()}
+    sizes = {e.item: e.model for e in full.entries}
+    assert all(e.model.probe and e.model == sizes[e.item].small for e in small.entries)
+    assert all(e.workload.rounds == 3 and e.workload.throughput <= 3 for e in small.entries)
 
 
 def test_served_items_follow_the_registry(monkeypatch):

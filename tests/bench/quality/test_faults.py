@@ -83,7 +83,7 @@ def test_what_cannot_be_planted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotPlant, match="no multiple of 5 heads"):
         faults.planted("head", given, given.__getitem__, 5)
     with pytest.raises(CannotPlant, match="no weights of the kind"):
-        faults.planted("residual", ["a.weight"], given.__getitem__, 4)
+        faults.planted("residual", ["a.weight"], lambda name: torch.ones(3), 4)
     packed = {n: t.to(torch.int8) for n, t in given.items()}
     save_file(packed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3}))
@@ -96,6 +96,21 @@ def test_model_without_mlps_loses_its_middle_mixer() -> None:
     changed = faults.planted("residual", names, lambda name: torch.ones(4, 4), 0)
     assert list(changed) == ["backbone.layers.1.mixer.out_proj.weight"]
     assert not changed["backbone.layers.1.mixer.out_proj.weight"].any()
+
+
+def test_model_without_layers_gets_faults_of_its_matrices() -> None:
+    given = {f"arch.{i}.linear.weight": torch.full((2, 3), float(i)) for i in range(12)}
+    given["arch.0.linear.bias"] = torch.ones(2)
+    changed = faults.planted("residual", given, given.__getitem__, 0)
+    assert {n: bool(t.any()) for n, t in changed.items()} == {"arch.6.linear.weight": False}
+    scaled = faults.planted("scale", given, given.__getitem__, 0)
+    assert len(scaled) == 12 and torch.allclose(scaled["arch.7.linear.weight"], torch.tensor(7.07))
+
+
+def test_heads_of_a_convolution_are_its_input_channels() -> None:
+    weight = torch.arange(8.0).view(2, 4, 1, 1)
+    changed = faults.planted("head", ["a.attn.proj.conv.weight"], lambda name: weight, 2)
+    assert changed["a.attn.proj.conv.weight"].flatten().tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
 
 
 def test_faults_of_diffusion_models_are_planted(tmp_path: Path) -> None:

@@ -309,8 +309,8 @@ def _transformers(model: str, load_format: str, arguments: dict[str, Any]) -> An
         if load_format == "dummy"
         else AutoModel.from_pretrained(model, config=config)
     )
-    if made.main_input_name != "pixel_values":
-        raise SubjectError(f"{type(made).__name__} reads {made.main_input_name}, not images (pixel_values)")
+    if made.main_input_name not in ("pixel_values", "pixel_values_videos"):
+        raise SubjectError(f"{type(made).__name__} reads {made.main_input_name}, neither images nor videos")
     return made
 
 

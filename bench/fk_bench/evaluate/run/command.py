@@ -315,7 +315,7 @@ class Evaluation:
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
         files, name = one.files, one.name
         if name == SELFTEST and not files:
-            files = selftest.write(entry.item.host, one.folder)
+            files = selftest.write(entry.item.host, one.folder, entry.workload.kind)
         readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if entry.item not in results.items_done(self.rows, name):
             began = time.monotonic()

@@ -12,7 +12,7 @@ from fastkernels.core import registry
 from fastkernels.core.candidate import is_block
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.rows import Row, Status
-from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.suites import Suite
 
 if TYPE_CHECKING:

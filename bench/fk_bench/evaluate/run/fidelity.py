@@ -5,7 +5,8 @@ text      nats per token by which the baseline prefers its likeliest token to th
           them
 logprobs  root mean square of the difference between a token's log probability where it was generated, and that of the
           baseline after the same prefix. Not timed: it sees errors that leave the likeliest token as it is
-images    |found - wanted| / |wanted| of one call of each round, drawn after the round
+images    |found - wanted| / |wanted| of one call of each round, drawn after the round; of all outputs that are numbers
+tokens    share of tokens that differ, of a diffusion language model
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ import numpy as np
 
 from fk_bench.quality.calibration import Calibration, correctness, noise_of
 
-UNITS = {"text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error"}
-BOUNDS = {"text": 0.1, "logprobs": 0.1, "images": 0.1}  # discrepancies at which correctness is 0
+UNITS = {
+    "text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error",
+    "tokens": "of the tokens",
+}  # fmt: skip
+BOUNDS = {
+    "text": 0.1,
+    "logprobs": 0.1,
+    "images": 0.1,
+    "tokens": 0.5,
+}  # discrepancies at which correctness is 0
 SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 

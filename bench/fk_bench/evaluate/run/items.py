@@ -9,15 +9,15 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fk_bench.core.stats import paired_ratio
+from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.macro_eval import Outcome
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.run import checkpoints
 from fk_bench.evaluate.run.fidelity import Fidelity, calibration, fidelity
 from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
 from fk_bench.evaluate.run.side import Launcher, Side, SideFailed
@@ -31,6 +31,8 @@ CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a sha
 OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
+DRAFTED = 3  # tokens of a draft model in a step
+BOX = 6  # numbers of a detection: corners, score, label
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
 
@@ -66,6 +68,9 @@ class Work:
     def __init__(self, entry: Entry, seed: int, vocab: int):
         self.entry, self.seed, self.vocab = entry, seed, vocab
         self.text = entry.workload.kind == "text"
+        self.kind = (
+            "tokens" if entry.workload.compare == "tokens" else "text" if self.text else "images"
+        )  # of fidelity
 
     def requests(
         self, count: int, lengths: Sequence[tuple[int, int]], key: str
@@ -100,7 +105,16 @@ class Work:
         count, seed, calls, which = done.image
         judge.call("prepare", batch=count, seed=seed, calls=calls)
         judge.call("run")
-        return [relative_error(done.output, output(judge, which))]
+        return [self.apart(done.output, output(judge, which), count)]
+
+    def apart(self, found: np.ndarray, wanted: np.ndarray, count: int) -> float:
+        """The discrepancy of the outputs of `count` requests or images from those of the baseline."""
+        how = self.entry.workload.compare
+        if how == "tokens":
+            return float(np.mean(found != wanted)) if found.size == wanted.size else math.inf
+        if how == "boxes" and found.size == wanted.size and not wanted.size % (count * BOX):
+            found = matched(found.reshape(count, -1, BOX), wanted.reshape(count, -1, BOX)).ravel()
+        return relative_error(found, wanted)
 
     def logprobs(self, side: Side, base: Side, key: str, fault: str = "") -> float:
         """How far the log probabilities of generated tokens are from those of the baseline after the same prefixes.
@@ -141,8 +155,10 @@ def calibrated(work: Work, base: Side) -> Calibration:
     unplanted: dict[str, str] = {}
     seed = random.Random(f"{work.seed} calibration").randrange(1 << 30)
 
+    count = work.entry.workload.latency
+
     def made() -> np.ndarray:
-        base.call("prepare", batch=work.entry.workload.latency, seed=seed, calls=1)
+        base.call("prepare", batch=count, seed=seed, calls=1)
         base.call("run")
         return output(base, 0)
 
@@ -150,18 +166,18 @@ def calibrated(work: Work, base: Side) -> Calibration:
         runs |= {f"own {i}": work.logprobs(base, base, f"own {i}") for i in range(OWN)}
     else:
         reference = made()
-        runs["again"] = relative_error(made(), reference)
+        runs["again"] = work.apart(made(), reference, count)
     for fault in faults.FAULTS if work.text else (faults.REORDER, *faults.FAULTS):
         answer = base.call("plant", fault=fault)
         if answer.get("planted"):
             apart = (
-                work.logprobs(base, base, fault, fault) if work.text else relative_error(made(), reference)
+                work.logprobs(base, base, fault, fault) if work.text else work.apart(made(), reference, count)
             )
             (found if fault in faults.FAULTS else runs)[fault] = apart
             base.call("plant", fault="")
         elif answer.get("concerns") and fault != faults.REORDER:  # which is no fault
             unplanted[fault] = str(answer.get("reason"))
-    return calibration("logprobs" if work.text else "images", runs, found, unplanted)
+    return calibration("logprobs" if work.text else work.kind, runs, found, unplanted)
 
 
 @dataclass(frozen=True)
@@ -197,6 +213,22 @@ def output(side: Side, call: int) -> np.ndarray:
         raise SideFailed(Reason.INCORRECT, f"an output that is no array: {error}") from None
 
 
+def matched(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The rows of each group of `found` in the order of those of `wanted` that they are closest to: [n, rows, width].
+
+    Rows of equal scores have no order of their own, and an error of rounding may exchange them.
+    """
+    made = np.empty_like(found)
+    for group, others, own in zip(made, wanted, found, strict=True):
+        apart = np.abs(others[:, None].astype(np.float64) - own[None]).sum(-1)  # [rows, rows]
+        apart[~np.isfinite(apart)] = np.finfo(np.float64).max
+        for i in range(len(others)):
+            nearest = int(apart[i].argmin())
+            group[i] = own[nearest]
+            apart[:, nearest] = np.inf
+    return made
+
+
 def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
     """|found - wanted| / |wanted|; infinite for another size, and for what is not finite."""
     if found.size != wanted.size or not np.isfinite(found).all():
@@ -209,16 +241,32 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     """The options of `hosts.open_host`."""
     work = entry.workload
     longest = max(work.longest, max(map(sum, PROBE_LENGTHS))) + 16
+    longest += int(model.request.get("tokens", 0)) if work.media else 0
     count = max(work.throughput, work.latency, *SERVED)
     where = model.timm or model.named or str(checkpoints.folder(model, work.kind))
-    dummy = model.weights == "dummy" or work.kind == "images"
+    dummy = model.weights == "dummy" or work.kind != "text"
+    engine_args = dict(entry.engine_args)
+    if model.draft:
+        draft = str(
+            checkpoints.folder(
+                replace(model, config=model.draft, public="", draft={}, files={}, tokenizers={}), "draft"
+            )
+        )
+        engine_args["speculative_config"] = {
+            "method": "eagle3",
+            "model": draft,
+            "num_speculative_tokens": DRAFTED,
+        }
+    if work.kind == "requests":
+        dtype = str(model.config.get("dtype", dtype))
     return {
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
         "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
-        "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
+        "gpu_share": round(0.85 / sides, 3), "engine_args": engine_args, "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
+        "request": dict(model.request), "media": work.media,
     }  # fmt: skip
 
 
@@ -278,6 +326,7 @@ class ItemRun:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
         seen = [*readable, *([] if model.timm or model.named else [options["model"]])]
+        seen += [options["engine_args"]["speculative_config"]["model"]] if model.draft else []
         side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:
             side.call("open", **options)
@@ -286,7 +335,7 @@ class ItemRun:
                 failed = side.call("patch", files=dict(files))["failed"]
                 if lost := sorted(failed.keys() & files.keys()):
                     raise SideFailed(Reason.UNSUPPORTED, f"{lost[0]}: {failed[lost[0]]['text']}")
-            elif self.entry.workload.kind == "images":
+            elif not self.work.text:
                 side.call("patch", files={})  # compiles, if the item is compiled
         except BaseException:
             side.close()
@@ -322,7 +371,7 @@ class ItemRun:
                 fidelity("text", other, own), fidelity("logprobs", [apart], [scale.noise], scale)
             )
         else:
-            result.fidelity = fidelity("images", other, own, scale)
+            result.fidelity = fidelity(self.work.kind, other, own, scale)
         conclude(result)
 
     def _own(self, done: Done, base: Side) -> float:
@@ -423,7 +472,7 @@ class Prober:
                 done = self._work(side)
                 apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
                 scale = None if run.work.text else self.scale
-                found = fidelity(run.entry.workload.kind, apart, self.noise, scale)
+                found = fidelity(run.work.kind, apart, self.noise, scale)
                 if found.correctness < THRESHOLD:
                     return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
                 answer = side.call("live")

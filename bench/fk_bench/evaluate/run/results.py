@@ -157,7 +157,7 @@ class Scores:
 
 
 def scores(suite: Suite, rows: Sequence[Row], name: str) -> Scores:
-    declared = [e.item for e in suite.entries]
+    declared = suite.declared
     done = {i: r for i, r in items_done(rows, name).items() if i in set(declared)}
     outcomes = {i: o for i, r in done.items() if (o := outcome_of(r)) is not None}
     as_is = {i: o for i, o in outcomes.items() if runs_as_is(done[i])}

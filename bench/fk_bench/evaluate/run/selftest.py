@@ -1,7 +1,12 @@
-"""The do-nothing set: trivial subclasses of the classes that a host has, which must score 1 within the interval."""
+"""The do-nothing set: trivial subclasses of the classes that a host has, which must score 1 within the interval.
+
+For requests to the other runners of our engine, whose models call ops more than modules, it has functions that run the
+shipped providers.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,16 +28,51 @@ for _name, _module, _class in {classes!r}:
 '''
 
 
-def write(host: str, folder: Path) -> dict[str, str]:
-    """Write the set for a host to folder/HOST; returns {op: file}."""
-    made, where = {}, folder / host
+_FUNCTION = '''"""A candidate that does nothing: the shipped providers, in their order."""
+
+from fastkernels.core import dispatch, registry
+
+_op = registry.get({op!r}).op
+_shipped = dispatch.Op(_op.name, _op.providers, _op.key)
+
+
+def {op}({parameters}):
+    return _shipped.run({arguments})
+'''
+
+
+def write(host: str, folder: Path, kind: str = "text") -> dict[str, str]:
+    """Write the set for a host and a kind of workload to folder/HOST-KIND; returns {op: file}."""
+    made, where = {}, folder / f"{host}-{kind}"
     where.mkdir(exist_ok=True)
     for op in registry.op_names():
-        if classes := _classes(host, op):
+        if kind == "requests":
+            text = _function(op)
+        else:
+            text = _FILE.format(classes=classes) if (classes := _classes(host, op)) else ""
+        if text:
             path = where / f"{op}.py"
-            path.write_text(_FILE.format(classes=classes))
+            path.write_text(text)
             made[op] = str(path)
     return made
+
+
+def _function(op: str) -> str:
+    """The file of a function with the op's signature; '' for an op without a function."""
+    if registry.get(op).op is None:
+        return ""
+    from fk_bench.info.stubs import source
+
+    tree = ast.parse(source(op))
+    found = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == op), None)
+    if found is None:
+        return ""
+    arguments = [*found.args.posonlyargs, *found.args.args]
+    for one in arguments:
+        one.annotation = None
+    return _FUNCTION.format(
+        op=op, parameters=ast.unparse(found.args), arguments=", ".join(a.arg for a in arguments)
+    )
 
 
 def _classes(host: str, op: str) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""The hosts of an item inside its process: engines that generate text, and models that are called with images."""
+"""The hosts of an item inside its process: engines that answer requests, and models that are called with images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 CLASSES = {
-    ("fastkernels", "text"): "text:Engine", ("vllm", "text"): "text:Engine", ("sglang", "text"): "text:SGLang",
+    ("fastkernels", "text"): "text:Engine", ("fastkernels", "requests"): "requests:Requests",
+    ("vllm", "text"): "text:Engine", ("sglang", "text"): "text:SGLang",
     ("transformers", "text"): "text:Transformers", ("transformers", "images"): "images:Images",
     ("timm", "images"): "images:Images", ("diffusers", "images"): "images:Images",
 }  # fmt: skip

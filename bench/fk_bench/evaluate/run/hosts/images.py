@@ -12,7 +12,18 @@ from fk_bench.evaluate.run.hosts.patched import Patched
 from fk_bench.quality.planting import Planting
 
 
-class Images(Patched):
+class Recorded:
+    """Outputs of the calls of a round, any of which can be read afterwards."""
+
+    _outputs: list[torch.Tensor]
+
+    def output(self, call: int) -> dict[str, Any]:
+        """The result of one call of the last round: float32 as base64."""
+        values = self._outputs[call].float().cpu().contiguous()
+        return {"output": b64encode(values.numpy().tobytes()).decode()}
+
+
+class Images(Recorded, Patched):
     """A model of timm, one of transformers whose main input are images, or a pipeline of diffusers."""
 
     def __init__(self, options: dict[str, Any]):
@@ -24,7 +35,7 @@ class Images(Patched):
         )  # fmt: skip
         self.target = self.subject.target
         self._inputs: list[dict[str, Any]] = []
-        self._outputs: list[torch.Tensor] = []
+        self._outputs = []
         self._planting: Planting | None = None
 
     def patch(self, files: dict[str, str]) -> dict[str, Any]:
@@ -49,11 +60,6 @@ class Images(Patched):
         self._outputs = [self.subject.run(inputs).clone() for inputs in self._inputs]
         if self.options["gpu"]:
             torch.cuda.synchronize()
-
-    def output(self, call: int) -> dict[str, Any]:
-        """The result of one call of the last round: float32 as base64."""
-        values = self._outputs[call].float().cpu().contiguous()
-        return {"output": b64encode(values.numpy().tobytes()).decode()}
 
     def plant(self, fault: str) -> dict[str, Any]:
         """`Planting.answer` of the model's parts."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastkernels.patch import Request, find_host
 from fk_bench.evaluate.run.hosts.patched import Patched
+from fk_bench.evaluate.run.hosts.requests import redraw
+from fk_bench.evaluate.run.hosts.sent import RESERVED, medium
 from fk_bench.quality import planting
 
+SEEDED = 4  # first tokens of a prompt from which its medium follows
 Ids = list[list[int]]
 Scores = list[list[list[float]]]  # of each request and token: its log probability, and that of the likeliest
 
@@ -45,8 +49,13 @@ class Engine(Remote):
         if options["host"] == "vllm":
             vllm_process.prepare()
         build = {"fastkernels": offline.fastkernels, "vllm": offline.vllm}[options["host"]]
+        if options["media"]:  # its processor names the placeholders
+            options = {**options, "engine_args": {"skip_tokenizer_init": False, **options["engine_args"]}}
         _, _, self.target = build(options)
         self.remote = options["host"] == "vllm"
+        if options["media"] or "speculative_config" in options["engine_args"]:
+            redraw(self.target.llm_engine.runner.model)
+        self._media = WithMedia(self.target, options) if options["media"] else None
 
     def _params(self, **given: Any) -> Any:
         if self.options["host"] == "vllm":
@@ -56,10 +65,15 @@ class Engine(Remote):
         return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **given)
 
     def _run(self, prompts: Ids, params: list[Any]) -> Any:
-        return self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        given = [{"prompt_token_ids": p} for p in prompts]
+        return self.target.generate(
+            self._media.added(given) if self._media else given, params, use_tqdm=False
+        )
 
     def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
-        more = {"logprobs": 1} if logprobs else {}
+        more: dict[str, Any] = {"logprobs": 1} if logprobs else {}
+        if self._media:
+            more["logit_bias"] = self._media.bias
         outputs = [
             o.outputs[0] for o in self._run(prompts, [self._params(max_tokens=n, **more) for n in lengths])
         ]
@@ -79,10 +93,31 @@ class Engine(Remote):
         found = self._run(whole, params)
         return {
             "scores": [
-                _tables(f.prompt_logprobs[len(p) :], o)
-                for f, p, o in zip(found, prompts, outputs, strict=True)
+                _tables(f.prompt_logprobs[-len(o) :], o)  # a medium has made the prompt longer
+                for f, o in zip(found, outputs, strict=True)
             ]
         }
+
+
+class WithMedia:
+    """Gives each request of our engine a medium that follows from its prompt."""
+
+    def __init__(self, llm: Any, options: dict[str, Any]):
+        self._kind, self._sizes = options["media"], options["request"]
+        # of placeholders; a decoder with a source has none
+        tokens: dict[str, int] = getattr(llm.llm_engine.runner.model, "token_ids", {})
+        self._placeholder, self._taken = [tokens[self._kind]] if tokens else [], {*tokens.values()}
+        self.bias = dict.fromkeys(self._taken, -100.0)  # a generated placeholder would lack its medium
+
+    def added(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        made = []
+        for one in given:
+            ids = one["prompt_token_ids"]
+            draw = np.random.default_rng(ids[:SEEDED])
+            plain = [RESERVED if i in self._taken else i for i in ids]
+            data = {self._kind: medium(self._kind, self._sizes, draw)}
+            made.append({"prompt_token_ids": [*self._placeholder, *plain], "multi_modal_data": data})
+        return made
 
 
 class SGLang(Remote):

@@ -21,9 +21,10 @@ def folder(model: Model, kind: str) -> Path:
 
     config = config_of(model)
     saved = model.weights == "saved" and kind == "text"
-    key = hashlib.sha256(json.dumps([FORMAT, saved, config], sort_keys=True).encode()).hexdigest()[:16]
+    content = [FORMAT, saved, config, *filter(None, (dict(model.files), dict(model.tokenizers)))]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(Environment.read().cache) / "models" / f"suite-{key}"
-    if not (path / "config.json").is_file():
+    if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / "model"
@@ -31,12 +32,39 @@ def folder(model: Model, kind: str) -> Path:
                 _save(config, made)
             else:
                 made.mkdir()
-                (made / "config.json").write_text(json.dumps(config))
+                for name, table in {**({"config.json": config} if config else {}), **model.files}.items():
+                    (made / name).parent.mkdir(exist_ok=True)
+                    (made / name).write_text(json.dumps(table))
+            for name, given in model.tokenizers.items():
+                _tokenizer(**({"longest": given} if type(given) is int else given)).save_pretrained(
+                    made / name
+                )
             made.chmod(0o755)  # the user of a cage reads it, too
-            for file in made.iterdir():
-                file.chmod(0o644)
+            for file in made.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
             os.replace(made, path)
     return path
+
+
+def _tokenizer(longest: int, tokens: Mapping[str, int] | None = None) -> Any:
+    """One token for each byte, without merges. tokens: {special token: its id}, such as placeholders of images."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    symbols = [*named.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    special = dict(sorted((tokens or {}).items(), key=lambda pair: pair[1]))
+    taken = {*special.values()}
+    last = max(taken, default=0)
+    vocabulary |= {f"<{i}>": i for i in range(len(symbols), last) if i not in taken} | special
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=named["unk_token"]))
+    made.add_special_tokens(list(special))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **named)
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return fast
 
 
 def config_of(model: Model) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Our engine with requests of any runner: made before the clock runs, answered, and read as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastkernels.models.common import registry
+from fk_bench.evaluate.run.hosts.images import Recorded
+from fk_bench.evaluate.run.hosts.patched import Patched
+from fk_bench.evaluate.run.hosts.sent import SENT
+from fk_bench.quality.planting import Planting
+
+FIXED = ("Render",)  # runners whose random weights are a scene already
+
+
+class Requests(Recorded, Patched):
+    """A model of our engine whose runner has an entry in SENT."""
+
+    def __init__(self, options: dict[str, Any]):
+        super().__init__(options)
+        from fastkernels import LLM
+
+        self.target = LLM(
+            options["model"], dtype=options["dtype"], load_format="dummy", skip_tokenizer_init=True,
+            max_num_seqs=options["max_num_seqs"], **options["engine_args"],
+        )  # fmt: skip
+        engine = self.target.llm_engine
+        self.sent = SENT[engine.kind, engine.inputs]
+        if engine.kind not in FIXED:
+            redraw(engine.runner.model)
+        self._renew()
+        self._requests: list[list[Any]] = []
+        self._planting: Planting | None = None
+
+    def prepare(self, batch: int, seed: int, calls: int) -> None:
+        """Make the requests of a round, which depend on the seed alone."""
+        draw = np.random.default_rng(seed)
+        sizes = self.options["request"]
+        self._requests = [
+            [self.sent.make(self.target, sizes, draw) for _ in range(batch)] for _ in range(calls)
+        ]
+        self._outputs = []
+
+    def run(self) -> None:
+        self._outputs = [
+            torch.from_numpy(np.concatenate([np.ravel(a) for a in self.sent.answer(self.target, requests)]))
+            for requests in self._requests
+        ]
+
+    def plant(self, fault: str) -> dict[str, Any]:
+        """`Planting.answer` of the model; what follows from its weights is computed again."""
+        if self._planting is None:
+            model = self.target.llm_engine.runner.model
+            arch = registry.find(self.target.llm_engine.hf_config.architectures[0]).arch
+            parts = {part: getattr(model, part) for part in arch.folders[:1]}  # of a pipeline: the denoiser
+            self._planting = Planting(parts or {"model": model})
+        found = self._planting.answer(fault)
+        self._renew()
+        return found
+
+    def _renew(self) -> None:
+        runner = self.target.llm_engine.runner
+        if callable(getattr(runner.model, "refresh", None)):
+            runner.capture()
+
+
+@torch.no_grad()
+def redraw(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights with which each layer counts in the outputs: those of `load_format="dummy"` are small or constant."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        draw = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
+        mean, std = 1.0, 0.1
+        if parameter.dim() > 1:
+            gain = 2.0 if parameter.dim() > 3 else 1.0  # convolutions, which ReLU or SiLU follows
+            mean, std = 0.0, (gain * len(parameter) / parameter.numel()) ** 0.5
+        elif name.endswith(("bias", "mean", "offset")):
+            mean, std = 0.0, 0.02
+        parameter.normal_(mean, std, generator=draw)  # in place: packed copies follow its version

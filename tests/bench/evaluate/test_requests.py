@@ -1,0 +1,149 @@
+"""Items of our engine's other runners: small models in this process, and one whole item in processes of its own."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fk_bench.evaluate import checkpoints, suites
+from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.run import selftest
+from fk_bench.evaluate.run.hosts import open_host
+from fk_bench.evaluate.run.hosts.sent import SENT
+from fk_bench.evaluate.run.items import ItemRun, Work, calibrated, matched, options_of, vocab_of
+from fk_bench.evaluate.run.side import Launcher, set_files
+from fk_bench.info.stubs import source
+
+from fastkernels.core import registry
+from fastkernels.models.common.registry import models
+
+SMALL = {entry.name: entry for entry in suites.load("small").entries}
+FAST = (
+    "bge-m3/passages",
+    "yolov10-b/boxes",
+    "dlrmv2/ratings",
+    "gaussians/views",
+    "dp3/robots",
+    "oasis/rollouts",
+)
+
+
+class Here:
+    """A host of this process in the place of a `Side`."""
+
+    def __init__(self, entry: suites.Entry):
+        self.host = open_host(options_of(entry, entry.model, suites.load("small"), "float32", False, 2))
+
+    def call(self, do: str, **given: Any) -> dict[str, Any]:
+        return getattr(self.host, do)(**given) or {}
+
+
+def check(name: str) -> None:
+    """The item sees all planted faults, equal requests give equal outputs, and others give others."""
+    entry = SMALL[f"{name}/fastkernels"]
+    side: Any = Here(entry)
+    work = Work(entry, 7, vocab_of(entry))
+    scale = calibrated(work, side)
+    assert scale.sensitive, scale
+    assert scale.noise < 1e-4 and {"residual", "scale"} <= set(scale.faults)
+    if work.text:
+        return
+    outputs = []
+    for seed in (3, 3, 4):
+        side.call("prepare", batch=2, seed=seed, calls=2)
+        side.call("run")
+        outputs.append(
+            [np.frombuffer(b64decode(side.call("output", call=i)["output"]), np.float32) for i in (0, 1)]
+        )
+    first, again, other = outputs
+    assert work.apart(again[1], first[1], 2) <= scale.noise + 1e-6
+    assert (
+        work.apart(first[0], first[1], 2) > 10 * scale.noise
+        and work.apart(other[0], first[0], 2) > 10 * scale.noise
+    )
+    assert np.isfinite(np.concatenate(first)).all()
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_small_item_sees_planted_faults(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(n.removesuffix("/fastkernels") for n in SMALL if n[:-12] not in FAST))
+def test_every_small_item_sees_planted_faults(name: str) -> None:
+    check(name)
+
+
+def test_every_runner_has_requests_or_generates_text() -> None:
+    kinds = {
+        (m.arch.runner, m.arch.inputs)
+        for m in models().values()
+        if m.arch.runner not in ("Generate", "Draft")
+    }
+    absent = suites.load("full").without
+    left = (
+        kinds
+        - SENT.keys()
+        - {(models()[n].arch.runner, models()[n].arch.inputs) for n in absent if n in models()}
+    )
+    assert not left, f"{left}: give each a line in SENT of run/hosts/sent.py"
+
+
+def test_boxes_are_matched_before_they_are_compared() -> None:
+    wanted = np.random.default_rng(0).random((2, 5, 6)).astype(np.float32)
+    found = wanted[:, [3, 0, 4, 1, 2]] + np.float32(1e-6)
+    assert np.abs(matched(found, wanted) - wanted).max() < 2e-6
+    found[1, 2] = np.nan
+    assert np.isnan(matched(found, wanted)).any()
+    lost = wanted.copy()
+    lost[0, 1] = lost[0, 0]  # a box twice, and another one missing
+    assert np.abs(matched(lost, wanted) - wanted).max() > 0.1
+
+
+def test_files_of_a_pipeline_and_tokenizers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    model = suites.Model(
+        "vision", files={"model_index.json": {"_class_name": "A"}, "unet/config.json": {"b": 1}},
+        tokenizers={"tokenizer": 20, ".": {"longest": 30, "tokens": {"<image>": 300}}},
+    )  # fmt: skip
+    folder = checkpoints.folder(model, "requests")
+    assert json.loads((folder / "unet" / "config.json").read_text()) == {"b": 1}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("a<image>")["input_ids"][-1] == 300 and len(tokenizer("a<image>")["input_ids"]) == 2
+    assert AutoTokenizer.from_pretrained(folder / "tokenizer").model_max_length == 20
+
+
+def test_do_nothing_function_runs_the_shipped_providers(tmp_path: Path) -> None:
+    from fastkernels.core import candidate
+
+    files = selftest.write("fastkernels", tmp_path, "requests")
+    assert {"embedding_bag", "conv_norm_act", "rasterize_gaussians"} <= set(files)
+    found = candidate.load("gelu", files["gelu"])
+    candidate.fit(found.function, registry.get("gelu").op)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    assert found.function is not None and torch.equal(found.function(x), torch.ops.fastkernels.gelu(x))
+
+
+@pytest.mark.slow
+def test_wrong_candidate_of_a_recommender_is_dropped(tmp_path: Path) -> None:
+    entry = SMALL["dlrmv2/ratings/fastkernels"]
+    good, wrong = tmp_path / "linear.py", tmp_path / "cross_low_rank.py"
+    good.write_text(source("linear"))
+    shipped = selftest.write("fastkernels", tmp_path, "requests")["cross_low_rank"]
+    wrong.write_text(Path(shipped).read_text().replace("_shipped.run(", "1.02 * _shipped.run("))
+    with Launcher({}, 3 << 30, threads=1, logs=tmp_path / "logs") as launcher:
+        run = ItemRun(entry, suites.load("small"), launcher, "float32", 5, print)
+        found = run.measure({p.stem: str(p) for p in (good, wrong)}, set_files([tmp_path]))
+    assert found.found.kept == ("linear",)
+    assert [(d.op, d.reason) for d in found.found.dropped] == [("cross_low_rank", Reason.INCORRECT)]
+    assert found.outcome is not None and found.outcome.correctness == 1.0 and found.live["linear"] > 0
