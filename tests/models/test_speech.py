@@ -5,40 +5,22 @@ cosyvoice3.npz has these outputs, and the names and shapes of the weights. Weigh
 
 from __future__ import annotations
 
-import json
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.cosyvoice import RECORDED, weights
 
 from fastkernels.models.common.checkpoint import DIRECTION, LENGTH, without_norm
 from fastkernels.models.common.speech.flow import FlowConfig, SpeechFlow, Utterance
 from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 
 CPU = torch.device("cpu")
-RECORDED = np.load(Path(__file__).parent / "cosyvoice3.npz")
 FLOW = FlowConfig(
     vocab=50, speaker=12, lookahead_width=32, width=64, depth=2, heads=4, head_size=16, chunk=10
 )
 SOUND = VocoderConfig(width=32, pitch_width=32)
-
-
-def weights(kind: str) -> dict[str, torch.Tensor]:
-    """The weights of the recorded model."""
-    made = {}
-    for name, shape in json.loads(str(RECORDED[f"{kind}_shapes"])).items():
-        x = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 1, shape).astype(np.float32)
-        if name.endswith("original0"):
-            x = np.abs(x) * 0.3 + 0.4
-        elif name.endswith("alpha"):
-            x = np.abs(x) + 0.5
-        else:
-            x = x / np.sqrt(max(int(np.prod(shape[1:])), 1)) if len(shape) > 1 else 0.1 * x
-        made[name] = torch.from_numpy(np.asarray(x, np.float32))
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +33,6 @@ def flow() -> SpeechFlow:
 @pytest.fixture(scope="module")
 def vocoder() -> Vocoder:
     own = weights("sound")
-    own["f0_predictor.classifier.weight"] *= 400  # voiced and unvoiced
     made = Vocoder(SOUND).eval()
     for name in [name for name in own if name.endswith(LENGTH)]:
         stem = name.removesuffix(LENGTH)

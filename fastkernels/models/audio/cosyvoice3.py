@@ -111,6 +111,7 @@ class CosyVoice3Model(Decoder):
         if loaded.shape != (rows, param.shape[1]):
             raise ValueError(f"expected shape ({rows}, {param.shape[1]})")
         param.data[start : start + rows].copy_(loaded)
+        param.data[speech + text :].zero_()  # padding
 
     def prompt(self, before: Sequence[int], text: Sequence[int], voice: Sequence[int]) -> list[int]:
         """The ids of a prompt.

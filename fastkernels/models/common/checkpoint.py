@@ -54,7 +54,16 @@ def resolve(model: str) -> Path:
         snapshot = Path(snapshot_download(name, revision=revision or None, allow_patterns=[PIPELINE, SPEECH]))
         pipeline = (snapshot / PIPELINE).is_file()
         if (snapshot / SPEECH).is_file():
-            patterns = [SPEECH, "llm.*", "flow.pt", "flow.safetensors", "hift.*", "spk2info.pt", "*/*.json", "*/*.txt"]
+            patterns = [
+                SPEECH,
+                "llm.*",
+                "flow.pt",
+                "flow.safetensors",
+                "hift.*",
+                "spk2info.pt",
+                "*/*.json",
+                "*/*.txt",
+            ]
             patterns += ["campplus.onnx", "speech_tokenizer_v3.onnx"]
         elif pipeline:  # parts are in folders, next to files of weights in other layouts
             patterns = [PIPELINE, *(f"*/*.{kind}" for kind in ("json", "safetensors", "model", "txt"))]
@@ -148,7 +157,8 @@ def parts_of(
 
     for file, prefix in zip(part_files(folder, prefixes), prefixes.values(), strict=True):
         try:
-            with _opened(file) as tensors:
+            opened = _opened(file) if file.suffix == ".safetensors" else nullcontext(_older(file))
+            with opened as tensors:
                 names = set(tensors.keys())
                 for key in sorted(names):
                     if key.endswith(LENGTH) and f"{key[:-1]}1" in names:

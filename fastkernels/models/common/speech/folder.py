@@ -82,7 +82,7 @@ def _table(file: Path) -> dict[str, Any]:
 
     Loader.add_multi_constructor("!", untagged)
     try:
-        found = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)  # noqa: S506 (a SafeLoader)
+        found = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):

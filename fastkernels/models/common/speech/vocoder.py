@@ -137,16 +137,20 @@ class Vocoder(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self, frames: Sequence[torch.Tensor], final: Sequence[bool], run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self,
+        frames: Sequence[torch.Tensor],
+        final: Sequence[bool],
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        multiple: int = 1,
     ) -> list[torch.Tensor]:
         """Samples [n] of each row's frames [T, mel], in one batch.
 
         final: False if further frames of the row follow. Its last eight have no samples then, and later calls with more
         frames give the same samples for those in front of them
-        run: calls `stack`, by default directly
+        run: calls `stack`, by default directly; multiple: of the frames of the batch, with padding
         """
         c = self.config
-        longest = max(len(row) for row in frames)
+        longest = -(-max(len(row) for row in frames) // multiple) * multiple
         x = frames[0].new_zeros(len(frames), longest + c.ahead, c.mel)
         for i, row in enumerate(frames):
             x[i, : len(row)] = row
@@ -210,7 +214,9 @@ class Vocoder(nn.Module):
         phase = torch.cumsum((harmonics / c.rate) % 1, dim=1) * 2 * math.pi * c.samples
         sines = (phase.sin() * SINE).repeat_interleave(c.samples, dim=1)  # [B, n, harmonics]
         voiced = (pitch > VOICED).to(pitch.dtype).repeat_interleave(c.samples, dim=1)[..., None]
-        noise = (voiced * NOISE + (1 - voiced) * SINE / 3) * self.noise(sines.shape[1], sines.device).to(sines.dtype)
+        noise = (voiced * NOISE + (1 - voiced) * SINE / 3) * self.noise(sines.shape[1], sines.device).to(
+            sines.dtype
+        )
         return torch.tanh(self.m_source.l_linear(sines * voiced + noise))[..., 0]
 
     def noise(self, samples: int, device: torch.device) -> torch.Tensor:
@@ -227,4 +233,3 @@ class Vocoder(nn.Module):
         window = torch.hann_window(c.size, dtype=samples.dtype, device=samples.device)
         found = torch.stft(samples, c.size, c.hop, c.size, window=window, return_complex=True)
         return torch.cat([found.real, found.imag], dim=1)
-
