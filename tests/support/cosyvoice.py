@@ -17,7 +17,7 @@ from fastkernels.engine.speech.voices import Voice
 RECORDED = np.load(Path(__file__).parents[1] / "models" / "cosyvoice3.npz")
 SPEECH_TOKENS, SPECIALS, TEXT_VOCAB = 50, 200, 800
 CHUNK = 5  # tokens
-TEXT = "A short test, for all of us."
+TEXT = "Hi you."
 QWEN2 = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": TEXT_VOCAB, "max_position_embeddings": 2048, "rope_theta": 1e6,
@@ -110,7 +110,7 @@ def language_model() -> dict[str, torch.Tensor]:
         elif name.endswith(("embed_tokens.weight", "speech_embedding.weight")):
             made[name] *= 4
     made["llm_decoder.weight"] *= 3
-    made["llm_decoder.weight"][SPEECH_TOKENS:] *= 0.3
+    made["llm_decoder.weight"][SPEECH_TOKENS:] *= 0.6
     made["llm.model.lm_head.weight"] = made["llm.model.model.embed_tokens.weight"]
     return made
 
@@ -123,6 +123,8 @@ def make_tiny_cosyvoice(folder: Path, layout: str = "pt", voices: bool = True) -
     (text / "config.json").write_text(json.dumps(QWEN2))
     (folder / "cosyvoice3.yaml").write_text(YAML)
     parts = {"llm": language_model(), "flow": weights("flow"), "hift": weights("sound")}
+    rates = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+    parts["flow"]["decoder.estimator.rotary_embed.inv_freq"] = rates  # which the checkpoint has, too
     for name, tensors in parts.items():
         if layout == "pt":
             torch.save(tensors, folder / f"{name}.pt")
