@@ -88,21 +88,21 @@ class SpeechEngine(LLMEngine):
         if not isinstance(params, SpeechParams):
             raise ValueError(f"a speech model takes SpeechParams, got {type(params).__name__}")
         if not isinstance(prompt, str):
-            raise ValueError(f"the text must be a string, got {reprlib.repr(prompt)}")
+            raise ValueError(f"text must be a string, got {reprlib.repr(prompt)}")
         most = self.config.max_characters
         if len(prompt) > most:
-            raise ValueError(f"the text must have at most {most} characters, got {len(prompt)}")
+            raise ValueError(f"text must have at most {most} characters, got {len(prompt)}")
         voice = self._voice(params.voice)
-        for name, text in (("the text", prompt), ("instructions", params.instructions or "")):
+        for name, text in (("text", prompt), ("instructions", params.instructions or "")):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{name} is not valid Unicode text: {error}") from error
         parts = sentences.split(prompt, lambda text: len(self._ids(text)))
         if not parts:
-            raise ValueError(f"the text has nothing to speak: {reprlib.repr(prompt)}")
+            raise ValueError(f"text has nothing to speak: {reprlib.repr(prompt)}")
         if len(parts) > self.config.max_waiting:
-            raise ValueError(f"the text has {len(parts)} parts, at most {self.config.max_waiting} can wait")
+            raise ValueError(f"text has {len(parts)} parts, at most {self.config.max_waiting} can wait")
         first = self._draws.getrandbits(63) if params.seed is None else params.seed
         groups = [
             self._group(f"{request_id}/{i}", part, voice, params, (first + i) % 2**63, priority)
@@ -149,7 +149,7 @@ class SpeechEngine(LLMEngine):
             return given
         known = ", ".join(self.voices)
         if not known:
-            raise ValueError("this engine has no voices: set `voices` to a folder with some")
+            raise ValueError("voice is not possible: this engine has no voices; set `voices` (--voices) to a folder with some")
         if given is None:
             if len(self.voices) > 1:
                 raise ValueError(f"voice is required: it is one of {known}")
@@ -188,6 +188,9 @@ class SpeechEngine(LLMEngine):
                 part.done = True
                 self._parts.pop(part.key, None)
         self._drops += keys
+        if not self._speeches and keys:  # no step would tell the runner
+            drops, self._drops = self._drops, []
+            self.executor.launch(SpeechInput((), drops))
         return []
 
     def abort_all(self) -> None:

@@ -122,6 +122,13 @@ class EngineOptions:
     )
     max_images: Annotated[int, typer.Option(help="n of a request for images")] = DEFAULT.max_images
     max_frames: Annotated[int, typer.Option(help="frames to generate of a request")] = DEFAULT.max_frames
+    max_characters: Annotated[int, typer.Option(help="characters of a text to speak")] = (
+        DEFAULT.max_characters
+    )
+    voices: Annotated[
+        str | None,
+        typer.Option(help="folder of voices for speech: NAME.safetensors, or NAME.wav with its text in NAME.txt"),
+    ] = DEFAULT.voices
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks
