@@ -127,6 +127,10 @@ class SamplingParams:
             )
         if not isinstance(self.timestamps, (TimestampRules, type(None))):
             raise ValueError(f"timestamps must be TimestampRules, got {reprlib.repr(self.timestamps)}")
+        if not isinstance(self.repetition_aware, (RepetitionAware, type(None))):
+            raise ValueError(
+                f"repetition_aware must be a RepetitionAware, got {reprlib.repr(self.repetition_aware)}"
+            )
         self._check_stop()
         self._check_logit_bias()
         self._check_tokens()

@@ -19,7 +19,7 @@ _SPOKEN = re.compile(r"[^\W_]", re.UNICODE)
 
 
 def split(text: str, count: Callable[[str], int]) -> list[str]:
-    """The parts of a text, none if there is nothing to speak. count: tokens of a text."""
+    """The parts of a text, with a mark at its end; none if there is nothing to speak. count: tokens of a text."""
     text = _SPACES.sub(" ", text).strip()
     parts: list[str] = []
     sizes: list[int] = []
@@ -33,7 +33,8 @@ def split(text: str, count: Callable[[str], int]) -> list[str]:
     if len(parts) > 1 and sizes[-1] < LAST:
         last = parts.pop()
         parts[-1] += last
-    return [_closed(part.strip()) for part in parts if _SPOKEN.search(part)]
+    parts = [part.strip() for part in parts if _SPOKEN.search(part)]
+    return [*parts[:-1], _closed(parts[-1])] if parts else []
 
 
 def _pieces(pattern: re.Pattern[str], text: str) -> Iterator[str]:
