@@ -149,7 +149,9 @@ class SpeechEngine(LLMEngine):
             return given
         known = ", ".join(self.voices)
         if not known:
-            raise ValueError("voice is not possible: this engine has no voices; set `voices` (--voices) to a folder with some")
+            raise ValueError(
+                "voice is not possible: this engine has no voices; set `voices` (--voices) to a folder with some"
+            )
         if given is None:
             if len(self.voices) > 1:
                 raise ValueError(f"voice is required: it is one of {known}")

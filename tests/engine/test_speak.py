@@ -82,7 +82,9 @@ def whole(outputs: list[Any]) -> list[np.ndarray]:
 def test_batches_have_the_sound_of_single_requests(llm: LLM) -> None:
     """Requests of other lengths, voices and kinds at once; their parts of tokens become sound together."""
     texts = ["Hi you.", "Is it so?", "No."]
-    params = [SpeechParams(v, temperature=0, stream=s) for v, s in (("anna", False), ("ben", True), ("ben", False))]
+    params = [
+        SpeechParams(v, temperature=0, stream=s) for v, s in (("anna", False), ("ben", True), ("ben", False))
+    ]
     together = whole(llm.speak(texts, params, use_tqdm=False))
     for text, own, found in zip(texts, params, together, strict=True):
         (alone,) = whole(llm.speak(text, own, use_tqdm=False))
@@ -90,8 +92,8 @@ def test_batches_have_the_sound_of_single_requests(llm: LLM) -> None:
 
 
 def test_preempted_requests_keep_their_sound(folder: Path, llm: LLM) -> None:
-    """Two sequences of 84 tokens in a cache of 128, 32 of them shared."""
-    texts, params = ["Hi you.", "Is it so?"], SpeechParams(**GREEDY)
+    """Three sequences of 84 tokens in a cache of 128, 32 of them shared."""
+    texts, params = ["Hi you.", "Is it so?", "Was it?"], SpeechParams(**GREEDY)
     with LLM(
         str(folder), device="cpu", voices=str(folder / "voices"), num_blocks=9, max_model_len=128
     ) as small:
@@ -164,11 +166,11 @@ def test_unusable_requests_are_refused(llm: LLM, text: Any, params: dict[str, An
 
 
 def test_other_models_and_other_methods_are_refused(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="LLM.speak and /v1/audio/speech"):
+    with pytest.raises(ValueError, match=r"LLM\.speak and /v1/audio/speech"):
         llm.generate("a", use_tqdm=False)
-    with LLM(str(make_tiny_llama(tmp_path / "llama")), device="cpu", num_blocks=20) as other:
-        with pytest.raises(ValueError, match="speak: .* is for LLM.generate"):
-            other.speak("a")
+    other = LLM(str(make_tiny_llama(tmp_path / "llama")), device="cpu", num_blocks=20)
+    with pytest.raises(ValueError, match=r"speak: .* is for LLM\.generate"):
+        other.speak("a")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,10 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path, change: A
 
 
 def test_ranks_and_drafts_are_refused(folder: Path) -> None:
-    for more in ({"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
+    for more in (
+        {"tensor_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ):
         with pytest.raises(ValueError, match="not supported for speech models"):
             make_engine(EngineConfig(str(folder), device="cpu", **more))
 

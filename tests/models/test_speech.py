@@ -115,7 +115,12 @@ def test_noise_has_one_beginning(vocoder: Vocoder) -> None:
 
 
 def test_batch_of_flow_equals_single_rows(flow: SpeechFlow, given: dict[str, torch.Tensor]) -> None:
-    rows = [row(given, 17), row(given, 13, streaming=True, final=False), row(given, 5), row(given, 9, final=False)]
+    rows = [
+        row(given, 17),
+        row(given, 13, streaming=True, final=False),
+        row(given, 5),
+        row(given, 9, final=False),
+    ]
     alone = [flow([one])[0] for one in rows]
     for multiple in (1, 64):
         together = flow(rows, multiple=multiple)

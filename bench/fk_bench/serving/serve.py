@@ -127,7 +127,9 @@ class EngineOptions:
     )
     voices: Annotated[
         str | None,
-        typer.Option(help="folder of voices for speech: NAME.safetensors, or NAME.wav with its text in NAME.txt"),
+        typer.Option(
+            help="folder of voices for speech: NAME.safetensors, or NAME.wav with its text in NAME.txt"
+        ),
     ] = DEFAULT.voices
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (

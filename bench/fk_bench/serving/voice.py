@@ -19,7 +19,9 @@ def voice_command(
     model: Annotated[
         str | None, typer.Option(help="folder or hub id of the checkpoint, whose ONNX models read recordings")
     ] = None,
-    text: Annotated[str, typer.Option(help="what the recording says; without it the voice is less close")] = "",
+    text: Annotated[
+        str, typer.Option(help="what the recording says; without it the voice is less close")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="end standard output with one line of JSON")] = False,
 ) -> None:
     """Make a voice for speech from a recording of 0.5 to 30 s, or from arrays."""
@@ -31,7 +33,9 @@ def voice_command(
     from fastkernels.models.common.checkpoint import CheckpointError, resolve
 
     if out.suffix != SUFFIX or not NAME.fullmatch(out.stem):
-        fail(f"--out {str(out)!r} must be a name of letters, digits, spaces and '._-' that ends with {SUFFIX}")
+        fail(
+            f"--out {str(out)!r} must be a name of letters, digits, spaces and '._-' that ends with {SUFFIX}"
+        )
     try:
         if source.suffix == ".npz":
             with np.load(source, allow_pickle=False) as arrays:

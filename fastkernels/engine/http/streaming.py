@@ -24,7 +24,9 @@ HEADERS = [
 
 
 class EventStream(Response):
-    """A stream of server-sent events, or of `media_type`. answer: an Answer, or an object with its opening, events, closing and failed.
+    """A stream of server-sent events, or of `media_type`.
+
+    answer: an Answer, or an object with its opening, events, closing and failed.
 
     Outputs for a slow client are joined. A write that takes longer than `stall_timeout` seconds aborts the requests and
     closes the connection. So does an error for which answer.failed returns None.

@@ -24,8 +24,8 @@ class SpeechParams:
 
     voice         a name of the engine's voices, or a Voice; None: the engine's only one
     speed         0.25 to 4: of the speech. Other speeds than 1 are possible for whole parts of a text alone
-    stream        make sound of the first tokens of a part while the others are generated. Otherwise sound is made of each
-                  part of a text as a whole, which is slightly better and takes less time in total
+    stream        make sound of the first tokens of a part while the others are generated. Otherwise sound is made of
+                  each part of a text as a whole, which is slightly better and takes less time in total
     instructions  how to speak, such as "Speak as quietly as possible."; the voice's text is not read then
     temperature   of the draw of tokens, 0 to 2; 0: the most likely one
     seed          of the draw; None: drawn by the engine

@@ -84,9 +84,7 @@ def whisper_mel(samples: np.ndarray) -> np.ndarray:
     from transformers import WhisperFeatureExtractor
 
     extractor = WhisperFeatureExtractor(feature_size=128)
-    made = extractor(
-        samples, sampling_rate=RATE, padding="do_not_pad", truncation=False, return_tensors="np"
-    )
+    made = extractor(samples, sampling_rate=RATE, padding="do_not_pad", truncation=False, return_tensors="np")
     return np.asarray(made["input_features"][0], np.float32)
 
 
@@ -106,7 +104,7 @@ def kaldi_mel(samples: np.ndarray) -> np.ndarray:
 
 
 def mel(samples: np.ndarray) -> torch.Tensor:
-    """The mel spectrogram [T, 80] float32 of samples at SOUND_RATE, 50 frames a second, as CosyVoice3's flow reads it."""
+    """The mel spectrogram [T, 80] float32 that the flow reads, of samples at SOUND_RATE: 50 frames a second."""
     from transformers.audio_utils import mel_filter_bank
 
     size, hop = 1920, 480

@@ -1,4 +1,4 @@
-"""/v1/audio/speech: OpenAI's SDK, formats, streams, voices, metrics, clients that leave, and bodies that are refused."""
+"""/v1/audio/speech: OpenAI's SDK, formats, streams, voices, metrics, clients that leave, and refused bodies."""
 
 from __future__ import annotations
 

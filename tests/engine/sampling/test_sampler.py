@@ -320,7 +320,7 @@ def after(history, n=6000, device="cpu", **rules):
 
 
 def test_repetition_aware_draws_again_from_all_others(device):
-    """Of the tokens in the nucleus, 0 is a repetition: its draws go to the other tokens, those outside the nucleus too."""
+    """In the nucleus, 0 is a repetition: its draws go to all other tokens, those outside the nucleus too."""
     probs = torch.softmax(LOGITS, -1)
     for history, window, repeated in (((), 10, False), ((5, 0, 5), 10, True), ((0, 5, 5), 2, False)):
         nucleus = kept(LOGITS, (0, 1, 2))  # 0.42, 0.25 and 0.15 of the mass

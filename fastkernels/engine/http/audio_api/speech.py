@@ -104,7 +104,9 @@ class Speech:
         except ValueError as error:
             field, _, rest = str(error).partition(" ")
             field = "input" if field == TEXT else field
-            raise ApiError(400, f"{field} {rest}", field if field in SpeechBody.model_fields else None) from error
+            raise ApiError(
+                400, f"{field} {rest}", field if field in SpeechBody.model_fields else None
+            ) from error
         if events or body.stream or len(request.parts) > 1:
             encoder = self._encoder(kind, None)
             outputs = await context.open([request])
