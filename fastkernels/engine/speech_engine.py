@@ -282,7 +282,7 @@ class SpeechEngine(LLMEngine):
         return found
 
     def _news(self, speech: SpeechRequest) -> SpeechOutput | None:
-        """What is ready of a request, in the order of its parts. None: nothing."""
+        """The sound of a request that is ready, in the order of its parts. None: there is none."""
         sounds: list[np.ndarray] = []
         for part in speech.parts:
             sounds += part.sounds

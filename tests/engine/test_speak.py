@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fk_bench.info.verified import SOUNDS
 from support.cosyvoice import TEXT, make_tiny_cosyvoice, voice
 from support.tiny import make_tiny_llama
 
@@ -65,14 +66,14 @@ def test_sound_equals_cosyvoice(llm: LLM, name: str, more: dict[str, Any]) -> No
     (found,) = llm.speak(TEXT, SpeechParams(**GREEDY, **more), use_tqdm=False)
     want = RECORDED[name].astype(np.float32)
     assert found.finished and found.rate == 24_000 and found.samples.shape == want.shape
-    assert np.abs(found.samples - want).max() < 2e-3  # recorded in float16
+    assert np.abs(found.samples - want).max() < SOUNDS
     assert np.abs(want).mean() > 0.01
 
 
 def test_streamed_sound_and_its_pieces_equal_cosyvoice(llm: LLM) -> None:
     found = sound_of(llm, SpeechParams(**GREEDY, stream=True))
     assert [len(piece) for piece in found] == RECORDED["sizes"].tolist()
-    assert np.abs(np.concatenate(found) - RECORDED["stream"].astype(np.float32)).max() < 2e-3
+    assert np.abs(np.concatenate(found) - RECORDED["stream"].astype(np.float32)).max() < SOUNDS
 
 
 def whole(outputs: list[Any]) -> list[np.ndarray]:

@@ -56,7 +56,7 @@ class SpeechInput:
 
 @dataclass
 class _Spoken:
-    """What a speech has become so far: frames [T, mel], and the number of samples."""
+    """The frames [T, mel] of a speech so far, and the number of its samples."""
 
     frames: list[torch.Tensor] = field(default_factory=list)
     samples: int = 0

@@ -342,7 +342,7 @@ def test_nucleus_counts_the_mass_of_the_whole_vocabulary():
     assert RepetitionAware(0.4, 5).nucleus(LOGITS[None])[0].isfinite().sum() == 1
 
 
-def test_repetition_aware_rows_mix_with_others_and_remember_their_own(device):
+def test_repetition_aware_rows_remember_their_own_tokens(device):
     """Greedy rows: with the rules a token comes again only after the window; other rows repeat it."""
     sampler = Sampler(device, len(LOGITS), 4)
     rules = RepetitionAware(window=2)
