@@ -29,11 +29,9 @@ from fastkernels.engine.scheduling.speaking import Part, SpeechOutput, SpeechPar
 from fastkernels.engine.speech import sentences
 from fastkernels.engine.speech.text_tokens import SPECIAL_TOKENS
 from fastkernels.engine.speech.voices import Voice, Voices
-from fastkernels.models.audio.cosyvoice3 import SILENT
 from fastkernels.models.common.speech.flow import MOST
 from fastkernels.models.common.speech.folder import TEXT
 
-ROLE, END_OF_PROMPT = "You are a helpful assistant.", "<|endofprompt|>"
 LEAST_RATIO, MOST_RATIO = 2, 20  # speech tokens of a token of the text
 PAUSE = 0.0005  # seconds between looks at a stage that runs while the language model has nothing to do
 
@@ -109,7 +107,10 @@ class SpeechEngine(LLMEngine):
             for i, part in enumerate(parts)
         ]
         made = SpeechRequest(request_id, prompt, voice, params, groups, self.rate)
-        made.parts = [Part(made, group.request_id, self._chunk, self._lookahead, SILENT) for group in groups]
+        made.parts = [
+            Part(made, group.request_id, self._chunk, self._lookahead, self.runner.model.silent_tokens)
+            for group in groups
+        ]
         return made
 
     def _group(
@@ -117,11 +118,11 @@ class SpeechEngine(LLMEngine):
     ) -> Any:
         """The language model's request for a part of a text."""
         read = bool(voice.text) and params.instructions is None
-        role = ROLE if params.instructions is None else f"{ROLE} {params.instructions}"
         ids = self._ids(text)
-        before = self._ids(f"{role}{END_OF_PROMPT}{voice.text if read else ''}")
-        prompt = self.runner.model.prompt(before, ids, voice.tokens.tolist() if read else [])
-        flow = self.runner.model.flow.config
+        model = self.runner.model
+        before = self._ids(model.opening(params.instructions) + (voice.text if read else ""))
+        prompt = model.prompt(before, ids, voice.tokens.tolist() if read else [])
+        flow = model.flow.config
         room = min(
             self.max_model_len - len(prompt), (MOST - len(voice.frames)) // flow.ratio - self._lookahead
         )

@@ -209,8 +209,8 @@ def serve(
     """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md.
 
     Language models have /v1/completions, /v1/chat/completions and others, Whisper has /v1/audio/transcriptions and
-    /v1/audio/translations, CosyVoice3 has /v1/audio/speech, and encoders have /v1/embeddings, /score and others. Detectors have /v1/detections,
-    recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
+    /v1/audio/translations, CosyVoice3 has /v1/audio/speech, and encoders have /v1/embeddings, /score and others.
+    Detectors have /v1/detections, recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
     models of point clouds /v1/segmentations. Diffusion models have /v1/images/generations
     or /v1/videos, and world models /v1/frames.
     """

@@ -23,8 +23,8 @@ from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 
 SPECIALS = 200  # ids behind the speech tokens: the start, the end, the task, and others that end speech, too
 START, TASK = 0, 2  # among these
+ROLE, END_OF_PROMPT = "You are a helpful assistant.", "<|endofprompt|>"
 SILENT = frozenset((1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323))  # tokens of silence and breath
-TOKENS_A_SECOND = 25
 # Fields of a config.json with the defaults of the public checkpoint
 DEFAULTS: dict[str, Any] = {
     "speech_token_size": 6561, "text_vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
@@ -94,7 +94,12 @@ def tower(config: Any) -> Iterator[towers.Part]:
 
 
 class CosyVoice3Model(Decoder):
-    """config: the fields of `fields`. The flow has the dtype of the language model, and the vocoder float32."""
+    """config: the fields of `fields`. The flow has the dtype of the language model, and the vocoder float32.
+
+    silent_tokens: speech tokens of silence, of which the vocoder gets a few in a row
+    """
+
+    silent_tokens = SILENT
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -112,6 +117,10 @@ class CosyVoice3Model(Decoder):
             raise ValueError(f"expected shape ({rows}, {param.shape[1]})")
         param.data[start : start + rows].copy_(loaded)
         param.data[speech + text :].zero_()  # padding
+
+    def opening(self, instructions: str | None) -> str:
+        """The text in front of what the voice says."""
+        return f"{ROLE}{f' {instructions}' if instructions else ''}{END_OF_PROMPT}"
 
     def prompt(self, before: Sequence[int], text: Sequence[int], voice: Sequence[int]) -> list[int]:
         """The ids of a prompt.
