@@ -151,6 +151,8 @@ class _Block(nn.Module):
 class Estimator(nn.Module):
     """The diffusion transformer: the direction in which frames move at a time."""
 
+    ops = ("ada_layer_norm", "attention_dense", "gated_residual", "rotary_emb", "timestep_embedding")
+
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
         self.head_size = c.head_size
@@ -273,7 +275,7 @@ class SpeechFlow(nn.Module):
         twice = None if mask is None else torch.cat([mask, mask])
         times = [1 - math.cos(0.5 * math.pi * i / c.steps) for i in range(c.steps + 1)]
         for now, after in pairwise(times):
-            time = torch.full((len(both),), now, dtype=dtype, device=x.device)
+            time = torch.full((len(both),), now, device=x.device, dtype=torch.float32)
             moved = self.decoder.estimator(x.to(dtype).repeat(2, 1, 1), both, time, twice)
             found, free = moved.float().chunk(2)
             x = x + (after - now) * ((1 + c.guidance) * found - c.guidance * free)

@@ -202,8 +202,17 @@ class Vocoder(nn.Module):
         """Samples of logarithms of magnitudes and sines of phases [size + 2, n]."""
         c = self.config
         magnitude, phase = x[: c.size // 2 + 1].exp().clamp(max=LOUDEST), x[c.size // 2 + 1 :].sin()
-        window = torch.hann_window(c.size, dtype=x.dtype, device=x.device)
-        return torch.istft(torch.polar(magnitude, phase)[None], c.size, c.hop, c.size, window=window)[0]
+        window = torch.hann_window(c.size, dtype=x.dtype, device=x.device)[:, None]
+        columns = torch.fft.irfft(torch.polar(magnitude, phase), c.size, dim=0) * window
+        count = columns.shape[1]
+        length = (count - 1) * c.hop + c.size
+
+        def overlapped(columns: torch.Tensor) -> torch.Tensor:
+            return F.fold(columns[None], (1, length), (1, c.size), stride=(1, c.hop))[0, 0, 0]
+
+        # torch.istft does the same, and waits for the device
+        made = overlapped(columns) / overlapped((window * window).expand(-1, count))
+        return made[c.size // 2 : length - c.size // 2]
 
     def source(self, pitch: torch.Tensor) -> torch.Tensor:
         """The excitation [B, n] of a pitch [B, T]: harmonics, and noise from a fixed sequence."""
