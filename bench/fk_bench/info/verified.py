@@ -16,7 +16,7 @@ IMAGES = 5e-4  # of colors from 0 to 1
 POINTS = 2e-5  # and relative
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
-SOUNDS = 2e-3  # of samples from -1 to 1, recorded in float16
+SOUNDS = 5e-4  # of samples from -1 to 1, recorded in float16
 DETECTIONS = 1e-4  # in parts of an image's side, and of scores
 
 

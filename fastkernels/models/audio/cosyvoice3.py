@@ -57,8 +57,8 @@ def flow_config(config: Any) -> FlowConfig:
 
 
 def vocoder_config(config: Any) -> VocoderConfig:
-    tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in config.vocoder.items()}
-    return VocoderConfig(**tuples)
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.vocoder.items()}
+    return VocoderConfig(**given)
 
 
 def describe(config: Any) -> d.Decoder:
