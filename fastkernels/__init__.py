@@ -26,6 +26,7 @@ _LAZY = {
     "VideoParams": ".engine.scheduling.denoising",
     "LLM": ".engine.llm",
     "RenderParams": ".engine.scheduling.rendering",
+    "SpeechParams": ".engine.scheduling.speaking",
     "SamplingParams": ".engine.sampling.sampling_params",
     "StructuredOutputsParams": ".engine.structured.params",
     "UnmaskParams": ".engine.sampling.unmask_params",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.scheduling.folding import FoldParams
     from fastkernels.engine.scheduling.rendering import RenderParams
     from fastkernels.engine.scheduling.rollout import FrameParams
+    from fastkernels.engine.scheduling.speaking import SpeechParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async

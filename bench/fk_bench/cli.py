@@ -34,6 +34,7 @@ COMMANDS = {
     "stubs": ("info.stubs:stubs_command", "a working candidate file for each op, to start from"),
     "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
+    "voice": ("serving.voice:voice_command", "a file of a voice for speech, of a recording or of arrays"),
     "serve-compare": (
         "serving.commands:serve_compare_command",
         "real servers compared: throughput, latency, token agreement",

@@ -31,6 +31,8 @@ class EngineConfig:
     max_steps               denoising steps of an image to generate
     max_images              n of a request for images
     max_frames              frames to generate of a request
+    max_characters          of a text to speak
+    voices                  a folder of voices for speech: NAME.safetensors, or NAME.wav with its text in NAME.txt
     block_size              tokens of one KV block, a power of two
     num_blocks              KV blocks, including block 0, the padding block; takes precedence over kv_cache_memory
     num_snapshots           snapshots of recurrent states in the prefix cache (default: an eighth of the blocks' memory,
@@ -69,6 +71,8 @@ class EngineConfig:
     max_steps: int = 100
     max_images: int = 10
     max_frames: int = 512
+    max_characters: int = 4096
+    voices: str | None = None
     block_size: int = 16
     num_blocks: int | None = None
     num_snapshots: int | None = None
@@ -106,7 +110,7 @@ class EngineConfig:
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
             "tensor_parallel_size", "expert_parallel_size", "max_pixels", "max_steps", "max_images",
-            "max_frames",
+            "max_frames", "max_characters",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:

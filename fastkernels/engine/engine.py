@@ -21,6 +21,7 @@ from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.rollout import FrameRequest
+from fastkernels.engine.scheduling.speaking import SpeechRequest
 from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
 
@@ -34,6 +35,7 @@ class StepStats:
     encoded: finished requests of encoders, recommenders and robot policies
     aborted: requests of these that ended without a result, and of images or frames; of text they are in finished
     denoise_steps: steps of single images or frames; images: finished requests for them; frames: finished frames.
+    speeches: finished requests for speech; ttfs: times to their first sound; sound: seconds of speech
     """
 
     prompt_tokens: int = 0
@@ -46,6 +48,9 @@ class StepStats:
     denoise_steps: int = 0
     images: list[ImageRequest | RenderRequest | FrameRequest] = field(default_factory=list)
     frames: int = 0
+    speeches: list[SpeechRequest] = field(default_factory=list)
+    ttfs: list[float] = field(default_factory=list)
+    sound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Engine(ABC):
         else:
             text, ids = None, token_ids(prompt)
             ids = ids if limit is None else tokenizer.cut(ids, limit, side)
-        vocab = self.hf_config.vocab_size
+        vocab = self.hf_config.vocab_size + getattr(self.hf_config, "more_token_ids", 0)
         if not ids:
             raise ValueError("the prompt is empty")
         if min(ids) < 0 or max(ids) >= vocab:

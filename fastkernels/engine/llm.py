@@ -22,6 +22,7 @@ from fastkernels.engine.scheduling.folding import FoldParams, FoldRequestOutput
 from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.scheduling.rollout import FrameParams, FrameRequestOutput
+from fastkernels.engine.scheduling.speaking import SpeechOutput, SpeechParams
 from fastkernels.engine.speech.files import recording
 from fastkernels.engine.speech.recognition import Options, Recognition, Transcript
 
@@ -421,6 +422,26 @@ class LLM:
         given = params if params is not None else FrameParams()
         return self._run(listed, _for_each(given, len(listed), "prompts"), use_tqdm)
 
+    def speak(
+        self,
+        texts: str | Sequence[str],
+        params: SpeechParams | Sequence[SpeechParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+    ) -> list[SpeechOutput]:
+        """Speak texts: `samples` of each output are float32 at `rate` Hz, and output.file("wav") is a file of them.
+
+        texts     a text, or a list of them
+        params    one for all texts, or one for each: SpeechParams(voice="anna") (default: the engine's only voice)
+        use_tqdm  as in `generate`
+
+        Raises ValueError for an unsupported request before anything runs.
+        """
+        self._check_kind("speak", "Speak")
+        listed = _listed(texts)
+        given = params if params is not None else SpeechParams()
+        return self._run(listed, _for_each(given, len(listed), "texts"), use_tqdm)
+
     def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine
         if engine.kind not in kinds:
@@ -445,7 +466,7 @@ class LLM:
                     engine.add_request(request.request_id, request)
                 ended = []
                 for output in engine.step():
-                    if isinstance(output, FrameRequestOutput) and output.request_id in done:
+                    if output.request_id in done and isinstance(output, (FrameRequestOutput, SpeechOutput)):
                         output = done[output.request_id].joined(output)
                     done[output.request_id] = output
                     ended += [output] * output.finished

@@ -78,6 +78,11 @@ RUNNERS = {
         "fastkernels.engine.rollout_engine:RolloutEngine",
         "LLM.generate_frames and /v1/frames",
     ),
+    "Speak": RunnerKind(
+        "fastkernels.engine.execution.speak:Speak",
+        "fastkernels.engine.speech_engine:SpeechEngine",
+        "LLM.speak and /v1/audio/speech",
+    ),
     "Draft": RunnerKind(
         "",
         "",

@@ -242,7 +242,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     )
     others = [
         SimpleNamespace(**{**vars(engine), "kind": kind, "steps_left": 0})
-        for kind in ("Denoise", "DenoiseVideo", "Rollout")
+        for kind in ("Denoise", "DenoiseVideo", "Rollout", "Speak")
     ]
     found = [Metrics("m", one).text().decode() for one in (engine, *others)]
     names = re.findall(r"# TYPE (\w+:\w+) ", "".join(found))

@@ -5,38 +5,22 @@ cosyvoice3.npz has these outputs, and the names and shapes of the weights. Weigh
 
 from __future__ import annotations
 
-import json
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.cosyvoice import RECORDED, weights
 
-from fastkernels.models.common.speech.flow import FlowConfig, SpeechFlow
-from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig, folded
+from fastkernels.models.common.checkpoint import DIRECTION, LENGTH, without_norm
+from fastkernels.models.common.speech.flow import FlowConfig, SpeechFlow, Utterance
+from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 
-RECORDED = np.load(Path(__file__).parent / "cosyvoice3.npz")
+CPU = torch.device("cpu")
 FLOW = FlowConfig(
     vocab=50, speaker=12, lookahead_width=32, width=64, depth=2, heads=4, head_size=16, chunk=10
 )
 SOUND = VocoderConfig(width=32, pitch_width=32)
-
-
-def weights(kind: str) -> dict[str, torch.Tensor]:
-    """The weights of the recorded model."""
-    made = {}
-    for name, shape in json.loads(str(RECORDED[f"{kind}_shapes"])).items():
-        x = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 1, shape).astype(np.float32)
-        if name.endswith("original0"):
-            x = np.abs(x) * 0.3 + 0.4
-        elif name.endswith("alpha"):
-            x = np.abs(x) + 0.5
-        else:
-            x = x / np.sqrt(max(int(np.prod(shape[1:])), 1)) if len(shape) > 1 else 0.1 * x
-        made[name] = torch.from_numpy(np.asarray(x, np.float32))
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +33,11 @@ def flow() -> SpeechFlow:
 @pytest.fixture(scope="module")
 def vocoder() -> Vocoder:
     own = weights("sound")
-    own["f0_predictor.classifier.weight"] *= 400  # voiced and unvoiced
     made = Vocoder(SOUND).eval()
-    made.load_state_dict(folded(own))
+    for name in [name for name in own if name.endswith(LENGTH)]:
+        stem = name.removesuffix(LENGTH)
+        own[f"{stem}.weight"] = without_norm(own.pop(name), own.pop(stem + DIRECTION))
+    made.load_state_dict(own)
     return made
 
 
@@ -70,7 +56,11 @@ def given() -> dict[str, torch.Tensor]:
 
 
 def run(flow: SpeechFlow, given: dict[str, torch.Tensor], n: int, **more: Any) -> torch.Tensor:
-    return flow(given["tokens"][:n], given["prompt"], given["frames"], given["speaker"], **more)
+    return flow([row(given, n, **more)])[0]
+
+
+def row(given: dict[str, torch.Tensor], n: int, **more: Any) -> Utterance:
+    return Utterance(given["tokens"][:n], given["prompt"], given["frames"], given["speaker"], **more)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +98,41 @@ def test_speech_longer_than_the_noise_is_refused(
 def test_sound_equals_cosyvoice(
     vocoder: Vocoder, given: dict[str, torch.Tensor], name: str, final: bool
 ) -> None:
-    found = vocoder(given["mel"], final).numpy()
+    found = vocoder([given["mel"]], [final])[0].numpy()
     want = RECORDED[f"sound_{name}"]
     assert found.shape == want.shape and np.abs(found - want).max() < 1e-3
     assert np.abs(want).mean() > 0.01
 
 
 def test_later_frames_keep_streamed_sound(vocoder: Vocoder, given: dict[str, torch.Tensor]) -> None:
-    part, whole = vocoder(given["mel"][:16], False), vocoder(given["mel"])
+    part, whole = vocoder([given["mel"][:16], given["mel"]], [False, True])
     assert len(part) == 8 * SOUND.samples and len(whole) == 24 * SOUND.samples
     assert (part - whole[: len(part)]).abs().max() < 1e-3
 
 
 def test_noise_has_one_beginning(vocoder: Vocoder) -> None:
-    assert torch.equal(vocoder.noise(100).clone(), Vocoder(SOUND).noise(5000)[:100])
+    assert torch.equal(vocoder.noise(100, CPU).clone(), Vocoder(SOUND).noise(5000, CPU)[:100])
+
+
+def test_batch_of_flow_equals_single_rows(flow: SpeechFlow, given: dict[str, torch.Tensor]) -> None:
+    rows = [
+        row(given, 17),
+        row(given, 13, streaming=True, final=False),
+        row(given, 5),
+        row(given, 9, final=False),
+    ]
+    alone = [flow([one])[0] for one in rows]
+    for multiple in (1, 64):
+        together = flow(rows, multiple=multiple)
+        assert all(
+            a.shape == b.shape and (a - b).abs().max() < 1e-4 for a, b in zip(alone, together, strict=True)
+        )
+
+
+def test_batch_of_vocoder_equals_single_rows(vocoder: Vocoder, given: dict[str, torch.Tensor]) -> None:
+    frames, final = [given["mel"], given["mel"][:11], given["mel"][3:20]], [True, True, False]
+    together = vocoder(frames, final)
+    for row, last, found in zip(frames, final, together, strict=True):
+        alone = vocoder([row], [last])[0]
+        assert alone.shape == found.shape and (alone - found).abs().max() < 1e-3
+    assert [len(x) for x in together] == [24 * 480, 11 * 480, 9 * 480]

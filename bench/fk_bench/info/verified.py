@@ -17,6 +17,7 @@ POINTS = 2e-5  # and relative
 LATENTS = 1e-4  # and relative
 ACTIONS = 2e-5  # and relative, in each denoising step
 STRUCTURES = 1e-4  # of the largest value
+SOUNDS = 5e-4  # of samples from -1 to 1, recorded in float16
 DETECTIONS = 1e-4  # in parts of an image's side, and of scores
 
 
@@ -72,6 +73,8 @@ def verified(model: Model, architecture: str) -> Verified:
         )
     if arch.runner == "DenoiseVideo":
         return Verified("tests/models/test_hunyuan_video.py::test_steps_and_videos_equal_diffusers", LATENTS)
+    if arch.runner == "Speak":
+        return Verified("tests/engine/test_speak.py::test_sound_equals_cosyvoice[whole-more0]", SOUNDS)
     if arch.runner == "Rollout":
         return Verified("tests/models/test_oasis.py::test_frames_equal_the_reference", LATENTS)
     if arch.runner == "Fold":

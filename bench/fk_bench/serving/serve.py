@@ -122,6 +122,15 @@ class EngineOptions:
     )
     max_images: Annotated[int, typer.Option(help="n of a request for images")] = DEFAULT.max_images
     max_frames: Annotated[int, typer.Option(help="frames to generate of a request")] = DEFAULT.max_frames
+    max_characters: Annotated[int, typer.Option(help="characters of a text to speak")] = (
+        DEFAULT.max_characters
+    )
+    voices: Annotated[
+        str | None,
+        typer.Option(
+            help="folder of voices for speech: NAME.safetensors, or NAME.wav with its text in NAME.txt"
+        ),
+    ] = DEFAULT.voices
     block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
         DEFAULT.num_blocks
@@ -200,8 +209,8 @@ def serve(
     """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md.
 
     Language models have /v1/completions, /v1/chat/completions and others, Whisper has /v1/audio/transcriptions and
-    /v1/audio/translations, and encoders have /v1/embeddings, /score and others. Detectors have /v1/detections,
-    recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
+    /v1/audio/translations, CosyVoice3 has /v1/audio/speech, and encoders have /v1/embeddings, /score and others.
+    Detectors have /v1/detections, recommenders /v1/scores, policies /v1/actions, scenes /v1/render, and
     models of point clouds and segmenters of images /v1/segmentations. Diffusion models have
     /v1/images/generations or /v1/videos, world models /v1/frames, and structure prediction
     /v1/structures.

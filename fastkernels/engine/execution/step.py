@@ -24,7 +24,7 @@ class NewRow:
 
     seed              seed of its noise
     end_token_ids     tokens that end it, banned before params.min_tokens
-    prompt_token_ids, output_token_ids  for penalties; empty without penalties
+    prompt_token_ids, output_token_ids  for penalties and repetition-aware sampling; empty without these
     shift             position of a token behind the last medium, less its index
     """
 

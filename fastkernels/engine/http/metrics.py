@@ -17,6 +17,7 @@ from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeReques
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.rollout import FrameRequest
+from fastkernels.engine.scheduling.speaking import SpeechRequest
 from fastkernels.engine.speech.vocabulary import TASKS
 
 LATENCY = (
@@ -29,6 +30,7 @@ ITL = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TTFS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 REASONS = ("stop", "length", "abort")
 
 
@@ -42,6 +44,7 @@ class Metrics:
         self._ended = dict.fromkeys(REASONS, 0)
         self._audio = dict.fromkeys(TASKS, 0)
         self._audio_seconds = 0.0
+        self._sound = 0.0
         tokens = one_two_five(engine.max_model_len)
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, buckets)
@@ -61,6 +64,9 @@ class Metrics:
                 ("request_params_max_tokens", "The max_tokens of a request", tokens),
             )
         }
+        if engine.kind == "Speak":
+            name = "time_to_first_sound_seconds"
+            self._histograms[name] = Histogram(f"fastkernels:{name}", "Arrival to first sound", TTFS)
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
         ProcessCollector(registry=self.registry)
@@ -87,6 +93,11 @@ class Metrics:
         self._frames += stats.frames
         if stats.images:
             self._observe_images(stats.images)
+        self._sound += stats.sound
+        if stats.ttfs:
+            self._observe("time_to_first_sound_seconds", stats.ttfs)
+        if stats.speeches:
+            self._observe_speeches(stats.speeches)
 
     def _observe(self, name: str, values: Sequence[float]) -> None:
         self._histograms[name].observe(values)
@@ -132,6 +143,15 @@ class Metrics:
         started = [r for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", [r.scheduled_time - r.arrival for r in started])  # type: ignore[operator]
         self._observe("request_inference_time_seconds", [now - r.scheduled_time for r in started])  # type: ignore[operator]
+
+    def _observe_speeches(self, requests: Sequence[SpeechRequest]) -> None:
+        now = time.monotonic()
+        self._ended["stop"] += len(requests)
+        self._observe("e2e_request_latency_seconds", [now - r.arrival for r in requests])
+        self._observe("request_prompt_tokens", [r.num_prompt_tokens for r in requests])
+        self._observe("request_generation_tokens", [r.num_generated_tokens for r in requests])
+        waits = [t - r.arrival for r in requests if (t := r.scheduled_time) is not None]
+        self._observe("request_queue_time_seconds", waits)
 
     def collect(self) -> Iterator[Any]:
         """Called by the registry at every scrape."""
@@ -188,6 +208,8 @@ class Metrics:
                     "Rollout": ("fastkernels:frames", "Frames generated", self._frames),
                 }[self.engine.kind],
             ]
+        if self.engine.kind == "Speak":
+            counters += [("fastkernels:speech_seconds", "Of the sound that was made", self._sound)]
         if self.engine.kind == "Render":
             counters += [("fastkernels:images", "Images rendered", self._images)]
         if (drafts := getattr(scheduler, "draft_counts", None)) is not None:

@@ -26,6 +26,7 @@ from fastkernels.engine.http import errors, schema, templates
 from fastkernels.engine.http.actions import Actions
 from fastkernels.engine.http.anthropic_api.routes import Messages
 from fastkernels.engine.http.audio_api.routes import Audio
+from fastkernels.engine.http.audio_api.speech import Speech
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.detection import Detection
@@ -65,6 +66,7 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "DenoiseVideo": (Videos,),
     "Rollout": (Frames,),
     "Fold": (StructureRoutes,),
+    "Speak": (Speech,),
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts

@@ -24,14 +24,17 @@ HEADERS = [
 
 
 class EventStream(Response):
-    """A stream of server-sent events. answer: an Answer, or an object with its opening, events, closing and failed.
+    """A stream of server-sent events, or of `media_type`.
+
+    answer: an Answer, or an object with its opening, events, closing and failed.
 
     Outputs for a slow client are joined. A write that takes longer than `stall_timeout` seconds aborts the requests and
-    closes the connection.
+    closes the connection. So does an error for which answer.failed returns None.
     """
 
-    def __init__(self, answer: Any, outputs: OutputStream, stall_timeout: float):
-        super().__init__(media_type="text/event-stream")
+    def __init__(self, answer: Any, outputs: OutputStream, stall_timeout: float, media_type: str = ""):
+        super().__init__(media_type=media_type or "text/event-stream")
+        self._head = [(HEADERS[0][0], media_type.encode()), *HEADERS[1:]] if media_type else HEADERS
         self.answer, self.outputs, self.stall_timeout = answer, outputs, stall_timeout
         self._writing_since: float | None = None
 
@@ -60,7 +63,7 @@ class EventStream(Response):
 
     async def _send_all(self, send: Any) -> None:
         clock = asyncio.get_running_loop().time
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._head})
         try:
             body = self.answer.opening()
             while body or not self.outputs.finished:
@@ -74,6 +77,8 @@ class EventStream(Response):
                 log.exception("a stream ended with an internal error")
             status = 503 if getattr(error, "stopped", False) else 500
             last = self.answer.failed(str(error), status)
+            if last is None:
+                return
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastkernels.engine.sampling.repetition import AGAIN, RING
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
 from fastkernels.engine.sampling.token_masks import DeviceMasks, apply_masks
 from fastkernels.overrides.sampling.sampling import sampling
 
 # Rows of Sampler.floats and Sampler.ints.
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
-TOP_K, SEED, MIN_TOKENS, FIRST_TIME = range(4)
+TOP_K, SEED, MIN_TOKENS, FIRST_TIME, RULE = range(5)
 PROMPT_ROWS = 256  # positions with float32 logits at a time: 131 MB for a vocabulary of 128256
 
 
@@ -35,11 +36,12 @@ class Drawing(NamedTuple):
 class Sampler:
     """Samples batches of up to max_num_seqs rows. Slot max_num_seqs is a greedy dummy for padding.
 
-    floats [6, slots], ints [4, slots]  one parameter per row
+    floats [6, slots], ints [5, slots]  one parameter per row
     bias_ids, bias_values [slots, n]    logit_bias, padded with (0, 0.0)
     end_ids [slots, n]                  tokens banned before min_tokens, padded with -1
     prompt_mask, output_counts [slots, vocab_size]  tokens of the prompt (bool) and of the output (int32), allocated
                                         for the first request with a penalty
+    recent [slots, RING]                the last tokens of rows with repetition-aware sampling, in a ring; -1: none
     """
 
     def __init__(self, device: torch.device | str, vocab_size: int, max_num_seqs: int):
@@ -48,10 +50,11 @@ class Sampler:
         self.flags = SlotFlags(self.num_slots, vocab_size)
         neutral = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self.floats = neutral[:, None].repeat(1, self.num_slots).to(self.device)
-        self.ints = torch.zeros(4, self.num_slots, dtype=torch.int64, device=self.device)
+        self.ints = torch.zeros(5, self.num_slots, dtype=torch.int64, device=self.device)
         self.bias_ids = torch.zeros(self.num_slots, 0, dtype=torch.int64, device=self.device)
         self.bias_values = torch.zeros(self.num_slots, 0, device=self.device)
         self.end_ids = torch.full((self.num_slots, 0), -1, dtype=torch.int64, device=self.device)
+        self.recent = torch.full((self.num_slots, 0), -1, dtype=torch.int64, device=self.device)
         self.prompt_mask: torch.Tensor | None = None
         self.output_counts: torch.Tensor | None = None
 
@@ -78,7 +81,11 @@ class Sampler:
         ]
         top_k = [min(p.top_k, self.vocab_size) if p.top_k > 0 else 0 for p in params]
         times = [0 if p.timestamps is None else p.timestamps.first for p in params]
-        ints = [[k, r.seed, r.params.min_tokens, t] for k, r, t in zip(top_k, rows, times, strict=True)]
+        rules = self.flags.rule[[r.slot for r in rows]].tolist()
+        ints = [
+            [k, r.seed, r.params.min_tokens, t, i]
+            for k, r, t, i in zip(top_k, rows, times, rules, strict=True)
+        ]
         self.floats.index_copy_(1, slots, self._tensor(floats, torch.float32).T)
         self.ints.index_copy_(1, slots, self._tensor(ints, torch.int64).T)
         # Token ids outside the vocabulary cannot be sampled; as an index they would crash the process.
@@ -93,6 +100,8 @@ class Sampler:
         for row in rows:
             if row.params.needs_penalties:
                 self._count(row)
+        if any(i >= 0 for i in rules):
+            self._remember(rows)
 
     def __call__(
         self,
@@ -130,13 +139,33 @@ class Sampler:
             logits = self._penalize(logits, slots)
         if plan.first_time:
             self._prefer_times(logits, slots, plan.first_time)
-        ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
+        if plan.repetition:
+            ids = self._draw_aware(logits, slots, offsets, plan)
+        else:
+            ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
         if plan.any_penalties and self.output_counts is not None:
             places = slots * self.vocab_size + ids
             self.output_counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         if plan.num_logprobs < 0:
             return ids, None
         return ids, gather_logprobs(raw, ids, plan.num_logprobs)
+
+    def _draw_aware(
+        self, logits: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, plan: SamplePlan
+    ) -> torch.Tensor:
+        """Draw ids [B] from logits [B, V] float32 in rows of which some have rules, and keep them in `recent`."""
+        numbers, drawing = self.ints[RULE].index_select(0, slots), self.drawing(slots)
+        again = drawing._replace(seeds=drawing.seeds + AGAIN)
+        recent, kept = self.recent.index_select(0, slots), logits
+        for rules, number in plan.repetition:
+            kept = torch.where((numbers == number)[:, None], rules.nucleus(logits), kept)
+        ids = sampling(kept, *drawing, offsets)
+        others = sampling(logits.scatter(1, ids[:, None], -torch.inf), *again, offsets)
+        for rules, number in plan.repetition:
+            repeated = (numbers == number) & rules.repeats(recent, offsets, ids)
+            ids = torch.where(repeated, others, ids)
+        self.recent.view(-1).scatter_(0, slots * RING + offsets % RING, ids)
+        return ids
 
     def drawing(self, slots: torch.Tensor) -> Drawing:
         """The parameters of rows in these slots [B] int64."""
@@ -193,6 +222,18 @@ class Sampler:
         self.prompt_mask[row.slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones_like(output, dtype=torch.int32)
         self.output_counts[row.slot].zero_().scatter_add_(0, output, ones)
+
+    def _remember(self, rows: Sequence[NewRow]) -> None:
+        """Fill the slots' rings with the last tokens of requests that go on."""
+        if not self.recent.shape[1]:
+            self.recent = self.recent.new_full((self.num_slots, RING), -1)
+        rings = np.full((len(rows), RING), -1, dtype=np.int64)
+        for ring, row in zip(rings, rows, strict=True):
+            tokens = row.output_token_ids
+            for at in range(max(len(tokens) - RING, 0), len(tokens)):
+                ring[at % RING] = tokens[at]
+        slots = self._tensor([row.slot for row in rows], torch.int64)
+        self.recent.index_copy_(0, slots, self._tensor(rings, torch.int64))
 
     def _fill(
         self, table: torch.Tensor, slots: torch.Tensor, lists: Sequence[Sequence], pad: float

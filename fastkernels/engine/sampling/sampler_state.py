@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.execution.step import NewRow
+from fastkernels.engine.sampling.repetition import RepetitionAware
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class SamplePlan:
 
     all_greedy    all rows are greedy: tokens do not depend on seeds and offsets
     first_time    the first of the model's timestamps, if rows have rules for them; 0: none has
+    repetition    (rules, their number) of rows with repetition-aware sampling
     num_logprobs  the largest number of most likely tokens that a row requests; 0: only the sampled token;
                   -1: no log-probabilities
     """
@@ -28,12 +30,13 @@ class SamplePlan:
     masked: bool = False
     first_time: int = 0
     num_logprobs: int = -1
+    repetition: tuple[tuple[RepetitionAware, int], ...] = ()
 
     @property
     def from_raw(self) -> bool:
         """Whether all rows sample from the raw logits."""
         changed = self.any_penalties or self.any_bias or self.any_min_tokens or self.masked
-        return not changed and not self.first_time
+        return not changed and not self.first_time and not self.repetition
 
 
 _GREEDY, _DRAWN = SamplePlan(True), SamplePlan(False)
@@ -63,6 +66,8 @@ class SlotFlags:
         self.min_tokens = np.zeros(num_slots, dtype=np.int64)
         self.times = np.zeros(num_slots, dtype=np.int64)
         self.logprobs = np.full(num_slots, -1, dtype=np.int64)
+        self.rules: list[RepetitionAware] = []  # that any request has had
+        self.rule = np.full(num_slots, -1, dtype=np.int64)
         self.special = np.zeros(num_slots, dtype=bool)  # any feature other than greedy is in use
 
     def set(self, row: NewRow) -> None:
@@ -72,11 +77,15 @@ class SlotFlags:
         self.bias[slot] = bool(params.logit_bias)
         self.min_tokens[slot] = params.min_tokens if row.end_token_ids else 0
         self.times[slot] = 0 if params.timestamps is None else params.timestamps.first
+        rules = params.repetition_aware
+        if rules is not None and rules not in self.rules:
+            self.rules.append(rules)
+        self.rule[slot] = -1 if rules is None else self.rules.index(rules)
         wanted = params.logprobs
         self.logprobs[slot] = -1 if wanted is None else self.vocab_size if wanted == -1 else wanted
         self.special[slot] = (
             self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or self.times[slot]
-            or wanted is not None
+            or wanted is not None or rules is not None
         )  # fmt: skip
 
     def plan(self, slots: np.ndarray, offsets: np.ndarray, masked: bool = False) -> SamplePlan:
@@ -92,4 +101,5 @@ class SlotFlags:
             masked,
             int(self.times[slots].max(initial=0)),
             int(self.logprobs[slots].max(initial=-1)),
+            tuple((self.rules[i], int(i)) for i in np.unique(self.rule[slots]) if i >= 0),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fastkernels.engine.sampling.repetition import RepetitionAware
 from fastkernels.engine.structured.params import StructuredOutputsParams
 from fastkernels.engine.structured.timestamps import TimestampRules
 
@@ -60,6 +61,7 @@ class SamplingParams:
     truncation_side  'right' uses the first ones, 'left' the last ones; None: as the tokenizer says
     structured_outputs  a StructuredOutputsParams: the output is JSON of a schema, a choice, ...
     timestamps   a TimestampRules: the output is a transcription with timestamps
+    repetition_aware  a RepetitionAware: how tokens of speech are drawn
     detokenize   False: no text, and no stop strings
     skip_special_tokens  leave tokens such as EOS out of the text
     output_kind  content of each output; LLM.generate always returns the final one
@@ -92,6 +94,7 @@ class SamplingParams:
     truncation_side: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
     timestamps: TimestampRules | None = None
+    repetition_aware: RepetitionAware | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -124,6 +127,10 @@ class SamplingParams:
             )
         if not isinstance(self.timestamps, (TimestampRules, type(None))):
             raise ValueError(f"timestamps must be TimestampRules, got {reprlib.repr(self.timestamps)}")
+        if not isinstance(self.repetition_aware, (RepetitionAware, type(None))):
+            raise ValueError(
+                f"repetition_aware must be a RepetitionAware, got {reprlib.repr(self.repetition_aware)}"
+            )
         self._check_stop()
         self._check_logit_bias()
         self._check_tokens()

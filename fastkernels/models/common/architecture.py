@@ -22,10 +22,12 @@ class Architecture:
     aliases         other values of it, whose config.json has the same fields with the same meaning
     timm            prefixes of `architecture` in timm's config.json, which has no `architectures`
     ultralytics     prefixes of `model` in ultralytics' config.json, which has no `architectures`
-    inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py), or 'prompts'
-                    (see common/pipelines/pipeline.py)
+    inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py), 'prompts' (see
+                    common/pipelines/pipeline.py), or 'text' (to speak)
     folders         of a diffusers pipeline: folders whose weights the model holds, the denoiser's first. Keys begin
                     with the folder's name
+    files           {stem of a file of weights: prefix of its keys}, for a checkpoint whose parts are in files of their
+                    own, as safetensors or in PyTorch's format
     media           what prompts may hold next to tokens: 'image', 'video', 'audio' (see common/media.py), or 'audio'
                     alone (audio/whisper.py). The fields of the text model may be in its config's `text_config`
     layers          level-3 ops that the model is built of
@@ -68,6 +70,7 @@ class Architecture:
     ultralytics: tuple[str, ...] = ()
     model: str = "fastkernels.models.common.decoder:Decoder"
     inputs: str = "tokens"
+    files: Mapping[str, str] = field(default_factory=dict)
     media: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()

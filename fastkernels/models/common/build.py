@@ -14,6 +14,7 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
 from fastkernels.models.common import (
+    checkpoint,
     checks,
     pipeline_folder,
     quantization,
@@ -28,6 +29,7 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.cnn import Folded
 from fastkernels.models.common.registry import architectures, find, model_class
+from fastkernels.models.common.speech import folder as speech_folder
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
 
@@ -40,6 +42,9 @@ def load_config(folder: Path) -> Any:
         return pipeline
     if (scene := scenes.find(folder)) is not None:
         return config_file.of_scene(scene)
+    if (speech := speech_folder.read(folder)) is not None:
+        checks.check(speech)
+        return speech
     checks.check_file(folder)
     found = config_file.read(folder) or timm_config.read(folder) or ultralytics_config.read(folder)
     found = found or config_file.text_model(_from_transformers(folder))
@@ -129,8 +134,11 @@ def build(
     """
     arch = find(architecture_of(config, folder)).arch
     if load_format == "auto":
-        for part in arch.folders or (".",):
-            weights.weight_files(folder / part)
+        if arch.files:
+            checkpoint.part_files(folder, arch.files)
+        else:
+            for part in arch.folders or (".",):
+                weights.weight_files(folder / part)
     blank = skeleton(folder, config, dtype)
     if load_format == "auto":  # names and shapes, before a value is read
         weights.fill(blank, weights.tensors_of(folder, arch, config, "meta"), arch, config, folder)

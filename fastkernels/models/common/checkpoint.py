@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,12 @@ from fastkernels.models.common import scenes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SPEECH = "cosyvoice3.yaml"  # of a CosyVoice3, with a file for each part
 PIPELINE = "model_index.json"  # of a pipeline of diffusers, with a folder for each part
 OF_DIFFUSERS = "diffusion_pytorch_model.safetensors"
 OLDER_INDEX, OLDER = "pytorch_model.bin.index.json", "pytorch_model.bin"  # of checkpoints without safetensors
+# Keys of a weight norm, as PyTorch's parametrization has them
+LENGTH, DIRECTION = (f".parametrizations.weight.original{i}" for i in range(2))
 DTYPES = {  # of safetensors' headers, those that a conversion of quantized tensors tells apart
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -48,9 +51,21 @@ def resolve(model: str) -> Path:
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*_linear.pt", "*.metadata"]
     others = ["original/*", "consolidated*"]  # the same weights in other layouts
     try:
-        snapshot = Path(snapshot_download(name, revision=revision or None, allow_patterns=[PIPELINE]))
+        snapshot = Path(snapshot_download(name, revision=revision or None, allow_patterns=[PIPELINE, SPEECH]))
         pipeline = (snapshot / PIPELINE).is_file()
-        if pipeline:  # parts are in folders, next to files of weights in other layouts
+        if (snapshot / SPEECH).is_file():
+            patterns = [
+                SPEECH,
+                "llm.*",
+                "flow.pt",
+                "flow.safetensors",
+                "hift.*",
+                "spk2info.pt",
+                "*/*.json",
+                "*/*.txt",
+            ]
+            patterns += ["campplus.onnx", "speech_tokenizer_v3.onnx"]
+        elif pipeline:  # parts are in folders, next to files of weights in other layouts
             patterns = [PIPELINE, *(f"*/*.{kind}" for kind in ("json", "safetensors", "model", "txt"))]
             others = ["*.fp16.*", "*.non_ema.*", "*/openvino*", "*/flax*", "*_1_0/*"]
         snapshot = Path(
@@ -58,7 +73,8 @@ def resolve(model: str) -> Path:
                 name, revision=revision or None, allow_patterns=patterns, ignore_patterns=others
             )
         )
-        if not pipeline and not any(snapshot.glob("*.safetensors")):
+        speech = (snapshot / SPEECH).is_file()
+        if not pipeline and not speech and not any(snapshot.glob("*.safetensors")):
             snapshot_download(name, revision=revision or None, allow_patterns=["pytorch_model*.bin"])
     except Exception as error:
         raise CheckpointError(f"model {model!r} is not a folder, and {_hub_problem(error)}") from error
@@ -66,7 +82,7 @@ def resolve(model: str) -> Path:
 
 
 def _with_config(folder: Path) -> Path:
-    known = any((folder / name).is_file() for name in ("config.json", PIPELINE))
+    known = any((folder / name).is_file() for name in ("config.json", PIPELINE, SPEECH))
     if not known and scenes.find(folder) is None:
         raise CheckpointError(
             f"{folder} has no config.json and no {PIPELINE}: it is not a Hugging Face checkpoint"
@@ -116,6 +132,56 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER}")
     return files
+
+
+def part_files(folder: Path, stems: Iterable[str]) -> list[Path]:
+    """The files of weights with these stems, safetensors before PyTorch's format. Raises CheckpointError."""
+    found = [
+        next((f for kind in (".safetensors", ".pt") if (f := folder / (stem + kind)).is_file()), None)
+        for stem in stems
+    ]
+    missing = [f"{stem}.safetensors" for stem, file in zip(stems, found, strict=True) if file is None]
+    if missing:
+        raise CheckpointError(f"{folder} has no {', '.join(missing)} (or .pt)")
+    return [file for file in found if file is not None]
+
+
+def parts_of(
+    folder: Path, prefixes: Mapping[str, str], device: str = "cpu"
+) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
+    """Iterate as `iterate` does, over files with these stems: {stem: prefix of its keys}.
+
+    Weight norms are folded: a direction and a length are one matrix. Raises CheckpointError.
+    """
+    from safetensors import SafetensorError
+
+    for file, prefix in zip(part_files(folder, prefixes), prefixes.values(), strict=True):
+        try:
+            opened = _opened(file) if file.suffix == ".safetensors" else nullcontext(_older(file))
+            with opened as tensors:
+                names = set(tensors.keys())
+                for key in sorted(names):
+                    if key.endswith(LENGTH) and f"{key[:-1]}1" in names:
+                        own = f"{prefix}{key.removesuffix(LENGTH)}.weight"
+                        yield file, own, partial(_folded, tensors, key, file, device)
+                    elif not (key.endswith(DIRECTION) and f"{key[:-1]}0" in names):
+                        yield file, prefix + key, partial(_read, tensors, key, file, device)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_damage(file, error)}") from error
+
+
+def _folded(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:
+    """The matrix of a weight norm; `key`: of its length."""
+    direction = _read(tensors, f"{key[:-1]}1", file, device)
+    if device == "meta":
+        return direction
+    return without_norm(_read(tensors, key, file, device), direction)
+
+
+def without_norm(length: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """The matrix [N, ...] of a weight norm with these parameters, over all axes but the first."""
+    norm = direction.flatten(1).norm(dim=1).view(-1, *[1] * (direction.dim() - 1))
+    return length * direction / norm
 
 
 def _index(folder: Path) -> Path:

@@ -624,7 +624,9 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder, whole: whole_layers.Build | None = None) -> None:
         """whole: builds layers that are one op each."""
         super().__init__()
-        self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
+        self.embed_tokens = VllmVocabParallelEmbedding(
+            d.vocab + d.more_ids, d.hidden, prefix="model.embed_tokens"
+        )
         self.embed_tokens.__dict__["scale"] = d.embedding_scale  # for random weights
         self.embed_norm = None if d.embedding_norm is None else make_norm(d.embedding_norm, d.hidden)
         self.positions = d.positions

@@ -639,7 +639,8 @@ class Decoder:
     logits_softcap    cap * tanh(logit / cap); 0: none
     layer_input       what each layer reads of a token itself; None: nothing
     positions         learned positions; None: none
-    tower             the modules that read images
+    tower             modules that tokens of a text do not pass
+    more_ids          ids behind the vocabulary, which the model reads and never writes
     """
 
     vocab: int
@@ -655,6 +656,7 @@ class Decoder:
     positions: Positions | None = None
     embedding_norm: Norm | None = None
     tower: tuple[Part, ...] = ()
+    more_ids: int = 0
 
 
 def limits(values: Sequence[float]) -> tuple[float, float | None]:

@@ -205,7 +205,7 @@ def _config(model: str | Path) -> Any:
 
 
 def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
-    table: dict[str, tuple[int, ...]] = {"weight": (d.vocab, d.hidden)}
+    table: dict[str, tuple[int, ...]] = {"weight": (d.vocab + d.more_ids, d.hidden)}
     embed, head = "model.embed_tokens", "lm_head"
     yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), d.hidden)
     if d.embedding_norm is not None:
@@ -226,7 +226,7 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
             items[-1] = replace(last, shapes={**last.shapes, "layer_scalar": (1,)}, keys=(*last.keys, *keys))
         yield from items
     yield _norm(d.norm, "model.norm", d.hidden, arch)
-    shapes = {} if d.tied else dict(table)
+    shapes: dict[str, tuple[int, ...]] = {} if d.tied else {"weight": (d.vocab, d.hidden)}
     if d.head_bias:
         shapes["bias"] = (d.vocab,)
     arguments = {"scale": d.logits_scale, "soft_cap": d.logits_softcap}

@@ -24,6 +24,7 @@ from fastkernels.models.common.checkpoint import (
     heads,
     iterate,
     keys,
+    parts_of,
     resolve,
     some,
     weight_files,
@@ -53,6 +54,8 @@ def tensors_of(folder: Path, arch: Architecture, config: Any, device: str = "cpu
     """The tensors of the checkpoint, with those of the heads that config.heads names. Raises CheckpointError."""
     if arch.folders:
         return chain.from_iterable(_part(folder / part, f"{part}.", device) for part in arch.folders)
+    if arch.files:
+        return parts_of(folder, arch.files, device)
     own = {name: arch.heads[name] for name in getattr(config, "heads", ())}
     return chain(iterate(folder, device), heads(folder, own, device))
 

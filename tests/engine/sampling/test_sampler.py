@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastkernels.engine.sampling.repetition import RepetitionAware
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import NewRow, SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -304,3 +305,62 @@ def test_sampling_does_not_synchronize():
                 torch.cuda.set_sync_debug_mode("default")
         results.append((ids.tolist(), logprobs.token_ids.tolist()))
     assert results[0] == results[1]
+
+
+def after(history, n=6000, device="cpu", **rules):
+    """Frequencies of n draws behind these tokens, with repetition-aware sampling."""
+    rules, at = RepetitionAware(**rules), len(history)
+    sampler = Sampler(device, len(LOGITS), 100)
+    ids = []
+    for first in range(0, n, 100):
+        params = SamplingParams(repetition_aware=rules)
+        sampler.set_rows([new_row(i, params, seed=first + i, output=history) for i in range(100)])
+        ids += step(sampler, LOGITS.expand(100, -1), list(range(100)), [at] * 100)[0]
+    return torch.bincount(torch.tensor(ids), minlength=len(LOGITS)) / n
+
+
+def test_repetition_aware_draws_again_from_all_others(device):
+    """In the nucleus, 0 is a repetition: its draws go to all other tokens, those outside the nucleus too."""
+    probs = torch.softmax(LOGITS, -1)
+    for history, window, repeated in (((), 10, False), ((5, 0, 5), 10, True), ((0, 5, 5), 2, False)):
+        nucleus = kept(LOGITS, (0, 1, 2))  # 0.42, 0.25 and 0.15 of the mass
+        found = after(history, device=device, top_p=0.75, top_k=5, window=window)
+        others = probs.clone()
+        others[0] = 0
+        want = nucleus.clone()
+        if repeated:
+            want[0] = 0
+            want += nucleus[0] * others / others.sum()
+        assert chi_square(found, want, 6000) < 25  # 6 degrees of freedom: 22.5 has a probability of 0.001
+
+
+def test_nucleus_counts_the_mass_of_the_whole_vocabulary():
+    """Of masses 0.42, 0.25, 0.15, ..: top_p = 0.75 keeps three, where top_k = 2 comes first with renormalization."""
+    rules = RepetitionAware(top_p=0.75, top_k=2)
+    assert rules.nucleus(LOGITS[None])[0].isfinite().nonzero()[:, 0].tolist() == [0, 1]
+    assert RepetitionAware(0.75, 5).nucleus(LOGITS[None])[0].isfinite().sum() == 3
+    assert RepetitionAware(0.4, 5).nucleus(LOGITS[None])[0].isfinite().sum() == 1
+
+
+def test_repetition_aware_rows_remember_their_own_tokens(device):
+    """Greedy rows: with the rules a token comes again only after the window; other rows repeat it."""
+    sampler = Sampler(device, len(LOGITS), 4)
+    rules = RepetitionAware(window=2)
+    for slot, own in ((0, rules), (1, None), (2, RepetitionAware(window=1))):
+        sampler.set_rows([new_row(slot, temperature=0, repetition_aware=own)])
+    made = [step(sampler, LOGITS.expand(3, -1), [0, 1, 2], [i] * 3)[0] for i in range(6)]
+    assert [row[0] for row in made] == [0, 1, 1, 0, 1, 1]  # a second draw does not look back
+    assert [row[1] for row in made] == [0] * 6 and [row[2] for row in made] == [0, 1, 0, 1, 0, 1]
+    sampler.set_rows([new_row(0, temperature=0, repetition_aware=rules, output=[0] * 70)])
+    assert step(sampler, LOGITS[None], [0], [70])[0] == [1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"window": 65}, "from 1 to 64"), ({"top_k": 0}, "at least 1"), ({"share": 0.0}, "in \\(0, 1\\]")],
+)
+def test_repetition_aware_values_are_checked(fields, words):
+    with pytest.raises(ValueError, match=words):
+        RepetitionAware(**fields)
+    with pytest.raises(ValueError, match="repetition_aware must be a RepetitionAware"):
+        SamplingParams(repetition_aware={"window": 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,24 @@ class FlowConfig:
     chunk: int = 50
     steps: int = 10
     guidance: float = 0.7
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """Tokens to make frames of. Tensors are on the CPU.
+
+    tokens     [N] int64
+    prompt     [P] int64, tokens of the voice; frames: [ratio * P, mel] of the same; speaker: its embedding [S]
+    final      False if further tokens follow. The last `lookahead` tokens have no frames then
+    streaming  frames see those of their chunk and the chunks before, so that later tokens do not change them
+    """
+
+    tokens: torch.Tensor
+    prompt: torch.Tensor
+    frames: torch.Tensor
+    speaker: torch.Tensor
+    final: bool = True
+    streaming: bool = False
 
 
 class _Lookahead(nn.Module):
@@ -132,6 +151,8 @@ class _Block(nn.Module):
 class Estimator(nn.Module):
     """The diffusion transformer: the direction in which frames move at a time."""
 
+    ops = ("ada_layer_norm", "attention_dense", "gated_residual", "rotary_emb", "timestep_embedding")
+
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
         self.head_size = c.head_size
@@ -162,6 +183,11 @@ class Estimator(nn.Module):
         return self.proj_out(ada_layer_norm(hidden, scale, shift, None, None, EPS))
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from the host, without waiting for a GPU."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def rotations(length: int, size: int, device: torch.device) -> torch.Tensor:
     """Cosines, then sines, of the positions: [length, size] float32."""
     rates = 1.0 / 1e4 ** (torch.arange(0, size, 2, device=device).float() / size)
@@ -184,45 +210,76 @@ class SpeechFlow(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self,
-        tokens: torch.Tensor,
-        prompt: torch.Tensor,
-        frames: torch.Tensor,
-        speaker: torch.Tensor,
-        final: bool = True,
-        streaming: bool = False,
-    ) -> torch.Tensor:
-        """Frames [T, mel] of tokens [N], behind those of a prompt that gives the voice.
+        self, rows: Sequence[Utterance], run: Callable[..., torch.Tensor] | None = None, multiple: int = 1
+    ) -> list[torch.Tensor]:
+        """Frames [T, mel] of each row's tokens, behind those of its prompt, in one batch.
 
-        prompt: tokens [P] of the voice; frames: [ratio * P, mel] of the same; speaker: its embedding [S]
-        final: False if further tokens follow. The last `lookahead` tokens have no frames then
-        streaming: frames see those of their chunk and the chunks before, so that later tokens do not change them
+        run: calls `solve` with its arguments, by default directly; multiple: of the frames of the batch, with padding
         """
-        c = self.config
-        embedded = self.input_embedding(torch.cat([prompt, tokens]).clamp(min=0))[None]
-        if final:
-            embedded = F.pad(embedded, (0, 0, 0, c.lookahead))
-        mu = self.pre_lookahead_layer(embedded).repeat_interleave(c.ratio, dim=1)  # [1, T, mel]
-        length, known = mu.shape[1], len(frames)
-        if length > MOST:
+        lengths = [self.length(row) for row in rows]
+        if max(lengths) > MOST:
             raise ValueError(
-                f"speech of {length} frames is not possible, only {MOST} with those of the voice"
+                f"speech of {max(lengths)} frames is not possible, only {MOST} with those of the voice"
             )
-        voice = self.spk_embed_affine_layer(F.normalize(speaker.to(mu.dtype), dim=0))
-        given = F.pad(frames.to(mu.dtype), (0, 0, 0, length - known))
-        condition = torch.cat([given[None], mu, voice.expand(1, length, -1)], dim=-1)
+        found = (run or self.solve)(*self._inputs(rows, lengths, -(-max(lengths) // multiple) * multiple))
+        return [
+            x[len(row.frames) : length].float() for x, row, length in zip(found, rows, lengths, strict=True)
+        ]
+
+    def length(self, row: Utterance) -> int:
+        """Frames of a row, those of its prompt included."""
+        tokens = len(row.prompt) + len(row.tokens)
+        return (tokens if row.final else tokens - self.config.lookahead) * self.config.ratio
+
+    def _inputs(
+        self, rows: Sequence[Utterance], lengths: Sequence[int], longest: int
+    ) -> tuple[torch.Tensor, ...]:
+        """The arguments of `solve`, without a mask if every frame sees all others."""
+        c, device = self.config, self.input_embedding.weight.device
+        tokens = torch.zeros(len(rows), -(-longest // c.ratio) + c.lookahead, dtype=torch.int64)
+        given = torch.zeros(len(rows), longest, c.mel)
+        known = torch.zeros(tokens.shape)
+        for i, row in enumerate(rows):
+            own = torch.cat([row.prompt, row.tokens]).clamp(min=0)
+            tokens[i, : len(own)], known[i, : len(own)] = own, 1
+            given[i, : len(row.frames)] = row.frames
+        voices = torch.stack([row.speaker for row in rows])
+        dtype = self.input_embedding.weight.dtype
+        tokens, known, given, voices = (to_device(t, device) for t in (tokens, known, given, voices))
+        embedded = self.input_embedding(tokens) * known[..., None].to(dtype)
+        mu = self.pre_lookahead_layer(embedded).repeat_interleave(c.ratio, dim=1)[:, :longest]
+        voice = self.spk_embed_affine_layer(F.normalize(voices.to(dtype), dim=1))
+        condition = torch.cat([given.to(dtype), mu, voice[:, None].expand(-1, longest, -1)], dim=-1)
+        x = self.noise(device)[:longest].expand(len(rows), -1, -1)
+        streaming = [row.streaming for row in rows]
+        if not any(streaming) and min(lengths) == longest:
+            return x, condition
+        at = torch.arange(longest, device=device)
+        mask = (at < to_device(torch.tensor(lengths), device)[:, None])[:, None, None]
+        if any(streaming):
+            chunk = at // c.chunk
+            mask = mask & (
+                (chunk[:, None] >= chunk) | ~to_device(torch.tensor(streaming), device)[:, None, None, None]
+            )
+        return x, condition, mask
+
+    def solve(
+        self, x: torch.Tensor, condition: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Euler's method from noise x [B, T, mel] float32 to frames, with a condition [B, T, 3 * mel] and without.
+
+        mask: see attention_dense
+        """
+        c, dtype = self.config, condition.dtype
         both = torch.cat([condition, torch.zeros_like(condition)])
-        mask = None
-        if streaming:
-            chunk = torch.arange(length, device=mu.device) // c.chunk
-            mask = (chunk[:, None] >= chunk)[None, None]
-        x = self.noise(mu.device)[:length].to(mu.dtype)[None]
+        twice = None if mask is None else torch.cat([mask, mask])
         times = [1 - math.cos(0.5 * math.pi * i / c.steps) for i in range(c.steps + 1)]
         for now, after in pairwise(times):
-            time = torch.full((2,), now, dtype=mu.dtype, device=mu.device)
-            found, free = self.decoder.estimator(x.expand(2, -1, -1), both, time, mask)
+            time = torch.full((len(both),), now, device=x.device, dtype=torch.float32)
+            moved = self.decoder.estimator(x.to(dtype).repeat(2, 1, 1), both, time, twice)
+            found, free = moved.float().chunk(2)
             x = x + (after - now) * ((1 + c.guidance) * found - c.guidance * free)
-        return x[0, known:].float()
+        return x
 
     def noise(self, device: torch.device) -> torch.Tensor:
         """The noise [MOST, mel] that all speech begins with: that of CosyVoice3, a function of seed 0."""

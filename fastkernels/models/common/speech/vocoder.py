@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ class _Pitch(nn.Module):
 
 
 class Vocoder(nn.Module):
-    """config: sizes. Parameters have the names of CosyVoice3's hift.pt; `folded` makes them of its weight norms."""
+    """config: sizes. Parameters have the names of CosyVoice3's hift.pt, without its weight norms."""
 
     def __init__(self, config: VocoderConfig, seed: int = 0) -> None:
         super().__init__()
@@ -136,21 +136,50 @@ class Vocoder(nn.Module):
         self._noise = torch.empty(0)
 
     @torch.inference_mode()
-    def forward(self, frames: torch.Tensor, final: bool = True) -> torch.Tensor:
-        """Samples [n] of frames [T, mel].
+    def forward(
+        self,
+        frames: Sequence[torch.Tensor],
+        final: Sequence[bool],
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        multiple: int = 1,
+    ) -> list[torch.Tensor]:
+        """Samples [n] of each row's frames [T, mel], in one batch.
 
-        final: False if further frames follow. The last eight have no samples then, and later calls with more frames
-        give the same samples for those in front of them.
+        final: False if further frames of the row follow. Its last eight have no samples then, and later calls with more
+        frames give the same samples for those in front of them
+        run: calls `stack`, by default directly; multiple: of the frames of the batch, with padding
         """
         c = self.config
-        x = frames.T[None]
-        pitch = self.f0_predictor(F.pad(x, (0, c.pitch_ahead)) if final else x).to(x.dtype)
-        source = self._spectrum(self.source(pitch))
-        if final:
-            x = F.pad(x, (0, c.ahead))
-        else:
-            x = x[:, :, : -c.pitch_ahead]
-            source = source[:, :, : -math.prod(c.rates) * c.ahead]
+        longest = -(-max(len(row) for row in frames) // multiple) * multiple
+        x = frames[0].new_zeros(len(frames), longest + c.ahead, c.mel)
+        for i, row in enumerate(frames):
+            x[i, : len(row)] = row
+        x = x.transpose(1, 2)
+        pitch = self.f0_predictor(x[:, :, : longest + c.pitch_ahead]).to(x.dtype)
+        source = self.source(pitch)
+        spectra = x.new_zeros(len(frames), c.size + 2, longest * self.steps + 1)
+        counts = []
+        for i, (row, last) in enumerate(zip(frames, final, strict=True)):
+            known = len(row) if last else len(row) - c.pitch_ahead  # frames with a pitch
+            counts.append(known if last else known - c.ahead)
+            if counts[-1] > 0:
+                spectrum = self._spectrum(source[i : i + 1, : known * c.samples])
+                size = counts[-1] * self.steps + 1
+                spectra[i, :, :size] = spectrum[0, :, :size]
+        made = (run or self.stack)(x, spectra)
+        found = []
+        for row, count, last in zip(made, counts, final, strict=True):
+            sound = self._inverse(row[:, : count * self.steps + 1]) if count > 0 else row.new_empty(0)
+            sound = sound if last else sound[: max(len(sound) - c.samples, 0)]
+            found.append(sound.clamp(-LIMIT, LIMIT))
+        return found
+
+    def stack(self, x: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
+        """The convolutions: frames [B, mel, T + ahead], spectra of the source [B, size + 2, T * steps + 1] to the same.
+
+        Every value depends on those in front of it alone, but for the frames ahead: rows may be padded at their end.
+        """
+        c = self.config
         x = self.conv_pre(x)
         blocks = len(c.block_kernels)
         for i, up in enumerate(self.ups):
@@ -160,13 +189,30 @@ class Vocoder(nn.Module):
                 x = F.pad(x, (1, 0), mode="reflect")
             down = self.source_downs[i]
             assert isinstance(down, nn.Conv1d)
-            x = x + self.source_resblocks[i](_causal(down, source))
+            x = x + self.source_resblocks[i](_causal(down, spectra))
             x = sum(self.resblocks[i * blocks + j](x) for j in range(blocks)) / blocks
-        x = _causal(self.conv_post, F.leaky_relu(x))
-        magnitude, phase = x[:, : c.size // 2 + 1].exp().clamp(max=LOUDEST), x[:, c.size // 2 + 1 :].sin()
-        window = torch.hann_window(c.size, dtype=x.dtype, device=x.device)
-        made = torch.istft(torch.polar(magnitude, phase), c.size, c.hop, c.size, window=window)[0]
-        return (made if final else made[: -c.samples]).clamp(-LIMIT, LIMIT)
+        return _causal(self.conv_post, F.leaky_relu(x))
+
+    @property
+    def steps(self) -> int:
+        """Columns of the spectrum that a frame has."""
+        return math.prod(self.config.rates)
+
+    def _inverse(self, x: torch.Tensor) -> torch.Tensor:
+        """Samples of logarithms of magnitudes and sines of phases [size + 2, n]."""
+        c = self.config
+        magnitude, phase = x[: c.size // 2 + 1].exp().clamp(max=LOUDEST), x[c.size // 2 + 1 :].sin()
+        window = torch.hann_window(c.size, dtype=x.dtype, device=x.device)[:, None]
+        columns = torch.fft.irfft(torch.polar(magnitude, phase), c.size, dim=0) * window
+        count = columns.shape[1]
+        length = (count - 1) * c.hop + c.size
+
+        def overlapped(columns: torch.Tensor) -> torch.Tensor:
+            return F.fold(columns[None], (1, length), (1, c.size), stride=(1, c.hop))[0, 0, 0]
+
+        # torch.istft does the same, and waits for the device
+        made = overlapped(columns) / overlapped((window * window).expand(-1, count))
+        return made[c.size // 2 : length - c.size // 2]
 
     def source(self, pitch: torch.Tensor) -> torch.Tensor:
         """The excitation [B, n] of a pitch [B, T]: harmonics, and noise from a fixed sequence."""
@@ -177,15 +223,17 @@ class Vocoder(nn.Module):
         phase = torch.cumsum((harmonics / c.rate) % 1, dim=1) * 2 * math.pi * c.samples
         sines = (phase.sin() * SINE).repeat_interleave(c.samples, dim=1)  # [B, n, harmonics]
         voiced = (pitch > VOICED).to(pitch.dtype).repeat_interleave(c.samples, dim=1)[..., None]
-        noise = (voiced * NOISE + (1 - voiced) * SINE / 3) * self.noise(sines.shape[1]).to(sines)
+        noise = (voiced * NOISE + (1 - voiced) * SINE / 3) * self.noise(sines.shape[1], sines.device).to(
+            sines.dtype
+        )
         return torch.tanh(self.m_source.l_linear(sines * voiced + noise))[..., 0]
 
-    def noise(self, samples: int) -> torch.Tensor:
+    def noise(self, samples: int, device: torch.device) -> torch.Tensor:
         """[samples, harmonics] uniform in [0, 1), the beginning of one sequence however long it is."""
-        if len(self._noise) < samples:
+        if len(self._noise) < samples or self._noise.device != device:
             count = 1 << max(samples - 1, 1).bit_length()
             generator = torch.Generator().manual_seed(self._seed)
-            self._noise = torch.rand(count, self.config.harmonics + 1, generator=generator)
+            self._noise = torch.rand(count, self.config.harmonics + 1, generator=generator).to(device)
         return self._noise[:samples]
 
     def _spectrum(self, samples: torch.Tensor) -> torch.Tensor:
@@ -194,14 +242,3 @@ class Vocoder(nn.Module):
         window = torch.hann_window(c.size, dtype=samples.dtype, device=samples.device)
         found = torch.stft(samples, c.size, c.hop, c.size, window=window, return_complex=True)
         return torch.cat([found.real, found.imag], dim=1)
-
-
-def folded(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint without weight norms: a matrix is its direction times its length."""
-    made = dict(weights)
-    for length in [name for name in weights if name.endswith(".parametrizations.weight.original0")]:
-        direction = length[:-1] + "1"
-        own = made.pop(direction)
-        norm = own.flatten(1).norm(dim=1).view(-1, *[1] * (own.dim() - 1))
-        made[length.replace(".parametrizations.weight.original0", ".weight")] = made.pop(length) * own / norm
-    return made
