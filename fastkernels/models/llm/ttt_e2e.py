@@ -96,6 +96,8 @@ def from_reference(key: str, config: Any) -> Iterator[tuple[str, int | None, boo
     The reference stacks all layers, has the inner MLPs apart from them, and weights [in, out]. Of other keys it makes none.
     """
     body = key.removeprefix("language_model.")
+    if body == key:
+        return
     if body == "lm_head.weight":
         yield body, None, True
     elif body == "model.wte.weight":

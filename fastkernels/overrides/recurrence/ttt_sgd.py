@@ -151,10 +151,10 @@ SPEC = OpSpec(
     reference=reference,
     op=ttt_sgd,
     arguments=(
-        Tensor("weight", "rows columns width", mutated=True, bytes="2 * batch * columns * width * itemsize"),
+        Tensor("weight", "rows columns width", mutated=True, bytes="2 * batch * columns * width * itemsize(dtype)"),
         Tensor(
             "rest", "rows columns width", when="rest", mutated=True, values=_small,
-            bytes="2 * batch * columns * width * itemsize if rest else 0",
+            bytes="2 * batch * columns * width * itemsize(dtype) if rest else 0",
         ),
         Tensor("grad", "batch columns width"),
         Tensor("rate", "batch", "float32", values=uniform(0.1, 1.0)),
