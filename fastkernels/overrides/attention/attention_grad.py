@@ -68,7 +68,7 @@ def _scores(q, k, at, keys, total, scale, WINDOW: tl.constexpr, PRECISION: tl.co
     return tl.where(seen, s, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "total"])
 def _queries_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, lse_ptr, delta_ptr, chunk, total, heads, kv_heads, scale,
     WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -124,7 +124,7 @@ def _queries_kernel(
     tl.store(dq_ptr + place, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "total"])
 def _keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, chunk, total, heads, kv_heads, scale,
     WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -226,7 +226,7 @@ def _case(
     name: str, chunk: int, before: int, heads: int, kv_heads: int, size: int, tag: str = "odd",
     dtype: str = "float32", window: int = -1,
 ) -> Case:  # fmt: skip
-    dims = {"chunk": chunk, "before": before, "kv_heads": kv_heads, "share": heads // kv_heads, "size": size}
+    dims = {"queries": chunk, "before": before, "kv_heads": kv_heads, "share": heads // kv_heads, "size": size}
     return Case(name, {**dims, "window_left": window, "scale": size**-0.5}, dtype, tags=(tag,))
 
 
@@ -236,26 +236,26 @@ SPEC = OpSpec(
     reference=reference,
     op=attention_grad,
     arguments=(
-        Tensor("q", "chunk kv_heads*share size"),
-        Tensor("k", "before+chunk kv_heads size"),
-        Tensor("v", "before+chunk kv_heads size"),
-        Tensor("grad", "chunk kv_heads*share size"),
+        Tensor("q", "queries kv_heads*share size"),
+        Tensor("k", "before+queries kv_heads size"),
+        Tensor("v", "before+queries kv_heads size"),
+        Tensor("grad", "queries kv_heads*share size"),
         Scalar("scale"),
         Scalar("window_left", default=-1),
     ),
     outputs=(
-        Tensor("dq", "chunk kv_heads*share size"),
-        Tensor("dk", "chunk kv_heads size"),
-        Tensor("dv", "chunk kv_heads size"),
+        Tensor("dq", "queries kv_heads*share size"),
+        Tensor("dk", "queries kv_heads size"),
+        Tensor("dv", "queries kv_heads size"),
     ),
     axes={
-        "chunk": Axis.per_call(),
+        "queries": Axis.per_call(),
         "before": Axis.per_call(),
         "kv_heads": Axis.count(),
         "share": Axis.count(),
         "size": Axis.width(),
     },
-    flops="10 * chunk * (before + chunk) * kv_heads * share * size",
+    flops="10 * queries * (before + queries) * kv_heads * share * size",
     cases=(
         # A chunk of TTT-E2E 3B behind a full window, and its first one
         _case("ttt_8k", 1024, 8191, 32, 32, 80, "model", "bfloat16", 8191),

@@ -41,10 +41,10 @@ def check(weight: T, rest: T | None, grad: T, rate: T, source: T, target: T) -> 
 
 def reference(
     weight: T, rest: T | None, grad: T, rate: T, source: T, target: T
-) -> T | tuple[T, T]:
+) -> tuple[T, T | None]:
     """weight, rest: [S, N, K]; grad: [B, N, K]; rate: [B]; source, target: [B] int32, all targets different.
 
-    Computed in at least float32. Returns the new values of weight and, if there is one, of rest.
+    Computed in at least float32. Returns the new values of weight and rest.
     """
     acc = torch.promote_types(weight.dtype, torch.float32)
     old = weight[source.long()].to(acc)
@@ -53,7 +53,7 @@ def reference(
     exact = old - rate.to(acc)[:, None, None] * grad.to(acc)
     new = weight.index_copy(0, target.long(), exact.to(weight.dtype))
     if rest is None:
-        return new
+        return new, None
     left = (exact - exact.to(weight.dtype).to(acc)).to(rest.dtype)
     return new, rest.index_copy(0, target.long(), left)
 
