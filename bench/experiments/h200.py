@@ -62,7 +62,7 @@ QUICK_CASES = (  # at least one of each op
     "qwen3_next_decode_32", "kimi_linear_decode_32", "rwkv7_decode_32", "mobile_dw5", "efficient_10", "convnext_24",
     "colbert_100", "dp3_middle", "dlrm_32", "dlrm_multi_32", "gowalla_layer", "gowalla_32",
     "oasis_8", "hunyuan_256", "million", "million_1080p", "fox_1080p", "samples_256k", "color_256k", "rays_256k",
-    "object", "room_stem", "room_64",
+    "object", "room_stem", "room_64", "ttt_1k", "ttt_8k", "ttt_3b", "gate_up_3b",
 )  # fmt: skip
 EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
 LENGTHS = ("--input-len", "512", "--output-len", "128")

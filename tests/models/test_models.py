@@ -176,6 +176,8 @@ def test_logits_equal_transformers(folder: Path) -> None:
             layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
         if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
             layer.states = kept.new(4, torch.float32, "cpu")
+            if hasattr(layer, "begin"):
+                layer.begin()
     found = []
     for start, end in ((0, 43), (43, 44), (44, 45)):
         with forward_context(one_sequence(start, end)):

@@ -227,6 +227,14 @@ class Generate(Runner):
             slot, known = int(step.slots[row]), int(step.input_ids[first[row]])
             self.at_border(slot, int(starts[row]), known)
 
+    @torch.inference_mode()
+    def run_border(self) -> None:
+        """Change the state of the first slot at the first border and the last one, without a sequence there."""
+        longest = self.batch.width * self.config.block_size
+        for end in sorted({self.border, longest // self.border * self.border}) if self.border else ():
+            if 0 < end <= longest:
+                self.at_border(0, end, 0)
+
     def at_border(self, slot: int, end: int, next_id: int) -> None:
         """Change the state of the sequence in `slot`, which has `end` tokens. next_id may be SAMPLED."""
         if next_id == SAMPLED:

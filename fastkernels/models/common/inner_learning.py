@@ -164,11 +164,16 @@ class _Block:
         self.q = _turn(self.q_norm(q.contiguous()), self.cos, self.sin)
         k = _turn(self.k_norm(k.contiguous()), self.cos, self.sin)
         before = self._cached(a.attn)
-        self.k, self.v = (torch.cat((old.to(new.dtype), new)) for old, new in zip(before, (k, v), strict=True))
+        scales = a.attn.k_scale, a.attn.v_scale
+        self.k, self.v = (
+            torch.cat((old.to(new.dtype) if scale == 1.0 else old.to(new.dtype) * scale, new))
+            for old, new, scale in zip(before, (k, v), scales, strict=True)
+        )
         device = x.device
-        lens = torch.tensor([0, len(x), c.end], dtype=torch.int32, device=device)
+        starts = torch.arange(2, dtype=torch.int32, device=device) * len(x)
+        keys = torch.full((1,), c.end, dtype=torch.int32, device=device)
         out = attention_prefill(
-            self.q, *a.attn.kv_cache, lens[:2], lens[2:], c.table(a.attn)[None], len(x), c.end, a.attn.scale,
+            self.q, *a.attn.kv_cache, starts, keys, c.table(a.attn)[None], len(x), c.end, a.attn.scale,
             a.attn.window_left, 0.0, a.attn.k_scale, a.attn.v_scale,
         )  # fmt: skip
         return a.o_proj(out.flatten(1))[0]

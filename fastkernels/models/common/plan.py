@@ -178,6 +178,11 @@ def plan(model: Any, dtype: str = "") -> Plan:
     attentions = tuple(layer.attention for layer in described.layers)
     shifts = sum(isinstance(layer.mlp, Mlp) and layer.mlp.shift for layer in described.layers)
     mlp_state = shifts * described.hidden
+    inner = [layer.inner for layer in described.layers if layer.inner is not None]
+    if inner:
+        # Their weights in 4 bytes, and what entered the first of these layers, with the ids of its tokens
+        of_weights = sum(3 * m.intermediate * described.hidden for m in inner)
+        mlp_state += (4 * of_weights + 8 * inner[0].chunk) // SIZES[dtype] + inner[0].chunk * described.hidden
     return Plan(names[0], arch.category, dtype, items, attentions, described.tied, mlp_state)
 
 

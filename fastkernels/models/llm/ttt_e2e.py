@@ -56,8 +56,6 @@ def describe(config: Any) -> d.Decoder:
             f"config.num_attention_heads={heads!r} is not supported, only divisors of hidden_size={hidden} with an even"
             " size of heads"
         )
-    if suffix > count:
-        raise d.Unsupported(f"config.suffix_len={suffix} is more than num_hidden_layers={count}")
     rate, clip = _optimizer(config)
     norm = d.Norm(eps=config.rms_norm_eps)
     before, after = (norm if on else None for on in (config.pre_norm, config.post_norm))
@@ -104,14 +102,24 @@ def from_reference(key: str, config: Any) -> Iterator[tuple[str, int | None, boo
         yield "model.wte.weight", None, False
     elif body == "model.ln_f.weight":
         yield "model.ln_f.weight", None, False
+    count = config.num_hidden_layers
+    suffix = min(config.suffix_len, count)
     for group, first, number in (
-        ("model.h.blocks.", 0, config.num_hidden_layers),
-        ("model.h.prime_storage.", config.num_hidden_layers - config.suffix_len, config.suffix_len),
-    ):
+        ("model.h.blocks.", 0, count), ("model.h.prime_storage.", count - suffix, suffix),
+    ):  # fmt: skip
         if body.startswith(group):
             rest = body.removeprefix(group)
             for i in range(number):
                 yield f"model.h.{first + i}.{rest}", i, "norm" not in rest
+
+
+def unneeded(config: Any) -> list[str]:
+    """The keys of norms that the config leaves out; the reference makes their weights nevertheless."""
+    norms = {
+        "qk_norm": ("q_norm", "k_norm"), "pre_norm": ("seq_norm", "ffn_norm", "ffn_prime_norm"),
+        "post_norm": ("seq_post_norm", "ffn_post_norm", "ffn_prime_post_norm"),
+    }  # fmt: skip
+    return [f"*.{name}.weight" for field, names in norms.items() if not getattr(config, field) for name in names]
 
 
 ARCH = Architecture(
@@ -130,14 +138,20 @@ ARCH = Architecture(
         "*.feed_forward_prime.*": "the meta-parameters with which each sequence begins",
         "*.ffn_prime_*": "the norms of the meta-parameters",
     },
+    unneeded="fastkernels.models.llm.ttt_e2e:unneeded",
     sizes={"num_key_value_heads": ""},
     own_config="fastkernels.models.llm.ttt_e2e:fields",
     fast_tokenizer=True,
     public={
+        "test-time-training/ttt-e2e-3b": {
+            "vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 5632, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "suffix_len": 8, "sliding_window_size": 8192, "rope_theta": 500000.0,
+            "tie_word_embeddings": True, "optimizer_inner": {"lr": 1.0, "clip_gradient": 1.0},
+        },
         "test-time-training/ttt-e2e-125m": {
             "vocab_size": 128256, "hidden_size": 768, "intermediate_size": 1664, "num_hidden_layers": 12,
             "num_attention_heads": 12, "suffix_len": 3, "sliding_window_size": 8192, "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": True, "optimizer_inner": {"lr": 1.0, "clip_gradient": 1.0},
         },
     },
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SwiGLU MLP with weights of each sequence, as TTT-E2E (arXiv 2512.23675) changes them: y = (silu(x G^T) * (x U^T)) D^T.
+"""SwiGLU MLP with weights of each sequence, y = (silu(x G^T) * (x U^T)) D^T, as in TTT-E2E (arXiv 2512.23675).
 
 The weights are in slots, as other states of sequences are. A token's slot selects its weights.
 """
