@@ -14,7 +14,13 @@ from fastkernels import LLM, SamplingParams
 CHUNK = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-SMALL: dict[str, Any] = {"device": "cpu", "block_size": 4, "max_num_seqs": 4, "max_model_len": 96, "num_blocks": 100}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_model_len": 96,
+    "num_blocks": 100,
+}
 PROMPT = [(i * 37) % 500 for i in range(21)]
 OTHERS = [[(i * 11 + 3) % 500 for i in range(n)] for n in (8, 3, 16, 19)]
 
@@ -125,3 +131,48 @@ def test_preempted_sequences_learn_again(folder: Path, greedy: Any) -> None:
 )
 def test_other_configs_have_autograds_logits(fields: dict[str, Any], tmp_path: Path, oracle: Any) -> None:
     check_logprobs(tiny(tmp_path, **fields), oracle, LLM(str(tmp_path), **SMALL), PROMPT * 2)
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_the_same(folder: Path, greedy: Any) -> None:
+    prompts = [PROMPT, OTHERS[0]]
+    with LLM(str(folder), tensor_parallel_size=2, **SMALL) as llm:
+        assert tokens(llm.generate(prompts, LONG)) == [greedy(folder, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+def test_gpu_learns_as_the_equations(folder: Path, greedy: Any, eager: bool) -> None:
+    """Decodes in CUDA graphs, with inner steps between them."""
+    settings = {**SMALL, "device": "cuda", "block_size": 16, "num_blocks": 60}
+    llm = LLM(str(folder), dtype="float32", enforce_eager=eager, **settings)
+    prompts = [PROMPT, *OTHERS]
+    assert tokens(llm.generate(prompts, LONG)) == [greedy(folder, prompt, 30) for prompt in prompts]
+    assert eager or sum(llm.llm_engine.runner.graphs.replays.values()) > 0
+
+
+@pytest.mark.gpu
+def test_gpu_learns_in_bfloat16_at_real_sizes(tmp_path: Path) -> None:
+    """One layer of TTT-E2E 3B's sizes on a chunk of 1,024 tokens behind others: the step that float32 takes."""
+    sizes = {
+        "hidden_size": 2560, "intermediate_size": 5632, "num_attention_heads": 32, "num_hidden_layers": 2,
+        "suffix_len": 2, "sliding_window_size": 8192, "mini_batch_size": 1024,
+    }  # fmt: skip
+    made = make_tiny(tmp_path / "large", "ttt_e2e", "float32", **sizes)
+    prompt, change = [(i * i * 31 + 7 * i) % 500 for i in range(2100)], {}
+    for dtype in ("float32", "bfloat16"):
+        llm = LLM(
+            str(made), device="cuda", dtype=dtype, max_num_seqs=2, max_model_len=4096, num_blocks=300,
+            enable_prefix_caching=False, enforce_eager=True,
+        )  # fmt: skip
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
+        layer = llm.llm_engine.runner.model.model.layers[-1].feed_forward_prime
+        state = {name: t.float() for name, t in layer.states.items()}
+        whole = state["down"] + state.get("down_rest", 0.0)
+        slot = int((whole[1:] != 0).flatten(1).any(1).nonzero()[0, 0]) + 1
+        change[dtype] = (whole[slot] - whole[0]).flatten().cpu()
+        del llm, layer, state, whole
+        torch.cuda.empty_cache()
+    similar = torch.cosine_similarity(change["float32"], change["bfloat16"], 0)
+    ratio = change["bfloat16"].norm() / change["float32"].norm()
+    assert similar > 0.98 and 0.97 < ratio < 1.03, (similar, ratio)

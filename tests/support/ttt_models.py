@@ -1,7 +1,8 @@
 """TTT-E2E by its equations, a chunk at a time in float64, with torch.autograd for the inner step.
 
 Fields of the config are those of the reference (test-time-training/e2e). Parameters are named after its modules, with a
-number for each layer and matrices [out, in]. Importing this module makes the classes known to transformers' Auto classes.
+number for each layer and matrices [out, in]. Importing this module makes the classes known to transformers' Auto
+classes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TTTE2EConfig(PreTrainedConfig):
 
 
 class Sequence:
-    """What a sequence has read: keys and values of its chunks so far, and the inner weights that they led to."""
+    """State of a sequence: keys and values of its chunks so far, and the inner weights that they led to."""
 
     def __init__(self, model: TTTE2EForCausalLM) -> None:
         self.w = {name: p.detach().double().clone() for name, p in model.named_parameters()}
@@ -64,7 +65,7 @@ class Sequence:
         return self.c.hidden_size // self.c.num_attention_heads
 
     def read(self, ids: list[int], following: int | None = None) -> T:
-        """Logits of the tokens of a chunk or its first part. following: ends it, and is the target of its last token."""
+        """Logits of a chunk or its first part. following: the token behind it, which is the target of its last one."""
         for name in self.inner:
             self.w[name].requires_grad_(following is not None)
         with torch.inference_mode(False), torch.enable_grad():
@@ -87,7 +88,9 @@ class Sequence:
         x, kept = self.w["model.wte.weight"][ids], []
         for i in range(self.c.num_hidden_layers):
             name = f"model.h.{i}"
-            y, cached = self._attend(name, self._norm(f"{name}.seq_norm", x, self.c.pre_norm), *self.cached[i])
+            y, cached = self._attend(
+                name, self._norm(f"{name}.seq_norm", x, self.c.pre_norm), *self.cached[i]
+            )
             kept.append(cached)
             x = x + self._norm(f"{name}.seq_post_norm", y, self.c.post_norm)
             for norm, mlp in (("ffn_prime", "feed_forward_prime"), ("ffn", "feed_forward")):

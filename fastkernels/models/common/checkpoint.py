@@ -120,7 +120,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has weights in PyTorch's format only, {some(others)}: use safetensors"
         )
     if not files:
-        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER} nor {ARRAYS}")
+        raise CheckpointError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER} nor {ARRAYS}"
+        )
     return files
 
 

@@ -737,9 +737,7 @@ class Decoder(nn.Module):
         """Tokens between the borders at which `at_border` changes a sequence's state; 0: there are none."""
         return 0 if self.model.learner is None else self.model.learner.chunk
 
-    def at_border(
-        self, slot: int, end: int, next_id: torch.Tensor, tables: Sequence[torch.Tensor]
-    ) -> None:
+    def at_border(self, slot: int, end: int, next_id: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
         """Change the state in `slot` of a sequence of `end` tokens, a multiple of `border`, of which the next one [1]
         follows. tables: its blocks in each group of layers.
         """

@@ -590,8 +590,8 @@ class InnerMlp:
 
         x += after(mlp(before(x)))
 
-    At the end of each chunk of tokens, one step of SGD on the mean loss of the chunk's next tokens changes the weights of
-    these MLPs in all layers: W -= rate * g, with the gradients g scaled down to a global norm of `clip` if that is above
+    At the end of each chunk of tokens, one step of SGD on the mean loss of the chunk's next tokens changes the weights
+    of these MLPs in all layers: W -= rate * g. If the global norm of the gradients is above `clip`, g is scaled down to
     it. The gradient passes through the whole layers, and through the chunk's own keys and values, not earlier ones.
 
     chunk  tokens; clip: 0: none

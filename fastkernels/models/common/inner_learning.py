@@ -1,8 +1,8 @@
 """MLPs whose weights a sequence changes while it is read: test-time training, end to end (TTT-E2E).
 
-The state of a sequence is the weights of these MLPs. At the border of a chunk of tokens they make one step of SGD on the
-mean loss of the chunk's next tokens. The gradient passes through the layers from the first with such an MLP on: they run
-again on what entered them, and then backward, by the equations. So a chunk may be read in any steps before.
+The state of a sequence is the weights of these MLPs. At the border of a chunk of tokens they make one step of SGD on
+the mean loss of the chunk's next tokens. The gradient passes through the layers from the first with such an MLP on: they
+run again on what entered them, and then backward, by the equations. So a chunk may be read in any steps before.
 
 Positions before the first border use the weights of the checkpoint, which are in slot 0 of the states.
 """
@@ -121,13 +121,22 @@ def _turn(x: T, cos: T, sin: T) -> T:
 class _Block:
     """A layer's forward pass over one chunk, and the gradient of its input."""
 
-    def __init__(self, layer: Any, slot: T, chunk: "_Chunk") -> None:
+    def __init__(self, layer: Any, slot: T, chunk: _Chunk) -> None:
         self.layer, self.slot, self.chunk = layer, slot, chunk
         norms = [_Norm(layer.norm_at(i)) for i in range(6)]
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.before, self.after = norms
+        (
+            self.before_attention,
+            self.after_attention,
+            self.before_mlp,
+            self.after_mlp,
+            self.before,
+            self.after,
+        ) = norms
         self.attention, self.mlp = (getattr(layer, part) for part in layer.parts)
         self.inner: InnerMlp = getattr(layer, layer.inner)
-        self.q_norm, self.k_norm = (_Norm(getattr(self.attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (
+            _Norm(getattr(self.attention, name, None)) for name in ("q_norm", "k_norm")
+        )
 
     def forward(self, x: T) -> T:
         x = x + self.after_attention(self._attend(self.before_attention(x)))
@@ -195,7 +204,8 @@ class _Block:
         blocks = c.table(attn)[first // size : -(-c.start // size)].long()
         skip = first // size * size
         return tuple(
-            cache.index_select(0, blocks).flatten(0, 1)[first - skip : c.start - skip] for cache in attn.kv_cache
+            cache.index_select(0, blocks).flatten(0, 1)[first - skip : c.start - skip]
+            for cache in attn.kv_cache
         )
 
 
@@ -218,6 +228,9 @@ class Learner(Stateful):
     states  what entered the first of these layers [slots, chunk, H], and the token ids [slots, chunk]
     """
 
+    layers: list[Any]
+    norm: nn.Module
+
     def __init__(self, d: description.Decoder, first: int, layers: Sequence[Any], norm: nn.Module) -> None:
         super().__init__()
         described = d.layers[first:]
@@ -226,7 +239,9 @@ class Learner(Stateful):
         self.chunk, self.rate, self.clip, self.vocab = inner.chunk, inner.rate, inner.clip, d.vocab
         # Modules of the model, not one more time of this one
         self.__dict__["layers"], self.__dict__["norm"] = list(layers), norm
-        self.keeps = StateSpec({"entered": ((inner.chunk, d.hidden), None), "ids": ((inner.chunk,), torch.int64)})
+        self.keeps = StateSpec(
+            {"entered": ((inner.chunk, d.hidden), None), "ids": ((inner.chunk,), torch.int64)}
+        )
         for layer in layers:
             attention, mlp = (getattr(layer, part) for part in layer.parts)
             attention.attn.kept_behind = inner.chunk
@@ -251,7 +266,8 @@ class Learner(Stateful):
         x = self.states["entered"][slot]
         targets = torch.cat((self.states["ids"][slot, 1:], next_id))
         source, target = (
-            torch.full((1,), n, dtype=torch.int32, device=x.device) for n in (0 if end == self.chunk else slot, slot)
+            torch.full((1,), n, dtype=torch.int32, device=x.device)
+            for n in (0 if end == self.chunk else slot, slot)
         )
         chunk = _Chunk(end - self.chunk, end, tables)
         chunk.blocks = [_Block(layer, source, chunk) for layer in self.layers]
@@ -284,6 +300,8 @@ class Learner(Stateful):
         rate = torch.full((1,), self.rate, dtype=torch.float32, device=grads[0].device)
         if not self.clip:
             return rate
-        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).square().sum()
+        squares = (
+            torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).square().sum()
+        )
         norm = parallel.all_reduce(squares.view(1)).sqrt()
         return torch.where(norm < self.clip, rate, rate * self.clip / norm)

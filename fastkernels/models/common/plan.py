@@ -294,7 +294,9 @@ def _inner(m: InnerMlp, hidden: int, path: str, layer: Layer, arch: Architecture
         yield _norm(m.before, f"{path}.{layer.name('before_inner')}", hidden, arch)
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * n, hidden), "down": (hidden, n)}
     keys = tuple(k for name in ("gate_up_proj", "down_proj") for k in _keys(f"{at}.{name}.weight", arch))
-    yield Item(at, "ttt_mlp", {"hidden": hidden, "intermediate": n}, shapes, "inner", keys, flops=6 * n * hidden)
+    yield Item(
+        at, "ttt_mlp", {"hidden": hidden, "intermediate": n}, shapes, "inner", keys, flops=6 * n * hidden
+    )
     if m.after is not None:
         yield _norm(m.after, f"{path}.{layer.name('after_inner')}", hidden, arch)
 

@@ -14,7 +14,7 @@ FIELDS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
     "num_attention_heads": 12, "mini_batch_size": 1024, "sliding_window_size": 1024, "seq_len": 131072,
     "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-    "seq_modeling_block": "SWA", "rope_theta": 10000.0, "output_size": None, "suffix_len": 0, "prime": True,
+    "seq_modeling_block": "SWA", "rope_theta": 10000.0, "output_size": None, "suffix_len": None, "prime": True,
     "qk_norm": True, "pre_norm": True, "post_norm": True, "feed_forward_prime": "swiglu", "train_mode": "meta",
     "optimizer_inner": None,
 }  # fmt: skip
@@ -34,7 +34,11 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     tables = [raw[name] for name in ("model", "training") if isinstance(raw.get(name), Mapping)]
     made = {**FIELDS, **{k: v for table in tables for k, v in table.items()}, **raw}
-    made["optimizer_inner"] = {**INNER, **(made["optimizer_inner"] or {})}
+    given = made["optimizer_inner"]
+    if isinstance(given, Mapping | None):
+        made["optimizer_inner"] = {**INNER, **(given or {})}
+    if made["suffix_len"] is None and type(made["num_hidden_layers"]) is int:
+        made["suffix_len"] = max(1, made["num_hidden_layers"] // 4)  # as in the paper
     made["max_position_embeddings"], made["sliding_window"] = made["seq_len"], made["sliding_window_size"]
     made["num_key_value_heads"] = made["num_attention_heads"]
     return made
@@ -78,6 +82,8 @@ def describe(config: Any) -> d.Decoder:
 def _optimizer(config: Any) -> tuple[float, float]:
     """The rate of the inner step and the largest norm of its gradient; 0: any."""
     given = config.optimizer_inner
+    if not isinstance(given, Mapping):
+        raise d.Unsupported(f"config.optimizer_inner={given!r} is not supported, only a table")
     rate, clip = given["lr"], given["clip_gradient"]
     numbers = all(type(n) in (int, float) and n >= 0 for n in (rate, clip))
     if given["optimizer_type"] != "sgd" or not numbers:
@@ -91,7 +97,7 @@ def _optimizer(config: Any) -> tuple[float, float]:
 def from_reference(key: str, config: Any) -> Iterator[tuple[str, int | None, bool]]:
     """The tensors that one of the reference's makes: (our key, its index in the first dimension, whether transposed).
 
-    The reference stacks all layers, has the inner MLPs apart from them, and weights [in, out]. Of other keys it makes none.
+    The reference stacks all layers, has the inner MLPs apart from them, and weights [in, out]. Other keys make none.
     """
     body = key.removeprefix("language_model.")
     if body == key:
@@ -119,7 +125,9 @@ def unneeded(config: Any) -> list[str]:
         "qk_norm": ("q_norm", "k_norm"), "pre_norm": ("seq_norm", "ffn_norm", "ffn_prime_norm"),
         "post_norm": ("seq_post_norm", "ffn_post_norm", "ffn_prime_post_norm"),
     }  # fmt: skip
-    return [f"*.{name}.weight" for field, names in norms.items() if not getattr(config, field) for name in names]
+    return [
+        f"*.{name}.weight" for field, names in norms.items() if not getattr(config, field) for name in names
+    ]
 
 
 ARCH = Architecture(

@@ -216,7 +216,9 @@ attention_grad = define(
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider(
-            "reference", lambda *args: tuple(t.contiguous() for t in reference(*args)), devices=("cuda", "cpu")
+            "reference",
+            lambda *args: tuple(t.contiguous() for t in reference(*args)),
+            devices=("cuda", "cpu"),
         ),
     ),
 )
@@ -226,7 +228,13 @@ def _case(
     name: str, chunk: int, before: int, heads: int, kv_heads: int, size: int, tag: str = "odd",
     dtype: str = "float32", window: int = -1,
 ) -> Case:  # fmt: skip
-    dims = {"queries": chunk, "before": before, "kv_heads": kv_heads, "share": heads // kv_heads, "size": size}
+    dims = {
+        "queries": chunk,
+        "before": before,
+        "kv_heads": kv_heads,
+        "share": heads // kv_heads,
+        "size": size,
+    }
     return Case(name, {**dims, "window_left": window, "scale": size**-0.5}, dtype, tags=(tag,))
 
 

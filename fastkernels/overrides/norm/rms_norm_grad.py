@@ -82,9 +82,7 @@ rms_norm_grad = define(
     fake=_fake,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        Provider(
-            "reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")
-        ),
+        Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
     ),
 )
 

@@ -68,7 +68,9 @@ def _supports_triton(x: T, gate_up: T, down: T, slots: T, longest: int = 1) -> s
         return "Triton's interpreter computes tl.dot of bfloat16 on its bits as integers"
     for name, w in (("gate_up", gate_up), ("down", down)):
         if w.dtype != x.dtype or w.stride(-1) != 1:
-            return f"{name} is {w.dtype} with strides {tuple(w.stride())}, x {x.dtype}: rows must be contiguous"
+            return (
+                f"{name} is {w.dtype} with strides {tuple(w.stride())}, x {x.dtype}: rows must be contiguous"
+            )
     return None
 
 
@@ -108,6 +110,11 @@ def _values(call: Call) -> dict[str, Any]:
     return {"slots": order.repeat_interleave(each)[:tokens].to(torch.int32)}
 
 
+def _read(columns: str) -> str:
+    """Bytes of the slots that tokens have: at most one each."""
+    return f"min(tokens, rows) * hidden * {columns} * itemsize(dtype)"
+
+
 def _case(
     name: str, tokens: int, rows: int, hidden: int, inner: int, tag: str = "odd", dtype: str = "float32"
 ) -> Case:
@@ -122,8 +129,8 @@ SPEC = OpSpec(
     op=ttt_mlp,
     arguments=(
         Tensor("x", "tokens hidden"),
-        Tensor("gate_up", "rows 2*inner hidden", values=fan_in),
-        Tensor("down", "rows hidden inner", values=fan_in),
+        Tensor("gate_up", "rows 2*inner hidden", values=fan_in, bytes=_read("2 * inner")),
+        Tensor("down", "rows hidden inner", values=fan_in, bytes=_read("inner")),
         Tensor("slots", "tokens", "int32"),
         Scalar("longest", default=1),
     ),

@@ -27,11 +27,14 @@ def check(x: T, grad: T, gate_up: T, down: T, slots: T) -> None:
     if tuple(down.shape) != want or gate_up.shape[1] % 2:
         raise ValueError(f"ttt_mlp_grad: down {tuple(down.shape)} must be [S, H, I] = {want}")
     if slots.shape != x.shape[:1] or slots.dtype != torch.int32:
-        raise ValueError(f"ttt_mlp_grad: slots {tuple(slots.shape)} in {slots.dtype} must be [B] in torch.int32")
+        raise ValueError(
+            f"ttt_mlp_grad: slots {tuple(slots.shape)} in {slots.dtype} must be [B] in torch.int32"
+        )
 
 
-def _both(x: T, grad: T, gate_up: T, down: T, activate: Any) -> tuple[T, T, T]:
+def _both(x: T, grad: T, weights: tuple[T, T], activate: Any) -> tuple[T, T, T]:
     """The gradients for one sequence: x, grad [C, H]."""
+    gate_up, down = weights
     dz, inner = activate(x @ gate_up.t(), grad @ down)
     return dz @ gate_up, dz.t() @ x, grad.t() @ inner
 
@@ -45,10 +48,11 @@ def reference(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
     """
     check(x, grad, gate_up, down, slots)
     acc = torch.promote_types(x.dtype, torch.float32)
-    made = _fake(*(t.to(acc) for t in (x, grad, gate_up, down)), slots)
+    made = _fake(x.to(acc), grad, gate_up, down, slots)
     for i, slot in enumerate(slots.tolist()):
-        given = (x[i], grad[i], gate_up[slot], down[slot])
-        for to, part in zip(made, _both(*(t.to(acc) for t in given), activation.reference), strict=True):
+        own = gate_up[slot].to(acc), down[slot].to(acc)
+        parts = _both(x[i].to(acc), grad[i].to(acc), own, activation.reference)
+        for to, part in zip(made, parts, strict=True):
             to[i] = part
     return tuple(t.to(x.dtype) for t in made)  # type: ignore[return-value]
 
@@ -64,8 +68,9 @@ def _torch(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
     check(x, grad, gate_up, down, slots)
     made = _fake(x, grad, gate_up, down, slots)
     for i in range(len(x)):
-        own = (w.index_select(0, slots[i : i + 1])[0] for w in (gate_up, down))
-        for to, part in zip(made, _both(x[i], grad[i], *own, activation.silu_and_mul_grad), strict=True):
+        at = slots[i : i + 1]
+        own = gate_up.index_select(0, at)[0], down.index_select(0, at)[0]
+        for to, part in zip(made, _both(x[i], grad[i], own, activation.silu_and_mul_grad), strict=True):
             to[i].copy_(part)
     return made
 
@@ -107,8 +112,10 @@ SPEC = OpSpec(
     arguments=(
         Tensor("x", "batch chunk hidden"),
         Tensor("grad", "batch chunk hidden", std=2**-5),
-        Tensor("gate_up", "rows 2*inner hidden", values=fan_in),
-        Tensor("down", "rows hidden inner", values=fan_in),
+        Tensor(
+            "gate_up", "rows 2*inner hidden", values=fan_in, bytes="batch * 2 * inner * hidden * itemsize(dtype)"
+        ),
+        Tensor("down", "rows hidden inner", values=fan_in, bytes="batch * inner * hidden * itemsize(dtype)"),
         Tensor("slots", "batch", "int32"),
     ),
     outputs=(

@@ -30,18 +30,20 @@ def check(weight: T, rest: T | None, grad: T, rate: T, source: T, target: T) -> 
             f"ttt_sgd: weight {tuple(weight.shape)} must be [S, N, K] and grad {tuple(grad.shape)} [B, N, K]"
         )
     if rest is not None and rest.shape != weight.shape:
-        raise ValueError(f"ttt_sgd: rest {tuple(rest.shape)} must have the shape {tuple(weight.shape)} of weight")
+        raise ValueError(
+            f"ttt_sgd: rest {tuple(rest.shape)} must have the shape {tuple(weight.shape)} of weight"
+        )
     for name, given, dtype in (
         ("rate", rate, torch.promote_types(grad.dtype, torch.float32)), ("source", source, torch.int32),
         ("target", target, torch.int32),
     ):  # fmt: skip
         if tuple(given.shape) != batch or given.dtype not in (dtype, torch.promote_types(dtype, torch.int32)):
-            raise ValueError(f"ttt_sgd: {name} {tuple(given.shape)} in {given.dtype} must be [B] = {batch} in {dtype}")
+            raise ValueError(
+                f"ttt_sgd: {name} {tuple(given.shape)} in {given.dtype} must be [B] = {batch} in {dtype}"
+            )
 
 
-def reference(
-    weight: T, rest: T | None, grad: T, rate: T, source: T, target: T
-) -> tuple[T, T | None]:
+def reference(weight: T, rest: T | None, grad: T, rate: T, source: T, target: T) -> tuple[T, T | None]:
     """weight, rest: [S, N, K]; grad: [B, N, K]; rate: [B]; source, target: [B] int32, all targets different.
 
     Computed in at least float32. Returns the new values of weight and rest.
