@@ -1,8 +1,8 @@
 """MLPs whose weights a sequence changes while it is read: test-time training, end to end (TTT-E2E).
 
 The state of a sequence is the weights of these MLPs. At the border of a chunk of tokens they make one step of SGD on
-the mean loss of the chunk's next tokens. The gradient passes through the layers from the first with such an MLP on: they
-run again on what entered them, and then backward, by the equations. So a chunk may be read in any steps before.
+the mean loss of the chunk's next tokens. The gradient passes through the layers from the first with such an MLP on:
+they run again on what entered them, and then backward, by the equations. So steps may split a chunk anywhere.
 
 Positions before the first border use the weights of the checkpoint, which are in slot 0 of the states.
 """
