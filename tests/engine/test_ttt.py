@@ -10,6 +10,8 @@ import torch
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
+from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 
 CHUNK = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -131,6 +133,21 @@ def test_preempted_sequences_learn_again(folder: Path, greedy: Any) -> None:
 )
 def test_other_configs_have_autograds_logits(fields: dict[str, Any], tmp_path: Path, oracle: Any) -> None:
     check_logprobs(tiny(tmp_path, **fields), oracle, LLM(str(tmp_path), **SMALL), PROMPT * 2)
+
+
+def test_fusions_of_gpus_learn_the_same(folder: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requested by name, they run on a CPU, too."""
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "sandwich_norm:reference,rope_store_kvcache:reference")
+    before = sandwich_norm.calls
+    try:
+        for op in (sandwich_norm, rope_store_kvcache):
+            op.forget()
+        check_logprobs(folder, oracle, LLM(str(folder), **SMALL), PROMPT * 2)
+        assert sandwich_norm.calls > before
+    finally:
+        monkeypatch.undo()
+        for op in (sandwich_norm, rope_store_kvcache):
+            op.forget()
 
 
 @pytest.mark.slow

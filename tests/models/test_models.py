@@ -194,6 +194,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
         ("gemma4_experts", {"sandwich_norm": 4, "rope_store_kvcache": 2}),
         ("gemma3_text", {"sandwich_norm": 6, "rope_store_kvcache": 3}),
         ("olmo2", {"sandwich_norm": 4}),
+        ("ttt_e2e", {"sandwich_norm": 8, "rope_store_kvcache": 3}),
         ("gpt_oss", {"rope_store_kvcache": 2}),  # YaRN
         ("starcoder2", {"linear_gelu": 2, "gated_residual": 4}),
         ("nemotron", {"gated_residual": 4}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,8 +120,6 @@ def _leave_sums_to_norms(layers: Sequence[Any], last: nn.Module) -> None:
         if not isinstance(layer, DecoderLayer):
             continue
         if layer.parallel or layer.multiplier != 1.0 or layer.cross or layer.moe or layer.layer_input:
-            continue
-        if layer.inner:
             continue
         if layer.layer_scalar is not None or not layer.parts[1]:
             continue
@@ -667,7 +666,7 @@ class DecoderModel(nn.Module):
         )  # fmt: skip
         self.scale = d.embedding_scale
         self.sandwich = sandwich_of(d)
-        if parallel.get_tp_size() > 1 and self.sandwich is None:
+        if parallel.get_tp_size() > 1 and self.sandwich is None and self.learner is None:
             _leave_sums_to_norms(layers, self.norm)
 
     def forward(
@@ -685,15 +684,18 @@ class DecoderModel(nn.Module):
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
         sandwich = self.sandwich if self.taps is None else None
         if sandwich is not None and fuses(sandwich_norm, sandwich.apart, hidden):
-            return sandwich.run(self.layers, self.norm, positions, hidden, inputs)
+            enter = None
+            if self.learner is not None:
+                enter = partial(self._enter, input_ids, positions)
+            return sandwich.run(self.layers, self.norm, positions, hidden, inputs, enter)
         unsummed = False  # whether hidden is this rank's part of a sum
         for i, layer in enumerate(self.layers):
             if self.taps is not None:
                 self.taps.keep(i, hidden, residual, unsummed)
             own = () if inputs is None else (inputs[:, i],)
-            if i == self.first_inner and self.learner is not None:
+            if i == self.first_inner:
                 hidden, residual = add_and_norm(None, hidden, residual)[1], None
-                self.learner.keep(input_ids, positions, hidden)
+                self._enter(input_ids, positions, i, hidden)
             hidden, residual = layer(positions, hidden, residual, *own)
             unsummed = getattr(layer, "unsummed", False)
             if media is not None and not (unsummed and parallel.get_tp_rank()):
@@ -701,6 +703,11 @@ class DecoderModel(nn.Module):
         if self.taps is not None:
             self.taps.keep(len(self.layers), hidden, residual, unsummed)
         return add_and_norm(self.norm, hidden, residual)[0]
+
+    def _enter(self, input_ids: torch.Tensor, positions: torch.Tensor, i: int, hidden: torch.Tensor) -> None:
+        """Keep what enters the first layer with an inner MLP."""
+        if i == self.first_inner and self.learner is not None:
+            self.learner.keep(input_ids, positions, hidden)
 
 
 class Decoder(nn.Module):
