@@ -63,8 +63,11 @@ def products(x: T, grad: T, gate_up: T, down: T) -> T:
     return dz @ gate_up
 
 
-def _torch(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
-    """Products of a chunk are large enough for the BLAS library. A copy of the weights avoids waiting for `slots`."""
+def _products(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
+    """Products of a chunk are large enough for the BLAS library, and the activation's gradient is a kernel.
+
+    A copy of the weights avoids waiting for `slots`.
+    """
     check(x, grad, gate_up, down, slots)
     made = _fake(x, grad, gate_up, down, slots)
     for i in range(len(x)):
@@ -85,7 +88,8 @@ ttt_mlp_grad = define(
     "ttt_mlp_grad(Tensor x, Tensor grad, Tensor gate_up, Tensor down, Tensor slots) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
     providers=(
-        Provider("torch", _torch, devices=("cuda", "cpu")),
+        Provider("triton", _products, devices=("cuda",)),
+        Provider("torch", _products, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
