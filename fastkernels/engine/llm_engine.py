@@ -95,6 +95,7 @@ class LLMEngine(Engine):
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
             _least_tokens(self.hf_config), states, media, cross, self._speculation(states is not None),
+            limits.border,
         )  # fmt: skip
         overlap = config.async_scheduling if config.speculative_config is None else False
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1

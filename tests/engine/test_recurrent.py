@@ -67,7 +67,9 @@ def check_logits(folder: Path, oracle: Any, splits: list[list[int]]) -> None:
         if isinstance(kept, KVSpec):
             layer.kv_cache = layer.new_cache(20, 4, torch.float32, "cpu")
         elif isinstance(kept, StateSpec):
-            layer.states = {name: t + 7.0 for name, t in kept.new(5, torch.float32, "cpu").items()}
+            layer.states = {name: t + 7 for name, t in kept.new(5, torch.float32, "cpu").items()}
+            if hasattr(layer, "begin"):
+                layer.begin()
     other = IDS.flip(0)
     want = [oracle.logits(folder, ids.tolist()) for ids in (IDS, other)]
     table = torch.stack([torch.arange(1, 8), torch.arange(8, 15)]).to(torch.int32)

@@ -23,6 +23,7 @@ FEW = (
     "mamba",
     "mamba2",
     "rwkv7",
+    "ttt_e2e",
     "gpt_neox",
     "gemma4",
     "deepseek_v32",
@@ -64,7 +65,9 @@ def check(model: str) -> tuple[str, ...]:
         want = spec.reference(*wide(args))
         assert want[0].dtype == torch.float64, name
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                a.double(), b.double(), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
         small = next(c for c in spec.cases if "odd" in c.tags)
         drawn = spec.vary(small, random.Random(1))
         assert drawn.dims.get("small") == small.dims.get("small") and drawn.dims != small.dims

@@ -175,6 +175,8 @@ class Checkpoint:
                 layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
             if isinstance(kept := getattr(layer, "keeps", None), StateSpec):
                 layer.states = kept.new(2, torch.float32, "cpu")
+                if hasattr(layer, "begin"):
+                    layer.begin()
         step = metadata([len(IDS)], [len(IDS)], 16)
         step = replace(step, state_slots=torch.ones(1, dtype=torch.int32), fresh=torch.tensor([True]))
         with forward_context(step):

@@ -12,6 +12,7 @@ import lzma
 import math
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,12 @@ def test_wrong_names_and_shapes_are_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         fill(model, config, tmp_path, renamed)
     found = named([f"{key}_ ({WHERE})" for key in some])
+    lacks, missing = "", some
+    for pattern, what in find(config.architectures[0]).arch.needed.items():
+        lacks += f"it lacks {what}: {named([key for key in missing if fnmatchcase(key, pattern)])}; "
+        missing = [key for key in missing if not fnmatchcase(key, pattern)]
     assert str(caught.value) == (
-        f"{tmp_path} does not fit {type(model).__name__}: keys missing from it: {named(some)};"
+        f"{tmp_path} does not fit {type(model).__name__}: {lacks}keys missing from it: {named(missing)};"
         f" keys that the model does not have: {found}"
     )
     for key in some:

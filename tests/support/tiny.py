@@ -370,6 +370,18 @@ FLA: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 RECURRENT.update(FLA)
+# See ttt_models.py. No test but those of test_ttt.py reads a whole chunk.
+RECURRENT["ttt_e2e"] = (
+    "TTTE2E",
+    {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "suffix_len": 2,
+        "sliding_window_size": 12,
+        "seq_len": 2048,
+        "optimizer_inner": {"lr": 1.0, "clip_gradient": 1.0},
+    },
+)
 KINDS.update(RECURRENT)
 
 
@@ -426,9 +438,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_class(prefix: str) -> Any:
-    """The class of transformers with this prefix, or one of fla_models.py."""
+    """The class of transformers with this prefix, or one of fla_models.py or ttt_models.py."""
     if prefix in {own for own, _ in FLA.values()}:
         from support import fla_models as library
+    elif prefix == "TTTE2E":
+        from support import ttt_models as library
     else:
         import transformers as library
     return getattr(library, f"{prefix}ForCausalLM")

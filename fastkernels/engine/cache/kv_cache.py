@@ -26,6 +26,7 @@ class Limits:
     snapshots: of recurrent states; None: no layer keeps a state.
     media: features of media that the ranks keep.
     cross: (blocks of sources, states of a source); None: the model has no cross attention.
+    border: of tokens that no step crosses, a multiple of so many; 0: there is none.
     """
 
     num_blocks: int
@@ -35,6 +36,7 @@ class Limits:
     snapshots: int | None = None
     media: int = 0
     cross: tuple[int, int] | None = None
+    border: int = 0
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,10 @@ def check_room(config: EngineConfig, slot_bytes: int, num_bytes: int) -> None:
 
 
 class StateCache:
-    """The states of all layers. Tensors of the same shape and dtype are one, so that a copy is one launch for each."""
+    """The states of all layers. Tensors of the same shape and dtype are one, so that a copy is one launch for each.
+
+    A layer's method `begin`, if it has one, writes to slot 0 what its sequences begin with.
+    """
 
     def __init__(self, layers: Sequence[Any], slots: int, dtype: torch.dtype, device: torch.device):
         self.slots = slots
@@ -73,6 +76,9 @@ class StateCache:
             self._tensors.append(whole)
             for (layer, name), part in zip(users, whole, strict=True):
                 layer.states[name] = part
+        for layer in layers:
+            if hasattr(layer, "begin"):
+                layer.begin()
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy slots: pairs [N, 2] of (from, to), in this order."""

@@ -27,7 +27,14 @@ from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.memory_profile import activation_bytes, media_bytes
 from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs, TokenMasks
+from fastkernels.engine.execution.step import (
+    SAMPLED,
+    PromptTargets,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+    TokenMasks,
+)
 from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
@@ -72,6 +79,7 @@ class Generate(Runner):
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
+        self.border: int = getattr(self.model, "border", 0)
         if self.device.type == "cpu":
             pack_weights(self.model)
             if self.drafter is not None:
@@ -132,6 +140,7 @@ class Generate(Runner):
         """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
         limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
         self.limits = replace(limits, snapshots=self._num_snapshots(num_blocks), media=self._num_features())
+        self.limits = replace(self.limits, border=self.border)
         if self.cross_layers:
             self.limits = replace(
                 self.limits, cross=(self._cross_blocks(num_blocks), self.model.source_length)
@@ -179,6 +188,8 @@ class Generate(Runner):
             self.cross.update(step.sources)
         if self.states is not None:
             self.states.copy(step.state_loads)
+        if self.border:
+            self._pass_borders(step)
         inputs, outputs, metadata = self._run(step)
         if self.states is not None:
             self.states.copy(step.state_saves)
@@ -207,6 +218,32 @@ class Generate(Runner):
             return self._propose(made, step, inputs, metadata, tokens)
 
         return MaskedStep(sample) if step.masked else sample(None)
+
+    def _pass_borders(self, step: StepInput) -> None:
+        """Let the model change the states of sequences that continue behind a border; see models.Decoder.at_border."""
+        starts = step.seq_lens - step.query_lens
+        first = np.cumsum(step.query_lens) - step.query_lens
+        for row in np.flatnonzero((starts > 0) & (starts % self.border == 0)).tolist():
+            slot, known = int(step.slots[row]), int(step.input_ids[first[row]])
+            self.at_border(slot, int(starts[row]), known)
+
+    @torch.inference_mode()
+    def run_border(self) -> None:
+        """Change the state of the first slot at the first border and the last one, without a sequence there."""
+        longest = self.batch.width * self.config.block_size
+        for end in sorted({self.border, longest // self.border * self.border}) if self.border else ():
+            if 0 < end <= longest:
+                self.at_border(0, end, 0)
+
+    def at_border(self, slot: int, end: int, next_id: int) -> None:
+        """Change the state of the sequence in `slot`, which has `end` tokens. next_id may be SAMPLED."""
+        if next_id == SAMPLED:
+            following = self.batch.last_tokens[slot : slot + 1]
+        else:
+            following = torch.full((1,), next_id, dtype=torch.int64, device=self.device)
+        tables = [self.batch.group_table(i)[slot] for i in range(self.batch.groups)]
+        with direct_calls(self.device):
+            self.model.at_border(slot + 1, end, following, tables)
 
     def _verify(
         self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,

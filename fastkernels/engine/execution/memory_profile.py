@@ -61,6 +61,7 @@ def activation_bytes(runner: Runner) -> tuple[int, int]:
     step = largest_step(config.max_num_seqs, config.max_num_batched_tokens, length, config.max_logprobs)
     try:
         runner.launch(step).result()
+        runner.run_border()
     except torch.cuda.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ValueError(

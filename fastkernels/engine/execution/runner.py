@@ -76,6 +76,9 @@ class Runner(ABC):
     def capture(self) -> None:  # noqa: B027
         """Capture CUDA graphs again after the model's code has changed."""
 
+    def run_border(self) -> None:  # noqa: B027
+        """Run what the model does between the chunks of a sequence, without one: to measure memory and to warm up."""
+
     def _mark(self, phase: str) -> None:
         """End a phase of the start; on CUDA, wait for the device first."""
         if self.device.type == "cuda":

@@ -61,7 +61,10 @@ def draft_steps(max_num_seqs: int, max_tokens: int, max_model_len: int, count: i
 
 
 def warm_up(runner: Runner) -> None:
-    """Run the steps. They write to block 0 and to unused slots, so no request may be running."""
+    """Run the steps, and what a model does at a border.
+
+    They write to block 0 and to unused slots, so no request may be running.
+    """
     config, replays = runner.config, dict(runner.graphs.replays) if runner.graphs is not None else None
     logprobs = config.max_logprobs if 0 <= config.max_logprobs <= LOGPROBS else LOGPROBS
     sizes = config.max_num_seqs, config.max_num_batched_tokens, runner.limits.max_model_len
@@ -81,5 +84,6 @@ def warm_up(runner: Runner) -> None:
                 len(step.input_ids), len(step.slots), error,
             )  # fmt: skip
             break
+    runner.run_border()
     if runner.graphs is not None and replays is not None:
         runner.graphs.replays = replays  # it counts steps of requests only

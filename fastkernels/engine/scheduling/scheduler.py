@@ -106,6 +106,7 @@ class Scheduler:
     media: what the ranks keep of media; None: the model reads none
     cross: the blocks of sources; None: the model has no cross attention
     speculation: of drafts, which need the tokens of the step before; None: there are none
+    border: tokens of a sequence, of which no step crosses a multiple; 0: steps may end anywhere
 
     `blocks` is the first group, or without one the snapshots: what names a prefix.
     """
@@ -123,8 +124,9 @@ class Scheduler:
         media: MediaCache | None = None,
         cross: CrossBlocks | None = None,
         speculation: Speculation | None = None,
+        border: int = 0,
     ):
-        self.cross = cross
+        self.cross, self.border = cross, border
         self.speculation, self.draft_counts = speculation, DraftCounts()
         self._chance = random.Random(0)  # of synthetic acceptance
         self._num_drafts = 0  # of the step being scheduled
@@ -603,8 +605,11 @@ class Scheduler:
     def _cut(self, request: Request, start: int, count: int, branch: int | None = None) -> int:
         """The length of a chunk of up to `count` tokens from `start` on, which may end where a snapshot is taken.
 
-        It ends at the branch, or, if it does not complete the sequence, at the border of a block.
+        It ends at the branch, or, if it does not complete the sequence, at the border of a block, and crosses no border
+        of the model.
         """
+        if self.border:
+            count = min(count, self.border - start % self.border)
         if self.states is None or not self.blocks.enable_caching:
             return count
         branch = request.branch if branch is None else branch

@@ -43,6 +43,9 @@ class Architecture:
     repeated        patterns of our names (fnmatch) whose tensors a checkpoint may hold twice, under another key that
                     `renamed` maps to the same name
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
+    stacked         "module:function" of a key and the config, for checkpoints that stack the tensors of layers: yields
+                    (key, index in the first dimension or None, whether it is transposed) of the tensors in it
+    needed          {pattern (fnmatch) of checkpoint keys: what they are}, for the error if they are missing
     quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
     unneeded        "module:function" that maps a config to such patterns that depend on its sizes
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
@@ -84,6 +87,8 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
+    stacked: str = ""
+    needed: Mapping[str, str] = field(default_factory=dict)
     quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tied: Mapping[str, str] = field(default_factory=dict)

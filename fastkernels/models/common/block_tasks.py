@@ -22,6 +22,7 @@ from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
+from fastkernels.core.spec import full as filled
 from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
 from fastkernels.models.common.cnn import AddedConvs
 from fastkernels.models.common.registry import find
@@ -194,8 +195,11 @@ def spec(block: Block) -> OpSpec:
             dtype = "" if own_dtype is None else str(own_dtype).removeprefix("torch.")
             each = "*".join(f"({part})" for part in rest.split())
             cost = f"{own_dtype.itemsize if own_dtype else 'itemsize(dtype)'}*{each}*(sequences+continued)"
+            values = filled(0) if dtype.startswith("int") else None  # token ids
             arguments.append(
-                Tensor(f"state_{i}_{name}", f"state_rows {rest}", dtype, mutated=True, bytes=cost)
+                Tensor(
+                    f"state_{i}_{name}", f"state_rows {rest}", dtype, mutated=True, values=values, bytes=cost
+                )
             )
     if ragged:
         arguments += attention_cases.STEP

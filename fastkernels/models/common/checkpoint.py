@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastkernels.models.common import scenes
@@ -18,6 +21,7 @@ SINGLE = "model.safetensors"
 SPEECH = "cosyvoice3.yaml"  # of a CosyVoice3, with a file for each part
 PIPELINE = "model_index.json"  # of a pipeline of diffusers, with a folder for each part
 OF_DIFFUSERS = "diffusion_pytorch_model.safetensors"
+ARRAYS = "model.npz"  # arrays of NumPy, as of JAX models
 OLDER_INDEX, OLDER = "pytorch_model.bin.index.json", "pytorch_model.bin"  # of checkpoints without safetensors
 # Keys of a weight norm, as PyTorch's parametrization has them
 LENGTH, DIRECTION = (f".parametrizations.weight.original{i}" for i in range(2))
@@ -109,7 +113,7 @@ def _hub_problem(error: Exception) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights of a checkpoint, in order: safetensors, else in PyTorch's format.
+    """The files of weights of a checkpoint, in order: safetensors, else in PyTorch's format, else in NumPy's.
 
     Raises CheckpointError that names missing files.
     """
@@ -120,6 +124,8 @@ def weight_files(folder: Path) -> list[Path]:
         single = next((f for n in (SINGLE, OF_DIFFUSERS, OLDER) if (f := folder / n).is_file()), None)
         files = sorted(folder.glob("*.safetensors"))
         files = [single] if single is not None and (single.name != OLDER or not files) else files
+        if not files and (folder / ARRAYS).is_file():
+            return [folder / ARRAYS]
         if not files and (scene := scenes.find(folder)) is not None:
             return [scene]
     missing = [f.name for f in files if not f.is_file()]
@@ -130,7 +136,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has weights in PyTorch's format only, {some(others)}: use safetensors"
         )
     if not files:
-        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER}")
+        raise CheckpointError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX} nor {OLDER} nor {ARRAYS}"
+        )
     return files
 
 
@@ -259,7 +267,39 @@ def _opened(file: Path) -> Any:
         from safetensors import safe_open
 
         return safe_open(str(file), framework="pt", device="cpu")
+    if file.suffix == ".npz":
+        return nullcontext(_Arrays(file))
     return nullcontext(_scene(file) if file.suffix in scenes.SUFFIXES else _older(file))
+
+
+class _Arrays(Mapping[str, torch.Tensor]):
+    """The arrays of a .npz file, read one at a time. No code of the file is run."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self._found = np.load(file, allow_pickle=False)
+            self._found.files  # noqa: B018 (an array alone has none)
+        except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{file} is not a file of arrays: {error}") from error
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        try:
+            array = self._found[key]
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise CheckpointError(f"{self._file}: {key} cannot be read: {error}") from error
+        if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # NumPy has no name for bfloat16
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        try:
+            return torch.from_numpy(array)
+        except TypeError as error:
+            raise CheckpointError(f"{self._file}: {key} has the dtype {array.dtype}, no numbers") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found.files)
+
+    def __len__(self) -> int:
+        return len(self._found.files)
 
 
 def _scene(file: Path) -> dict[str, torch.Tensor]:
@@ -301,7 +341,7 @@ def heads(
 def _read(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:
     from safetensors import SafetensorError
 
-    if isinstance(tensors, dict):
+    if isinstance(tensors, Mapping):
         return tensors[key].to("meta") if device == "meta" else tensors[key]
     try:
         if device == "meta":

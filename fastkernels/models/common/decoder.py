@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fastkernels.models.common.description import (
     Recurrent,
 )
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
+from fastkernels.models.common.inner_learning import InnerMlp, Learner
 from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.media import Media
 from fastkernels.models.common.registry import describe, find
@@ -540,6 +542,15 @@ class DecoderLayer(nn.Module):
             self.cross = layer.name("cross"), layer.name("before_cross")
             self.add_module(self.cross[0], CrossAttention(layer.cross, hidden, f"{prefix}.{self.cross[0]}"))
             self.add_module(self.cross[1], make_norm(layer.cross.norm, hidden))
+        self.inner: str | None = None  # the name of an MLP that a sequence changes
+        if layer.inner is not None:
+            self.inner = layer.name("inner")
+            self.add_module(self.inner, InnerMlp(layer.inner, hidden, f"{prefix}.{self.inner}"))
+            for part in ("before", "after"):
+                norm = getattr(layer.inner, part)
+                norms.append(None if norm is None else layer.name(f"{part}_inner"))
+                if norm is not None:
+                    self.add_module(layer.name(f"{part}_inner"), make_norm(norm, hidden))
         self.moe = (
             None if layer.experts is None
             else ExpertsBesideMlp(layer.experts, make_norm, hidden, f"{prefix}.moe")
@@ -551,7 +562,7 @@ class DecoderLayer(nn.Module):
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False) if layer.scaled else None
 
     def norm_at(self, i: int) -> nn.Module | None:
-        """The norm before attention (0), after it (1), before the MLP (2), or after it (3)."""
+        """The norm before attention (0), after it (1), before the MLP (2), after it (3), before and after `inner`."""
         name = self.norms[i]
         return None if name is None else getattr(self, name)
 
@@ -568,6 +579,10 @@ class DecoderLayer(nn.Module):
         if self.cross is not None:
             y, residual = add_and_norm(getattr(self, self.cross[1]), out, residual)
             out = getattr(self, self.cross[0])(y)
+        if self.inner is not None:
+            y, residual = add_and_norm(self.norm_at(4), out, residual)
+            out, after_inner = getattr(self, self.inner)(positions, y), self.norm_at(5)
+            out = out if after_inner is None else after_inner(out)
         if mlp is None:
             return out if self.multiplier == 1.0 else out * self.multiplier, residual
         if self.parallel:
@@ -647,9 +662,13 @@ class DecoderModel(nn.Module):
             layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", source, d.layer_input))
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(d.norm, d.hidden)
+        self.first_inner = next((i for i, layer in enumerate(d.layers) if layer.inner is not None), None)
+        self.learner = (
+            None if self.first_inner is None else Learner(d, self.first_inner, layers[self.first_inner :], self.norm)
+        )  # fmt: skip
         self.scale = d.embedding_scale
         self.sandwich = sandwich_of(d)
-        if parallel.get_tp_size() > 1 and self.sandwich is None:
+        if parallel.get_tp_size() > 1 and self.sandwich is None and self.learner is None:
             _leave_sums_to_norms(layers, self.norm)
 
     def forward(
@@ -667,12 +686,18 @@ class DecoderModel(nn.Module):
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
         sandwich = self.sandwich if self.taps is None else None
         if sandwich is not None and fuses(sandwich_norm, sandwich.apart, hidden):
-            return sandwich.run(self.layers, self.norm, positions, hidden, inputs)
+            enter = None
+            if self.learner is not None:
+                enter = partial(self._enter, input_ids, positions)
+            return sandwich.run(self.layers, self.norm, positions, hidden, inputs, enter)
         unsummed = False  # whether hidden is this rank's part of a sum
         for i, layer in enumerate(self.layers):
             if self.taps is not None:
                 self.taps.keep(i, hidden, residual, unsummed)
             own = () if inputs is None else (inputs[:, i],)
+            if i == self.first_inner:
+                hidden, residual = add_and_norm(None, hidden, residual)[1], None
+                self._enter(input_ids, positions, i, hidden)
             hidden, residual = layer(positions, hidden, residual, *own)
             unsummed = getattr(layer, "unsummed", False)
             if media is not None and not (unsummed and parallel.get_tp_rank()):
@@ -680,6 +705,11 @@ class DecoderModel(nn.Module):
         if self.taps is not None:
             self.taps.keep(len(self.layers), hidden, residual, unsummed)
         return add_and_norm(self.norm, hidden, residual)[0]
+
+    def _enter(self, input_ids: torch.Tensor, positions: torch.Tensor, i: int, hidden: torch.Tensor) -> None:
+        """Keep what enters the first layer with an inner MLP."""
+        if i == self.first_inner and self.learner is not None:
+            self.learner.keep(input_ids, positions, hidden)
 
 
 class Decoder(nn.Module):
@@ -710,3 +740,15 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = getattr(self.lm_head, "bias", None)
         return self.logits_processor(self.lm_head, hidden, bias)
+
+    @property
+    def border(self) -> int:
+        """Tokens between the borders at which `at_border` changes a sequence's state; 0: there are none."""
+        return 0 if self.model.learner is None else self.model.learner.chunk
+
+    def at_border(self, slot: int, end: int, next_id: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
+        """Change the state in `slot` of a sequence of `end` tokens, a multiple of `border`, of which the next one [1]
+        follows. tables: its blocks in each group of layers.
+        """
+        assert self.model.learner is not None
+        self.model.learner.learn(slot, end, next_id, tables, self.compute_logits, self.lm_head.weight)

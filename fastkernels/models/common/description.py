@@ -585,6 +585,27 @@ class Cross:
 
 
 @dataclass(frozen=True)
+class InnerMlp:
+    """A gated MLP whose weights a sequence changes while it is read (TTT-E2E), with its norms:
+
+        x += after(mlp(before(x)))
+
+    At the end of each chunk of tokens, one step of SGD on the mean loss of the chunk's next tokens changes the weights
+    of these MLPs in all layers: W -= rate * g. If the global norm of the gradients is above `clip`, g is scaled down to
+    it. The gradient passes through the whole layers, and through the chunk's own keys and values, not earlier ones.
+
+    chunk  tokens; clip: 0: none
+    """
+
+    intermediate: int
+    chunk: int
+    rate: float
+    clip: float = 0.0
+    before: Norm | None = None
+    after: Norm | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer on the residual stream x:
 
@@ -609,6 +630,7 @@ class Layer:
     experts: ParallelExperts | None = None
     scaled: bool = False
     cross: Cross | None = None
+    inner: InnerMlp | None = None
 
     @property
     def all_experts(self) -> Experts | None:
@@ -625,6 +647,7 @@ class Layer:
 NAMES = {
     "before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm", "out_norm": "attn_sub_norm",
     "inner_norm": "ffn_sub_norm", "cross": "encoder_attn", "before_cross": "encoder_attn_layer_norm",
+    "inner": "inner_mlp", "before_inner": "inner_layernorm", "after_inner": "post_inner_layernorm",
 }  # fmt: skip
 
 

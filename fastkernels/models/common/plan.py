@@ -19,6 +19,7 @@ from fastkernels.models.common.description import (
     Experts,
     GatedDelta,
     Indexer,
+    InnerMlp,
     KimiDelta,
     LatentAttention,
     Layer,
@@ -177,6 +178,11 @@ def plan(model: Any, dtype: str = "") -> Plan:
     attentions = tuple(layer.attention for layer in described.layers)
     shifts = sum(isinstance(layer.mlp, Mlp) and layer.mlp.shift for layer in described.layers)
     mlp_state = shifts * described.hidden
+    inner = [layer.inner for layer in described.layers if layer.inner is not None]
+    if inner:
+        # Their weights in 4 bytes, and what entered the first of these layers, with the ids of its tokens
+        of_weights = sum(3 * m.intermediate * described.hidden for m in inner)
+        mlp_state += (4 * of_weights + 8 * inner[0].chunk) // SIZES[dtype] + inner[0].chunk * described.hidden
     return Plan(names[0], arch.category, dtype, items, attentions, described.tied, mlp_state)
 
 
@@ -256,6 +262,8 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
     yield from norm("after_attention")
     if layer.cross is not None:
         yield from _cross(layer.cross, hidden, path, layer, arch)
+    if layer.inner is not None:
+        yield from _inner(layer.inner, hidden, path, layer, arch)
     yield from norm("before_mlp")
     mlp, name = layer.mlp, f"{path}.{layer.name('mlp')}"
     if mlp is None:
@@ -278,6 +286,19 @@ def _cross(c: Cross, hidden: int, path: str, layer: Layer, arch: Architecture) -
         yield replace(made, read=0, flops=0)
     yield Item(at, "attention_decode", {"num_heads": c.heads, "head_size": c.head_size}, layout="heads")
     yield _linear(f"{at}.o_proj", hidden, size, True, "rows", arch)
+
+
+def _inner(m: InnerMlp, hidden: int, path: str, layer: Layer, arch: Architecture) -> Iterator[Item]:
+    at, n = f"{path}.{layer.name('inner')}", m.intermediate
+    if m.before is not None:
+        yield _norm(m.before, f"{path}.{layer.name('before_inner')}", hidden, arch)
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * n, hidden), "down": (hidden, n)}
+    keys = tuple(k for name in ("gate_up_proj", "down_proj") for k in _keys(f"{at}.{name}.weight", arch))
+    yield Item(
+        at, "ttt_mlp", {"hidden": hidden, "intermediate": n}, shapes, "inner", keys, flops=6 * n * hidden
+    )
+    if m.after is not None:
+        yield _norm(m.after, f"{path}.{layer.name('after_inner')}", hidden, arch)
 
 
 def _parallel_experts(p: ParallelExperts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:

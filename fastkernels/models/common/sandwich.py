@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,11 +35,17 @@ class Sandwich:
         positions: torch.Tensor,
         hidden: torch.Tensor,
         inputs: torch.Tensor | None,
+        enter: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """hidden [T, H], which is overwritten, to the norm of the last layer's result. inputs: [T, layers, size]."""
+        """hidden [T, H], which is overwritten, to the norm of the last layer's result. inputs: [T, layers, size].
+
+        enter: called with what enters each layer
+        """
         befores = [layer.norm_at(0) for layer in layers]
         x = hidden if befores[0] is None else befores[0](hidden)
         for i, layer in enumerate(layers):
+            if enter is not None:
+                enter(i, hidden)
             after = befores[i + 1] if i + 1 < len(layers) else norm
             x = self._layer(layer, positions, x, hidden, after, None if inputs is None else inputs[:, i])
         return x
@@ -52,7 +59,11 @@ class Sandwich:
         _, after_attention, before_mlp, after_mlp = (layer.norm_at(i) for i in range(4))
         moe, last = layer.moe, after_mlp
         branch: tuple[Any, ...] = ()
-        y, *routed = self._add(attend(positions, x), residual, after_attention, before_mlp, moe)
+        out, before_sum = attend(positions, x), after_attention
+        if layer.inner is not None:
+            (y,) = self._add(out, residual, after_attention, layer.norm_at(4), None)
+            out, before_sum = getattr(layer, layer.inner)(positions, y), layer.norm_at(5)
+        y, *routed = self._add(out, residual, before_sum, before_mlp, moe)
         done = mlp(y)
         if moe is not None:
             last, branch = moe.after_mlp, (moe.compute(*routed), moe.after.weight, after_mlp.weight)
@@ -96,6 +107,8 @@ def sandwich_of(d: Decoder) -> Sandwich | None:
             return None
         every = layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp
         norms |= {norm for norm in every if norm is not None}
+        if layer.inner is not None:
+            norms |= {norm for norm in (layer.inner.before, layer.inner.after) if norm is not None}
         norms |= set() if layer.experts is None else {layer.experts.norm}
     return Sandwich(d.norm) if len(norms) == 1 and d.norm.kind in KINDS else None
 
@@ -103,4 +116,5 @@ def sandwich_of(d: Decoder) -> Sandwich | None:
 def _suits(layer: Layer) -> bool:
     both = layer.after_attention is not None and layer.after_mlp is not None
     alone = layer.experts is None or layer.before_mlp is not None
-    return both and alone and not layer.parallel and layer.multiplier == 1.0
+    inner = layer.inner is None or layer.inner.after is not None
+    return both and alone and inner and not layer.parallel and layer.multiplier == 1.0

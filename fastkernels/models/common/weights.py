@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -57,7 +58,32 @@ def tensors_of(folder: Path, arch: Architecture, config: Any, device: str = "cpu
     if arch.files:
         return parts_of(folder, arch.files, device)
     own = {name: arch.heads[name] for name in getattr(config, "heads", ())}
-    return chain(iterate(folder, device), heads(folder, own, device))
+    found: Tensors = iterate(folder, device)
+    if arch.stacked:
+        found = _unstacked(found, registry.load(arch.stacked), config)
+    return chain(found, heads(folder, own, device))
+
+
+def _unstacked(tensors: Tensors, parts: Callable[..., Iterable[Any]], config: Any) -> Tensors:
+    """The tensors, and instead of those that `parts` knows (ARCH.stacked), their parts."""
+    for file, key, read in tensors:
+        made = list(parts(key, config))
+        if not made:
+            yield file, key, read
+            continue
+        whole = read() if made[0][1] is not None else None  # of which parts are views
+        count = len(made)
+        if whole is not None and (whole.dim() < 2 or len(whole) != count):
+            raise CheckpointError(
+                f"{file}: {key} of shape {tuple(whole.shape)} does not fit: it must have {count} layers first"
+            )
+        for name, index, turned in made:
+            yield file, name, partial(_part_of, read if whole is None else whole, index, turned)
+
+
+def _part_of(whole: Any, index: int | None, turned: bool) -> torch.Tensor:
+    found: torch.Tensor = whole() if index is None else whole[index]
+    return found.t() if turned and found.dim() == 2 else found
 
 
 def _part(folder: Path, prefix: str, device: str) -> Tensors:
@@ -148,6 +174,11 @@ def fill(
         for shard in shards
     )
     problems = []
+    for pattern, what in arch.needed.items():
+        lacking = [key for key in missing if fnmatchcase(key, pattern)]
+        if lacking:
+            problems.append(f"it lacks {what}: {some(lacking)}")
+            missing = [key for key in missing if key not in lacking]
     if missing:
         problems.append(f"keys missing from it: {some(missing)}")
     if leftover:

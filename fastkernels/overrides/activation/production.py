@@ -155,6 +155,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_flashinfer(_flashinfer_act_and_mul("silu_and_mul"), _flashinfer_no_act),
         inductor("silu_and_mul"),
     ),
+    "silu_and_mul_grad": (inductor("silu_and_mul_grad"),),
     "swigluoai_and_mul": (
         from_vllm(_swigluoai_and_mul, _rows),
         inductor("swigluoai_and_mul"),

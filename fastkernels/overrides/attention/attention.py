@@ -75,6 +75,7 @@ class PagedAttention(nn.Module):
 
     kv_cache: tuple[torch.Tensor, torch.Tensor] | None
     kv_group = 0
+    kept_behind = 0  # keys behind the window that the engine keeps, too
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
@@ -99,7 +100,7 @@ class PagedAttention(nn.Module):
     @property
     def keeps(self) -> KVSpec:
         """Declare keys and values as the layer's data of a sequence."""
-        return KVSpec(None if self.window_left < 0 else self.window_left + 1)
+        return KVSpec(None if self.window_left < 0 else self.window_left + 1 + self.kept_behind)
 
     def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the tensors of `kv_cache`."""

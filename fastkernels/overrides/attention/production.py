@@ -146,7 +146,30 @@ def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, 
     return first(refused, dense(q, seq_lens, block_table), filled(q), empty)
 
 
+def _flash_grad() -> Function:
+    """FlashAttention-2's backward pass as PyTorch has it, behind the forward pass that it needs."""
+    forward = torch.ops.aten._flash_attention_forward.default
+    backward = torch.ops.aten._flash_attention_backward.default
+
+    def grad(q: T, k: T, v: T, dout: T, scale: float, window_left: int = -1) -> tuple[T, T, T]:
+        batch = [t.unsqueeze(0) for t in (q, k, v)]
+        sizes, chunk = (None, None, len(q), len(k), 0.0, True), len(q)
+        more = {"scale": scale, "window_size_left": window_left, "window_size_right": 0}
+        out, lse, seed, unused, _ = forward(*batch, *sizes, False, **more)
+        dq, dk, dv = backward(dout.unsqueeze(0), *batch, out, lse, *sizes, seed, unused, **more)
+        return dq[0], dk[0, -chunk:], dv[0, -chunk:]
+
+    return grad
+
+
+def _no_flash_grad(q: T, k: T, v: T, dout: T, *_: Any) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16) or not q.is_cuda:
+        return f"q is {q.dtype} on {q.device.type}, not float16 or bfloat16 on a GPU"
+    return f"{q.shape[-1]} channels are no multiple of 8" if q.shape[-1] % 8 else dense(q, k, v, dout)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "attention_grad": (Baseline("torch-flash", "library", _flash_grad, refuses=_no_flash_grad, graph=False),),
     "attention_decode": (
         Baseline("fa3", "host", _fa3_decode, _FA3, refuses=no_alibi(_no_fa3_decode, attention_decode.ALIBI)),
         from_flashinfer(_decode, no_alibi(no_sinks(_no_decode), attention_decode.ALIBI)),

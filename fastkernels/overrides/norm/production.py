@@ -210,6 +210,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_flashinfer(_flashinfer_rms_norm("rmsnorm", "fused_add_rmsnorm"), no_rms_norm, **_NORM),
         inductor("rms_norm"),
     ),
+    "rms_norm_grad": (inductor("rms_norm_grad"),),
     "rms_norm_gated": (
         from_vllm(_vllm_rms_norm_gated, _vllm_no_rms_norm_gated),
         inductor("rms_norm_gated"),

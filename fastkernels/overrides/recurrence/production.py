@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor, same
+from fastkernels.core.baseline import (
+    Baseline,
+    Function,
+    dense,
+    filled,
+    first,
+    half,
+    inductor,
+    inductor_compiled,
+    same,
+)
 from fastkernels.overrides.kit.libraries import T, empty_as
 
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
@@ -337,6 +347,47 @@ def _vllm(make: Any, refuses: Any, **more: Any) -> Baseline:
     return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **more)
 
 
+def _vllm_ttt() -> Function:
+    """vLLM's experts, with a slot in an expert's place and one for each token."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    def mlp(x: T, gate_up: T, down: T, slots: T, longest: int = 1) -> T:
+        weights = torch.ones((len(x), 1), dtype=torch.float32, device=x.device)
+        return fused_experts(x, gate_up, down, weights, slots[:, None])
+
+    return mlp
+
+
+def _no_vllm_ttt(x: T, gate_up: T, down: T, slots: T, *_: Any) -> str | None:
+    return first(half(x), dense(x, gate_up, down), filled(x))
+
+
+def _batched_ttt_grad() -> Function:
+    """Batched products of copies of the weights, with the activation's gradient compiled by Inductor."""
+
+    def grad(x: T, dy: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
+        first_w, second = gate_up[slots], down[slots]
+        gate, up = (x @ first_w.mT).chunk(2, dim=-1)
+        inner, s = dy @ second, gate.float().sigmoid()
+        dgate = (inner * up * s * (1 + gate * (1 - s))).to(x.dtype)
+        dz = torch.cat((dgate, (inner * gate * s).to(x.dtype)), dim=-1)
+        return dz @ first_w, dz.mT @ x, dy.mT @ (gate * s * up).to(x.dtype)
+
+    return inductor_compiled(grad)
+
+
+def _ttt_sgd() -> Function:
+    def step(weight: T, rest: T | None, grad: T, rate: T, source: T, target: T) -> None:
+        old = weight[source].float() + (0.0 if rest is None else rest[source].float())
+        exact = old - rate[:, None, None] * grad.float()
+        new = exact.to(weight.dtype)
+        weight.index_copy_(0, target, new)
+        if rest is not None:
+            rest.index_copy_(0, target, (exact - new.float()).to(rest.dtype))
+
+    return inductor_compiled(step)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "causal_conv1d": (_vllm(_vllm_conv, _no_vllm_conv),),
     "gated_delta_rule": (
@@ -355,4 +406,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "mamba_scan": (_vllm(_vllm_mamba, _no_vllm_mamba),),
     "rwkv7": (_fla(_rwkv7),),
     "ssd": (_vllm(_vllm_ssd, _no_vllm_ssd),),
+    "ttt_mlp": (_vllm(_vllm_ttt, _no_vllm_ttt),),
+    "ttt_mlp_grad": (Baseline("inductor", "compiler", _batched_ttt_grad),),
+    "ttt_sgd": (Baseline("inductor", "compiler", _ttt_sgd),),
 }  # fmt: skip

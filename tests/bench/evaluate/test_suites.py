@@ -111,7 +111,7 @@ def test_full_suite_has_every_served_architecture():
     for entry in suite.entries:
         hosts.setdefault(entry.item.model, set()).add(entry.item.host)
     assert hosts["llama"] == {"fastkernels", "vllm", "sglang"} and "vllm" not in hosts["bitnet"]
-    assert all(hosts[name] == {"fastkernels"} for name in ("gla", "retnet", "rwkv7"))
+    assert all(hosts[name] == {"fastkernels"} for name in ("gla", "retnet", "rwkv7", "ttt_e2e"))
     ours = {suites.architecture_of(e.model) for e in suite.entries if e.item.host == "fastkernels"}
     lacking = models().keys() - ours - suite.without.keys()
     assert not lacking, (

@@ -108,7 +108,7 @@ def play(runner: Generate, masks: Iterator[TokenMasks] | None = None) -> list[St
 
 
 @pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize("kind", ["mamba2", "jamba", "rwkv7"])
+@pytest.mark.parametrize("kind", ["mamba2", "jamba", "rwkv7", "ttt_e2e"])
 def test_graphs_of_recurrent_models_equal_eager_steps(kind: str, device: str, tmp_path: Path) -> None:
     """Padding rows use slot 0, and a state in a slot is the last step's, in graphs of every size."""
     folder = make_tiny(tmp_path, kind, "float32")

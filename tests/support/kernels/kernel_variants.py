@@ -186,6 +186,7 @@ def others(m: Model, tokens: int) -> None:
     near = triton("voxel_neighbors", cells, order, 3)
     triton("subm_conv3d", empty(1000, 64), empty(64, 3, 3, 3, 64), near, empty(64))
     triton("segment_reduce", empty(1000, 64), empty(201, dtype=I64), order)
+    _learning(tokens)
     _scenes(tokens)
     _structures(tokens)
 
@@ -215,6 +216,18 @@ def _structures(n: int) -> None:
         0.2,
         atoms,
     )
+
+
+def _learning(tokens: int) -> None:
+    """The inner step of TTT-E2E, whose chunks have one size."""
+    chunk, slots = 1024, empty(1, dtype=torch.int32)
+    x, weights = empty(chunk, 640), (empty(4, 2 * 320, 640), empty(4, 640, 320))
+    triton("silu_and_mul_grad", empty(chunk, 640), empty(chunk, 320))
+    triton("rms_norm_grad", x, x, empty(640))
+    triton("rms_norm_grad", empty(chunk, 8, 80), empty(chunk, 8, 80), empty(80))
+    q, keys = empty(chunk, 8, 80), empty(chunk + min(tokens, 8191), 8, 80)
+    triton("attention_grad", q, keys, keys, q, 0.1, 8191)
+    triton("ttt_sgd", weights[0], weights[0], empty(1, 640, 640), empty(1, dtype=F32), slots, slots)
 
 
 def _scenes(count: int) -> None:
