@@ -374,6 +374,7 @@ class Symmetric:
         self.counters = torch.zeros(self.BLOCKS, dtype=torch.int32, device=device)
         self.calls = torch.zeros(3, dtype=torch.int32, device=device)
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._side: torch.cuda.Stream | None = None
 
     @classmethod
     def words_at(cls, room: int, size: int) -> int:
@@ -414,6 +415,19 @@ class Symmetric:
         handle.barrier()  # the buffers of all ranks are cleared
         torch.cuda.synchronize(device)
         return made
+
+    def release(self) -> None:
+        """After the end of a rank: let the kernels that wait for it go on, with wrong sums.
+
+        Each one empties a part again, so call it until none is left. It may be called in another thread.
+        """
+        if self.kept is None:
+            return
+        buffer: torch.Tensor = self.kept[0]
+        if self._side is None:
+            self._side = torch.cuda.Stream(buffer.device)
+        with torch.cuda.stream(self._side):
+            buffer.fill_(127)  # flags that all calls have reached, and words that are not empty
 
     def check(self) -> None:
         """Raise CollectiveError if a kernel waited in vain. Synchronizes with the GPU."""

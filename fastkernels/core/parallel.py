@@ -78,6 +78,13 @@ def reset() -> None:
     _use(_SINGLE)
 
 
+def release() -> None:
+    """After the end of a rank: let kernels of the bound group that wait for it go on, see Symmetric.release."""
+    communicator = _group.communicator
+    if communicator is not None and communicator.symmetric is not None:
+        communicator.symmetric.release()
+
+
 @contextmanager
 def build_as(rank: int, size: int, experts: int = 1) -> Iterator[None]:
     """Build modules of `rank` in this thread, whatever group is bound; collectives still use the bound group.

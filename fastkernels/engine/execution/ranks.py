@@ -22,6 +22,7 @@ from fastkernels.engine.execution.worker import Setup
 
 MAIN = "from fastkernels.engine.execution.worker import main; main()"
 GRACE = 5.0  # seconds for an idle worker to end by itself
+RELEASE_S = 1e-3  # between releases of kernels that wait for a dead rank: a step has about a hundred
 
 
 class WorkerTraceback(Exception):
@@ -126,7 +127,7 @@ class Ranks:
                     self._closing, self.failure = True, death
                     self.kill()
                     self.failed.set()
-                    _abort_nccl()
+                    _leave_collectives()
                     tell()
 
     def kill(self) -> None:
@@ -158,6 +159,26 @@ class Ranks:
         torch.set_num_threads(self._threads)
         self.scratch.cleanup()
         self.workers = []
+
+
+def _leave_collectives() -> None:
+    """End all waits of this GPU for a rank that has died: in NCCL's kernels, and in ours."""
+    ended = threading.Event()
+
+    def release() -> None:
+        while True:
+            parallel.release()
+            if ended.wait(RELEASE_S):
+                return
+
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        device = torch.cuda.current_device()
+        releasing = threading.Thread(target=release, name="fastkernels-release", daemon=True)
+        releasing.start()
+        _abort_nccl()
+        torch.cuda.synchronize(device)
+        ended.set()
+        releasing.join()
 
 
 def _abort_nccl() -> None:

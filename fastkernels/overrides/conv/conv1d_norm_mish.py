@@ -190,7 +190,8 @@ def _triton(
     splits = min(max(1, wanted // tiles), cdiv(terms, 2 * block_k))
     per_split = cdiv(cdiv(terms, splits), block_k) * block_k
     splits = cdiv(terms, per_split)
-    precision = "tf32x3" if few else "tf32"  # float32's digits cost nothing there
+    # float32's digits cost nothing there, and a window of 1 is a product, which PyTorch does not compute in TF32
+    precision = "tf32x3" if few or window == 1 else "tf32"
     if x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.allow_tf32):
         precision = "ieee"
     sums = torch.empty(splits, items, made, length, dtype=torch.float32, device=x.device)
