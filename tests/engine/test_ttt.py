@@ -173,7 +173,7 @@ def test_gpu_learns_in_bfloat16_at_real_sizes(tmp_path: Path) -> None:
     """One layer of TTT-E2E 3B's sizes on a chunk of 1,024 tokens behind others: the step that float32 takes."""
     sizes = {
         "hidden_size": 2560, "intermediate_size": 5632, "num_attention_heads": 32, "num_hidden_layers": 2,
-        "suffix_len": 2, "sliding_window_size": 8192, "mini_batch_size": 1024,
+        "suffix_len": 2, "sliding_window_size": 8192, "mini_batch_size": 1024, "seq_len": 4096,
     }  # fmt: skip
     made = make_tiny(tmp_path / "large", "ttt_e2e", "float32", **sizes)
     prompt, change = [(i * i * 31 + 7 * i) % 500 for i in range(2100)], {}

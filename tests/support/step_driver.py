@@ -33,10 +33,11 @@ class Driver:
 
     def __init__(self, runner: Generate, seed: int = 0):
         self.runner = runner
-        blocks = runner.limits.num_blocks or 64  # a model without paged layers has none
-        order = np.random.default_rng(seed).permutation(np.arange(1, blocks))
-        self.free = order.tolist()  # shuffled, so that no table is a range
-        self.tables: dict[int, list[int]] = {}
+        groups = runner.limits.groups or ((None, 64),)  # a model without paged layers has none
+        self.windows = [window for window, _ in groups]
+        order = np.random.default_rng(seed)  # shuffled, so that no table is a range
+        self.free = [order.permutation(np.arange(1, blocks)).tolist() for _, blocks in groups]
+        self.tables: dict[int, list[list[int]]] = {}  # of each group of layers
         self.lens: dict[int, int] = {}
         self.generated: dict[int, int] = {}
         self.new: list[NewRow] = []
@@ -50,12 +51,14 @@ class Driver:
     ) -> None:
         """Enter a request into a slot. prompt: for the penalties. The seed is params.seed or 0."""
         self.leave(slot)
-        self.tables[slot], self.lens[slot], self.generated[slot] = [], 0, 0
+        self.tables[slot] = [[] for _ in self.windows]
+        self.lens[slot], self.generated[slot] = 0, 0
         params = params or SamplingParams(temperature=0)
         self.new.append(NewRow(slot, params, params.seed or 0, frozenset(ends), prompt))
 
     def leave(self, slot: int) -> None:
-        self.free += self.tables.pop(slot, [])
+        for free, table in zip(self.free, self.tables.pop(slot, []), strict=False):
+            free += [block for block in table if block]
 
     def step(
         self, rows: Sequence[tuple[int, Sequence[int]]], prompt_targets: Sequence[PromptTargets] = ()
@@ -63,11 +66,18 @@ class Driver:
         rows = sorted(rows, key=lambda r: len(r[1]) > 1)
         updates = []
         for slot, ids in rows:
+            known, size = self.lens[slot], self.runner.config.block_size
             self.lens[slot] += len(ids)
-            table = self.tables[slot]
-            while len(table) * self.runner.config.block_size < self.lens[slot]:
-                updates.append((slot, len(table), self.free.pop(0)))
-                table.append(updates[-1][2])
+            for group, (free, window) in enumerate(zip(self.free, self.windows, strict=True)):
+                table, row = self.tables[slot][group], group * (self.runner.batch.dummy + 1) + slot
+                for column in range(max(0, known - window + 1) // size if window else 0):
+                    if table[column]:  # no later token sees it
+                        free.append(table[column])
+                        table[column] = 0
+                        updates.append((row, column, 0))
+                while len(table) * size < self.lens[slot]:
+                    updates.append((row, len(table), free.pop(0)))
+                    table.append(updates[-1][2])
         new, self.new = self.new, []
         offsets = np.array([self.generated[s] for s, _ in rows], dtype=np.int64)
         for slot, _ in rows:

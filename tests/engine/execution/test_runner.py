@@ -127,7 +127,7 @@ def test_shared_prefix_is_not_recomputed(runner, full, logits_of) -> None:
     driver.run((0, PROMPT))
     driver.enter(1)
     step = driver.step([(1, PROMPT)])
-    shared = driver.tables[0][0]
+    shared = driver.tables[0][0][0]
     updates = step.block_updates.copy()
     updates[0, 2] = shared
     rest = PROMPT[BLOCK:]
