@@ -449,7 +449,10 @@ def of_transformers(ns: Any) -> list[Any]:
         module = filled(getattr(ns, name)(VISION, *sizes))
         known = inspect.signature(module.forward).parameters
         more = {"position_embeddings": (randn(4, 8), randn(4, 8))} if "position_embeddings" in known else {}
-        out = module(randn(2, 5, 24), **more)
+        given = [randn(2, 5, 24)] * (3 if name == "Sam3Attention" else 1)
+        if name == "Sam3ViTRoPEAttention":  # of cells
+            given, more = [randn(2, 1, 5, 24)], {"position_embeddings": (randn(5, 8), randn(5, 8))}
+        out = module(*given, **more)
         found.append(out[0] if isinstance(out, tuple) else out)
     return found
 
