@@ -123,7 +123,7 @@ def _seen(module: Any, small: bool) -> Shapes:
 
 def _vit_layer(module: Any, small: bool) -> Shapes:
     """Windows, of which an image has some; without windows, an image of 32 x 32 cells."""
-    width, head = module.attention.qkv.weight.shape[1], 0
+    width = module.attention.qkv.weight.shape[1]
     head = width // module.attention.heads
     cells = module.window**2 or _side(small) ** 2
     return {
@@ -217,7 +217,9 @@ SHAPED: dict[str, Shaped] = {
     "fastkernels.models.science.openfold3:TriangleAttention": Shaped(
         "attention", _pairs("mask", False), masks=("mask",)
     ),
-    "fastkernels.models.science.openfold3:AttentionPairBias": Shaped("attention", _singles, masks=("tokens",)),
+    "fastkernels.models.science.openfold3:AttentionPairBias": Shaped(
+        "attention", _singles, masks=("tokens",)
+    ),
     "fastkernels.models.science.openfold3:SwiGLUTransition": Shaped("mlp", _transition),
     "fastkernels.models.science.openfold3:PairBlock": Shaped(
         "pair_block", _pair_stack, masks=("tokens",), ones=("pairs",)
@@ -289,7 +291,8 @@ SMALL: dict[str, dict[str, Any]] = {
             "shared": {"c_s_input": 89, "c_s": 24, "c_z": 16},
             "input_embedder": {"atom_attn_enc": {**_ATOMS, "c_token": 24}},
             "template": {
-                "c_t": 8, "c_z": 16, "template_pair_stack": {"c_hidden_tri_att": 4, "c_hidden_tri_mul": 8, "no_heads": 2},
+                "c_t": 8, "c_z": 16,
+                "template_pair_stack": {"c_hidden_tri_att": 4, "c_hidden_tri_mul": 8, "no_heads": 2},
             },
             "msa": {"msa_module": {"c_m": 12, "c_z": 16, "c_hidden_msa_att": 4, "c_hidden_opm": 5, **_PAIRS}},
             "pairformer": {**_PAIRFORMER, "no_blocks": 2},

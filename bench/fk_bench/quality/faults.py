@@ -37,6 +37,8 @@ _MLP = re.compile(
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
+# Makes the shift, scale and gate of a norm, and then of a second one.
+_MODULATION = re.compile(r"attn_norm\.linear\.bias$")
 # An MLP's last projection, and those before it.
 _INNER = (
     ("down_proj", ("gate_proj", "up_proj")), ("fc2", ("fc1",)), ("w2", ("w1", "w3")), ("c_proj", ("c_fc",)),
@@ -80,12 +82,11 @@ def planted(
             for n, t in norms.items()
             if t.dim() == 1
         } or {n: (tensor(n).double() * SCALE).to(tensor(n).dtype) for n in _matrices(names, tensor)}
+        found |= {n: _modulated(_floating(n, tensor(n))) for n in names if _MODULATION.search(n)}
     elif fault == "head":
         if heads < 2:
             raise NoHeads(f"head: the model has {heads} attention heads, at least 2 are needed")
-        found = {
-            n: _swapped(n, tensor(n), (own or {}).get(n, heads)) for n in names if _ATTENTION.search(n)
-        }
+        found = {n: _swapped(n, tensor(n), (own or {}).get(n, heads)) for n in names if _ATTENTION.search(n)}
     elif fault == REORDER:
         found = _reordered(names, tensor)
     else:
@@ -134,6 +135,13 @@ def _floating(name: str, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype not in _FLOATS:
         raise CannotPlant(f"{name} has {weight.dtype}: faults are planted in unquantized weights")
     return weight
+
+
+def _modulated(bias: torch.Tensor) -> torch.Tensor:
+    """Scales that are larger by those of a norm without weights: [6 * C]."""
+    found = bias.clone().unflatten(0, (6, -1))
+    found[[1, 4]] += SCALE - 1
+    return found.flatten()
 
 
 def _swapped(name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -60,7 +60,9 @@ class Planting:
         changed = self.undo
         if fault:
             plus_one = faults.one_plus(self.config())
-            changed = faults.planted(fault, weights, weights.__getitem__, self.heads(), plus_one, self.own_heads())
+            changed = faults.planted(
+                fault, weights, weights.__getitem__, self.heads(), plus_one, self.own_heads()
+            )
         self.undo = {n: weights[n].clone() for n in changed} if fault else {}
         for name, value in changed.items():
             if value.numel() or not fault:

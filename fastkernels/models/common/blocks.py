@@ -302,7 +302,9 @@ def _unsupported(structure: Structure, path: str) -> str | None:
     if isinstance(structure.model, Detector):
         return "it reads images of several sizes, and no step of tokens"
     runner = find(structure.config.architectures[0]).arch.runner
-    written = runner == "Speak" and path.startswith("model.")  # by the language model, behind which others make sound
+    written = runner == "Speak" and path.startswith(
+        "model."
+    )  # by the language model, behind which others make sound
     if not written and runner not in ("Generate", "Encode", "Unmask"):
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:

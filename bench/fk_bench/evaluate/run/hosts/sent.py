@@ -285,7 +285,9 @@ def _folded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     from fastkernels.engine.scheduling.folding import FoldParams
 
     params = [
-        FoldParams(num_samples=1, num_recycles=int(sizes["recycles"]), num_steps=int(sizes["steps"]), seed=seed)
+        FoldParams(
+            num_samples=1, num_recycles=int(sizes["recycles"]), num_steps=int(sizes["steps"]), seed=seed
+        )
         for _, sizes, seed in requests
     ]
     found = [o.structures for o in llm.fold([given for given, _, _ in requests], params, use_tqdm=False)]
