@@ -108,7 +108,7 @@ def test_masks_of_blocks_are_ones_and_no_activations() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_of_speech_are_those_of_its_language_model_and_flow() -> None:
+def test_blocks_of_speech_are_of_language_model_and_flow() -> None:
     text, names = model_blocks.register("cosyvoice3")
     assert {name.partition(".")[2] for name in names} == {
         "attention_0", "mlp", "decoder_layer", "attention_1", "diffusion_block",
