@@ -1,7 +1,7 @@
 """Blocks whose inputs are not a step of tokens: the shape of each input, from the module's own sizes.
 
-A class that is named in SHAPED is a block wherever a model has it. Inputs are normal random numbers; those in MASKS are
-ones. Outside of the model files, these tables alone name models.
+A class that is named in SHAPED is a block wherever a model has it. Inputs are normal random numbers; masks are ones.
+Outside of the model files, these tables alone name models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 BATCH = "batch"
-MASKS = ("attention_mask",)  # bool
 Shapes = Mapping[str, tuple[int | str, ...]]  # of the parameters of `forward`; NAME.0 and NAME.1 of a pair
 IMAGE, FRAMES, TEXT, SIDE, HORIZON = (
     4096,
@@ -23,13 +22,20 @@ IMAGE, FRAMES, TEXT, SIDE, HORIZON = (
     16,
 )  # tokens of 1024 pixels and of a short video, and so on
 SMALL_TOKENS, SMALL_SIDE, SMALL_HORIZON = 24, 8, 8
+RESIDUES, SMALL_RESIDUES = 384, 12
+MEL_FRAMES, PROMPT, QUERIES = 500, 32, 200  # of 10 s of speech, and of a detector that a text steers
 
 
 class Shaped(NamedTuple):
-    """kind: of the block. inputs: their shapes, of a module and whether it is of the small model for a CPU."""
+    """kind: of the block. inputs: their shapes, of a module and whether it is of the small model for a CPU.
+
+    masks  inputs that are True; ones: those that are 1, of the inputs' dtype
+    """
 
     kind: str
     inputs: Callable[[Any, bool], Shapes]
+    masks: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
 
 
 def _tokens(small: bool, full: int) -> int:
@@ -92,11 +98,100 @@ def _points(module: Any, small: bool) -> Shapes:
     return dict.fromkeys(("x", "residual"), (BATCH, width))
 
 
+def _flow_attention(module: Any, small: bool) -> Shapes:
+    frames, width = _tokens(small, MEL_FRAMES), module.to_q.in_features
+    return {"x": (BATCH, frames, width), "table": (frames, module.head_size)}
+
+
+def _flow(module: Any, small: bool) -> Shapes:
+    inner = _flow_attention(module.attn, small)
+    return {"x": inner["x"], "time": (BATCH, inner["x"][-1]), "table": inner["table"]}
+
+
+def _width(module: Any) -> int:
+    return int(next(p for p in module.parameters() if p.dim() == 2).shape[1])
+
+
+def _seen(module: Any, small: bool) -> Shapes:
+    """Queries and the cells of an image that they attend to."""
+    width, rows, cells = _width(module), _tokens(small, QUERIES), _tokens(small, IMAGE)
+    return {
+        "x": (BATCH, rows, width), "keys": (BATCH, cells, width), "values": (BATCH, cells, width),
+        "residual": (BATCH, rows, width),
+    }  # fmt: skip
+
+
+def _vit_layer(module: Any, small: bool) -> Shapes:
+    """Windows, of which an image has some; without windows, an image of 32 x 32 cells."""
+    width = module.attention.qkv.weight.shape[1]
+    head = width // module.attention.heads
+    cells = module.window**2 or _side(small) ** 2
+    return {
+        "x": (BATCH, 4 * cells if module.window else cells, width), "rotation.0": (cells, head),
+        "rotation.1": (cells, head),
+    }  # fmt: skip
+
+
+def _text_layer(module: Any, small: bool) -> Shapes:
+    return {"x": (BATCH, PROMPT, _width(module)), "causal": (1, 1, PROMPT, PROMPT)}
+
+
+def _prompted(module: Any, small: bool) -> Shapes:
+    """Cells of an image that attend to each other and to a prompt."""
+    width, cells = _width(module), _tokens(small, IMAGE)
+    return {
+        "x": (BATCH, cells, width), "places": (1, cells, width), "keys": (BATCH, PROMPT, width),
+        "values": (BATCH, PROMPT, width), "others": (BATCH, 1, 1, PROMPT),
+    }  # fmt: skip
+
+
+def _queried(module: Any, small: bool) -> Shapes:
+    """Queries behind a token of presence, with biases by the rows and columns of a square image."""
+    width, rows, side = _width(module), 1 + _tokens(small, QUERIES), _side(small)
+    bias = (BATCH, module.vision_cross_attn.heads, rows - 1, side)
+    stream, cells = (BATCH, rows, width), (BATCH, side * side, width)
+    return {
+        "x": stream, "places": stream, "prompt": (BATCH, PROMPT, width), "mask": (BATCH, 1, 1, PROMPT),
+        "keys": cells, "cells": cells, "biases.0": bias, "biases.1": bias,
+    }  # fmt: skip
+
+
+def _residues(small: bool) -> int:
+    return SMALL_RESIDUES if small else RESIDUES
+
+
+def _pairs(mask: str, of_pairs: bool) -> Callable[[Any, bool], Shapes]:
+    def shapes(module: Any, small: bool) -> Shapes:
+        n, norm = _residues(small), getattr(module, "layer_norm_in", None) or module.layer_norm
+        return {"z": (BATCH, n, n, len(norm.weight)), mask: (BATCH, n if of_pairs else 1, n)}
+
+    return shapes
+
+
+def _singles(module: Any, small: bool) -> Shapes:
+    n, single, pair = _residues(small), len(module.layer_norm_a.weight), len(module.layer_norm_z.weight)
+    return {"s": (BATCH, n, single), "z": (BATCH, n, n, pair), "tokens": (BATCH, 1, n)}
+
+
+def _transition(module: Any, small: bool) -> Shapes:
+    return {"x": (BATCH, _residues(small) ** 2, len(module.layer_norm.weight))}
+
+
+def _pair_stack(module: Any, small: bool) -> Shapes:
+    z, pairs = _pairs("pairs", True)(module.tri_mul_out, small).values()
+    return {"z": z, "pairs": pairs, "tokens": (BATCH, 1, _residues(small))}
+
+
+def _pairformer(module: Any, small: bool) -> Shapes:
+    singles, pairs = _singles(module.attn_pair_bias, small), _pair_stack(module.pair_stack, small)
+    return {"s": singles["s"], **pairs}
+
+
 # {class of our models or of diffusers' drop-ins: its block}
 SHAPED: dict[str, Shaped] = {
     "DiffusersFluxTransformerBlock": Shaped("diffusion_block", _flux),
     "DiffusersFluxSingleTransformerBlock": Shaped("diffusion_block", _flux),
-    "DiffusersHunyuanVideo15TransformerBlock": Shaped("diffusion_block", _hunyuan),
+    "DiffusersHunyuanVideo15TransformerBlock": Shaped("diffusion_block", _hunyuan, masks=("attention_mask",)),
     "fastkernels.models.diffusion.sdxl:Transformer": Shaped("diffusion_block", _cross),
     "fastkernels.models.diffusion.oasis:Mlp": Shaped("mlp", _rows("x")),
     "fastkernels.models.robotics.dp3:ConditionalResidualBlock1D": Shaped("policy_block", _film),
@@ -107,9 +202,37 @@ SHAPED: dict[str, Shaped] = {
     "fastkernels.models.vision.yolov10:PSA": Shaped("conv_block", _image),
     "fastkernels.models.vision.rtdetrv2:CspRepLayer": Shaped("conv_block", _image),
     "fastkernels.models.vision.swinv2:Swinv2Stage": Shaped("encoder_layer", _stage),
+    "fastkernels.models.common.speech.flow:FlowAttention": Shaped("attention", _flow_attention),
+    "fastkernels.models.common.speech.flow:FlowBlock": Shaped("diffusion_block", _flow),
+    "fastkernels.models.vision.sam3:Mlp": Shaped("mlp", _rows("x", "residual")),
+    "fastkernels.models.vision.sam3:SelfAttention": Shaped("attention", _rows("x", "places", "residual")),
+    "fastkernels.models.vision.sam3:CrossAttention": Shaped("attention", _seen),
+    "fastkernels.models.vision.sam3:ViTLayer": Shaped("encoder_layer", _vit_layer),
+    "fastkernels.models.vision.sam3:TextLayer": Shaped("encoder_layer", _text_layer, masks=("causal",)),
+    "fastkernels.models.vision.sam3:EncoderLayer": Shaped("encoder_layer", _prompted, masks=("others",)),
+    "fastkernels.models.vision.sam3:DecoderLayer": Shaped("decoder_layer", _queried, masks=("mask",)),
+    "fastkernels.models.science.openfold3:TriangleMultiplication": Shaped(
+        "pair_update", _pairs("mask", True), ones=("mask",)
+    ),
+    "fastkernels.models.science.openfold3:TriangleAttention": Shaped(
+        "attention", _pairs("mask", False), masks=("mask",)
+    ),
+    "fastkernels.models.science.openfold3:AttentionPairBias": Shaped(
+        "attention", _singles, masks=("tokens",)
+    ),
+    "fastkernels.models.science.openfold3:SwiGLUTransition": Shaped("mlp", _transition),
+    "fastkernels.models.science.openfold3:PairBlock": Shaped(
+        "pair_block", _pair_stack, masks=("tokens",), ones=("pairs",)
+    ),
+    "fastkernels.models.science.openfold3:PairFormerBlock": Shaped(
+        "encoder_layer", _pairformer, masks=("tokens",), ones=("pairs",)
+    ),
 }
 
 
+_ATOMS = {"c_atom": 16, "c_atom_pair": 8, "c_hidden": 4, "no_blocks": 2, "c_s": 24, "c_z": 16}
+_PAIRS = {"c_hidden_mul": 10, "c_hidden_pair_att": 4, "no_heads_pair": 2}
+_PAIRFORMER = {"c_s": 24, "c_z": 16, "c_hidden_pair_bias": 6, "no_heads_pair_bias": 4, **_PAIRS}
 # {model type: fields of a small model whose sizes have other names}; of a pipeline by part
 SMALL: dict[str, dict[str, Any]] = {
     "simple_dp3": {
@@ -137,6 +260,50 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "rt_detr_v2": {
         "encoder_hidden_dim": 32, "d_model": 32, "decoder_in_channels": [32, 32, 32],
+    },
+    "cosyvoice3": {
+        "speech_token_size": 50, "text_vocab_size": 800, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "flow": {
+            "vocab": 50, "speaker": 12, "lookahead_width": 32, "width": 64, "depth": 2, "heads": 4, "head_size": 16,
+        },
+        "vocoder": {"width": 32, "pitch_width": 32},
+    },
+    "sam3": {
+        "vision_config": {
+            "fpn_hidden_size": 16,
+            "backbone_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2,
+                "image_size": 56, "window_size": 2, "global_attn_indexes": [7], "pretrain_image_size": 28,
+            },
+        },
+        "text_config": {
+            "vocab_size": 48, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "geometry_encoder_config": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
+        "detr_encoder_config": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
+        "detr_decoder_config": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
+        "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 4},
+    },
+    "openfold3": {
+        "architecture": {
+            "shared": {"c_s_input": 89, "c_s": 24, "c_z": 16},
+            "input_embedder": {"atom_attn_enc": {**_ATOMS, "c_token": 24}},
+            "template": {
+                "c_t": 8, "c_z": 16,
+                "template_pair_stack": {"c_hidden_tri_att": 4, "c_hidden_tri_mul": 8, "no_heads": 2},
+            },
+            "msa": {"msa_module": {"c_m": 12, "c_z": 16, "c_hidden_msa_att": 4, "c_hidden_opm": 5, **_PAIRS}},
+            "pairformer": {**_PAIRFORMER, "no_blocks": 2},
+            "diffusion_module": {
+                "diffusion_module": {"c_token": 32}, "diffusion_conditioning": {"c_fourier_emb": 20},
+                "atom_attn_enc": {**_ATOMS, "c_token": 32},
+                "diffusion_transformer": {"c_hidden": 8, "no_heads": 4, "no_blocks": 2},
+                "atom_attn_dec": {**_ATOMS, "c_token": 32},
+            },
+            "heads": {"pairformer_embedding": {"pairformer": {**_PAIRFORMER, "no_blocks": 1}}},
+        },
     },
     "swinv2": {"embed_dim": 16, "num_heads": [2, 4, 4, 4], "window_size": 4, "image_size": 128},
     "yolov10": {"scale": "n"},
@@ -186,7 +353,7 @@ def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
         given = {}
         for name, dims in shapes.items():
             sizes = [batch if d == BATCH else int(d) for d in dims]
-            dtype = torch.bool if name in MASKS else torch.bfloat16
+            dtype = torch.bool if name in entry.masks else torch.bfloat16
             given[name] = torch.empty(sizes, dtype=dtype, device="meta")
         with torch.no_grad():
             found = module(**grouped(given))

@@ -79,11 +79,11 @@ def check(model: str) -> tuple[str, ...]:
 SHAPED = {
     "flux": "diffusion_block", "sdxl": "diffusion_block", "hunyuan_video": "diffusion_block", "oasis": "mlp",
     "dp3": "policy_block", "pi0": "mlp", "ptv3": "mlp", "yolov10": "conv_block", "rtdetrv2": "conv_block",
-    "swinv2": "encoder_layer",
+    "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block", "openfold3": "pair_update",
 }  # fmt: skip
 
 
-HEAVY = ("flux", "sdxl", "hunyuan_video", "swinv2", "pi0")
+HEAVY = ("flux", "sdxl", "hunyuan_video", "swinv2", "pi0", "sam3", "cosyvoice3", "openfold3")
 PARAMETERS = [pytest.param(m, marks=pytest.mark.slow) if m in HEAVY else m for m in SHAPED]
 
 
@@ -96,6 +96,24 @@ def test_blocks_of_other_runners_equal_their_references(model: str) -> None:
 def test_our_blocks_equal_their_references(model: str) -> None:
     names = check(model)
     assert len(names) >= 3
+
+
+def test_masks_of_blocks_are_ones_and_no_activations() -> None:
+    model_blocks.register("openfold3")
+    spec = registry.get("openfold3.encoder_layer_0")
+    assert [spec.arguments[i].name for i in spec.activations] == ["s", "z"] and spec.level == 3
+    given = dict(zip((a.name for a in spec.arguments), arguments(spec.name), strict=True))
+    assert given["tokens"].dtype == torch.bool and given["pairs"].dtype == torch.float32
+    assert all(given[name].eq(1).all() for name in ("tokens", "pairs"))
+
+
+@pytest.mark.slow
+def test_blocks_of_speech_are_of_language_model_and_flow() -> None:
+    text, names = model_blocks.register("cosyvoice3")
+    assert {name.partition(".")[2] for name in names} == {
+        "attention_0", "mlp", "decoder_layer", "attention_1", "diffusion_block",
+    }  # fmt: skip
+    assert all(path.startswith("vocoder.") or path == "model" for path in blocks.of(text).declined)
 
 
 def test_blocks_of_a_tower_have_names_of_their_own() -> None:

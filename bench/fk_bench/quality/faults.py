@@ -29,19 +29,22 @@ ONE_PLUS = (  # model types whose norms multiply by weight + 1
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ATTENTION = re.compile(
     r"(o_proj|out_proj|wo|attn\.proj(\.conv)?|attention\.proj|attention\.output\.dense|attention\.dense|attn\.c_proj|to_out\.0|attn_out|attn\.o"
-    r"|self_attention\.dense)\.weight$"
+    r"|self_attention\.dense|linear_o)\.weight$"
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.1\.conv)\.weight$|experts\.(down_proj|w2_weight)$"
+    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.1\.conv|transition(_\w+)?(\.\d+)?\.linear_out)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)
+# Makes the shift, scale and gate of a norm, and then of a second one.
+_MODULATION = re.compile(r"attn_norm\.linear\.bias$")
 # An MLP's last projection, and those before it.
 _INNER = (
     ("down_proj", ("gate_proj", "up_proj")), ("fc2", ("fc1",)), ("w2", ("w1", "w3")), ("c_proj", ("c_fc",)),
     ("dense_4h_to_h", ("dense_h_to_4h",)), ("output.dense", ("intermediate.dense",)),
     ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)), ("ff_out", ("ff_proj", "up_proj")),
+    ("ff.2", ("ff.0.0",)), ("linear_out", ("swiglu.linear_a", "swiglu.linear_b")),
 )  # fmt: skip
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -60,11 +63,13 @@ def planted(
     tensor: Callable[[str], torch.Tensor],
     heads: int,
     plus_one: bool = False,
+    own: Mapping[str, int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The changed weights of a model with a fault, or with REORDER.
 
     heads     of an attention layer; 0: the model has none
     plus_one  norms multiply by weight + 1
+    own       {name: heads of its attention layer}, of those that have other ones
 
     Raises CannotPlant.
     """
@@ -77,10 +82,11 @@ def planted(
             for n, t in norms.items()
             if t.dim() == 1
         } or {n: (tensor(n).double() * SCALE).to(tensor(n).dtype) for n in _matrices(names, tensor)}
+        found |= {n: _modulated(_floating(n, tensor(n))) for n in names if _MODULATION.search(n)}
     elif fault == "head":
         if heads < 2:
             raise NoHeads(f"head: the model has {heads} attention heads, at least 2 are needed")
-        found = {n: _swapped(n, tensor(n), heads) for n in names if _ATTENTION.search(n)}
+        found = {n: _swapped(n, tensor(n), (own or {}).get(n, heads)) for n in names if _ATTENTION.search(n)}
     elif fault == REORDER:
         found = _reordered(names, tensor)
     else:
@@ -129,6 +135,13 @@ def _floating(name: str, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype not in _FLOATS:
         raise CannotPlant(f"{name} has {weight.dtype}: faults are planted in unquantized weights")
     return weight
+
+
+def _modulated(bias: torch.Tensor) -> torch.Tensor:
+    """Scales that are larger by those of a norm without weights: [6 * C]."""
+    found = bias.clone().unflatten(0, (6, -1))
+    found[[1, 4]] += SCALE - 1
+    return found.flatten()
 
 
 def _swapped(name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -31,6 +31,17 @@ class Planting:
                     return heads
         return faults.heads_of(self.config())
 
+    def own_heads(self) -> dict[str, int]:
+        """{weight: heads of the module around it}, of attention layers that know theirs: towers have other ones."""
+        found: dict[str, int] = {}
+        for part, module in self.parts.items():
+            for path, inner in module.named_modules():
+                heads = getattr(inner, "num_heads", getattr(inner, "heads", 0))
+                if isinstance(heads, int) and heads > 1:  # modules inside of this one come later
+                    names = (f"{path}.{name}".removeprefix(".") for name in inner.state_dict())
+                    found |= {f"{part}.{name}": heads for name in names}
+        return found
+
     def config(self) -> dict[str, Any]:
         """The configuration of transformers that a part keeps, if one does."""
         found = (getattr(part, "config", None) for part in self.parts.values())
@@ -49,7 +60,9 @@ class Planting:
         changed = self.undo
         if fault:
             plus_one = faults.one_plus(self.config())
-            changed = faults.planted(fault, weights, weights.__getitem__, self.heads(), plus_one)
+            changed = faults.planted(
+                fault, weights, weights.__getitem__, self.heads(), plus_one, self.own_heads()
+            )
         self.undo = {n: weights[n].clone() for n in changed} if fault else {}
         for name, value in changed.items():
             if value.numel() or not fault:

@@ -24,9 +24,9 @@ from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
 from fastkernels.core.spec import full as filled
 from fastkernels.models.common.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
-from fastkernels.models.common.cnn import AddedConvs
+from fastkernels.models.common.cnn import Folded
 from fastkernels.models.common.registry import find
-from fastkernels.models.shaped_blocks import BATCH, MASKS, Shaped, grouped, outputs, shaped
+from fastkernels.models.shaped_blocks import BATCH, Shaped, grouped, outputs, shaped
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -244,7 +244,10 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         made = []
         for name, one, other in pairs:
             sizes = " ".join("batch" if a == BATCH else _size(a, b) for a, b in zip(one, other, strict=True))
-            made.append(Tensor(name, sizes, "bool", values=_ones) if name in MASKS else Tensor(name, sizes))
+            if name in (*entry.masks, *entry.ones):
+                made.append(Tensor(name, sizes, "bool" if name in entry.masks else "", values=_ones))
+            else:
+                made.append(Tensor(name, sizes))
         return made
 
     shapes = [entry.inputs(m, s) for m, s in ((full, False), (small, True))]
@@ -285,7 +288,7 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
         build=lambda cls, args: _build(block, cls, args),
         targets=(_target(block),),
         tolerance=TOLERANCE,
-        activations=tuple(t.name for t in inputs if not t.dtype),
+        activations=tuple(t.name for t in inputs if not t.dtype and t.name not in entry.ones),
         calls=_ops(full),
         parts=tuple(other.name for other, _ in _inside(block)),
     )  # fmt: skip
@@ -581,7 +584,7 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
     for part in module.modules():
         if callable(loaded := getattr(part, "loaded", None)):
             loaded(wide.dtype)
-        elif isinstance(part, AddedConvs):
+        elif isinstance(part, Folded):
             part.merge()
     caches = []
     for i, part in enumerate(caches_of(module).values()):

@@ -27,7 +27,8 @@ from fastkernels.models.common.registry import find
 from fastkernels.models.shaped_blocks import outputs, shaped
 
 LEVELS = {
-    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2, "encoder_layer": 3, "decoder_layer": 3,
+    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2, "pair_update": 2,
+    "pair_block": 3, "encoder_layer": 3, "decoder_layer": 3,
     "diffusion_block": 3, "policy_block": 3, "model": 4,
 }  # fmt: skip
 # Parameters of `forward` that a step gives: {name: what it is}
@@ -300,7 +301,11 @@ def _unsupported(structure: Structure, path: str) -> str | None:
         return None
     if isinstance(structure.model, Detector):
         return "it reads images of several sizes, and no step of tokens"
-    if find(structure.config.architectures[0]).arch.runner not in ("Generate", "Encode", "Unmask"):
+    runner = find(structure.config.architectures[0]).arch.runner
+    written = runner == "Speak" and path.startswith(
+        "model."
+    )  # by the language model, behind which others make sound
+    if not written and runner not in ("Generate", "Encode", "Unmask"):
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:
         return "it reads images or audio, which no step of tokens gives"

@@ -208,7 +208,7 @@ class ViTLayer(nn.Module):
         self.attention = ViTAttention(width, config.num_attention_heads)
         self.mlp = Mlp(width, config.intermediate_size, config.hidden_act)
 
-    def forward(self, x: T, rotation: tuple[T, T], padding: tuple[T, T] | None) -> T:
+    def forward(self, x: T, rotation: tuple[T, T], padding: tuple[T, T] | None = None) -> T:
         """x [B, cells, C]; padding: of window_order, where windows reach beyond the image."""
         h = self.layer_norm1(x)
         if not self.window:

@@ -13,7 +13,7 @@ import torch
 from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import selftest
-from fk_bench.evaluate.run.hosts import open_host
+from fk_bench.evaluate.run.hosts import open_host, sent
 from fk_bench.evaluate.run.hosts.sent import SENT
 from fk_bench.evaluate.run.items import ItemRun, Work, calibrated, matched, options_of, vocab_of
 from fk_bench.evaluate.run.side import Launcher, set_files
@@ -30,6 +30,7 @@ FAST = (
     "gaussians/views",
     "dp3/robots",
     "oasis/rollouts",
+    "sam3-ours/objects",
 )
 
 
@@ -104,6 +105,17 @@ def test_boxes_are_matched_before_they_are_compared() -> None:
     lost = wanted.copy()
     lost[0, 1] = lost[0, 0]  # a box twice, and another one missing
     assert np.abs(matched(lost, wanted) - wanted).max() > 0.1
+
+
+def test_mel_spectrogram_has_the_tone_and_zeros_behind_the_end() -> None:
+    rate, seconds = 24000, 0.5
+    tone = np.sin(2 * np.pi * 1000 * np.arange(int(rate * seconds)) / rate).astype(np.float32)
+    found = sent._mel(tone, rate, 100)
+    end = -(-len(tone) // sent.HOP)
+    assert found.shape == (100, sent.BANDS) and not found[end:].any() and found[: end - 4].any(1).all()
+    mel = 2595 * np.log10(1 + np.array((1000, rate / 2)) / 700)
+    assert abs(int(found[10].argmax()) - (mel[0] / mel[1] * (sent.BANDS + 1) - 1)) < 1.5
+    assert sent._mel(np.tile(tone, 9), rate, 100).shape == found.shape  # the rest is cut
 
 
 def test_files_of_a_pipeline_and_tokenizers_are_written(

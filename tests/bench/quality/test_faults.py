@@ -120,3 +120,12 @@ def test_faults_of_diffusion_models_are_planted(tmp_path: Path) -> None:
         found = Llada(faults.faulty_checkpoint(model, name, tmp_path / name)).logits(ids)
         gap = (found - reference).abs().max()
         assert gap < 1e-6 if name == faults.REORDER else gap > 1e-3, name
+
+
+def test_norm_without_weights_is_scaled_by_its_modulation() -> None:
+    name = "flow.blocks.0.attn_norm.linear.bias"
+    given = {"llm.norm.weight": torch.ones(2), name: torch.arange(12.0)}
+    found = faults.planted("scale", given, given.__getitem__, 0)
+    assert set(found) == set(given)
+    assert found[name].sub(given[name]).view(6, 2)[[1, 4]].sub(0.01).abs().max() < 1e-6
+    assert torch.equal(found[name].view(6, 2)[[0, 2, 3, 5]], given[name].view(6, 2)[[0, 2, 3, 5]])

@@ -95,3 +95,17 @@ def test_model_without_heads_says_so() -> None:
     model.config.to_dict = lambda: {}
     found = Planting({"model": model}).answer("head")
     assert (found["planted"], found["concerns"]) == (False, False)
+
+
+@torch.inference_mode()
+def test_heads_are_those_of_each_tower() -> None:
+    """16 channels are no multiple of the 3 heads of the other tower."""
+    model = Model()
+    model.layers[0].self_attn.o_proj = torch.nn.Linear(12, 12)
+    for layer, heads in zip(model.layers, (3, 2, 8), strict=True):
+        layer.self_attn.num_heads = heads
+    before = [layer.self_attn.o_proj.weight.clone() for layer in model.layers]
+    assert Planting({"model": model}).answer("head") == {"planted": True}
+    for layer, old, size in zip(model.layers, before, (4, 8, 2), strict=True):
+        first, second, rest = old.tensor_split((size, 2 * size), -1)
+        assert torch.equal(layer.self_attn.o_proj.weight, torch.cat((second, first, rest), -1))

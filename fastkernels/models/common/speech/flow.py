@@ -103,8 +103,10 @@ class _Positions(nn.Module):
         return x.transpose(1, 2)
 
 
-class _Attention(nn.Module):
+class FlowAttention(nn.Module):
     """x [B, T, H] to the same. The first head alone is rotated, as in the reference."""
+
+    ops = ("rotary_emb", "attention_dense")
 
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class _Attention(nn.Module):
         self.to_q, self.to_k, self.to_v = (nn.Linear(c.width, inner) for _ in range(3))
         self.to_out = nn.ModuleList([nn.Linear(inner, c.width)])
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (
             to(x).unflatten(2, (self.heads, self.head_size)) for to in (self.to_q, self.to_k, self.to_v)
         )
@@ -124,21 +126,23 @@ class _Attention(nn.Module):
         return self.to_out[0](attention_dense(q, k, v, self.head_size**-0.5, mask).flatten(2))
 
 
-class _Block(nn.Module):
-    """One layer: x [B, T, H] and its modulated norm to those of the next layer."""
+class FlowBlock(nn.Module):
+    """One layer: x [B, T, H], modulated by time [B, H], to the same."""
+
+    ops = ("ada_layer_norm", "gated_residual")
 
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
         self.attn_norm: Any = nn.Module()
         self.attn_norm.linear = nn.Linear(c.width, 6 * c.width)
-        self.attn = _Attention(c)
+        self.attn = FlowAttention(c)
         inner = c.expansion * c.width
         up = nn.Sequential(nn.Linear(c.width, inner), VllmGELUTanh())
         self.ff: Any = nn.Module()
         self.ff.ff = nn.ModuleList([up, nn.Identity(), nn.Linear(inner, c.width)])
 
     def forward(
-        self, x: torch.Tensor, time: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None
+        self, x: torch.Tensor, time: torch.Tensor, table: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.attn_norm.linear(time).chunk(6, dim=1)
         found = self.attn(ada_layer_norm(x, scale, shift, None, None, EPS), table, mask)
@@ -151,7 +155,7 @@ class _Block(nn.Module):
 class Estimator(nn.Module):
     """The diffusion transformer: the direction in which frames move at a time."""
 
-    ops = ("ada_layer_norm", "attention_dense", "gated_residual", "rotary_emb", "timestep_embedding")
+    ops = ("ada_layer_norm", "timestep_embedding")
 
     def __init__(self, c: FlowConfig) -> None:
         super().__init__()
@@ -163,7 +167,7 @@ class Estimator(nn.Module):
         self.input_embed: Any = nn.Module()
         self.input_embed.proj = nn.Linear(4 * c.mel, c.width)
         self.input_embed.conv_pos_embed = _Positions(c)
-        self.transformer_blocks = nn.ModuleList(_Block(c) for _ in range(c.depth))
+        self.transformer_blocks = nn.ModuleList(FlowBlock(c) for _ in range(c.depth))
         self.norm_out: Any = nn.Module()
         self.norm_out.linear = nn.Linear(c.width, 2 * c.width)
         self.proj_out = nn.Linear(c.width, c.mel)

@@ -23,6 +23,8 @@ WORDS = (
     "boat",
 )
 SPOTS = 8  # of an image's side: large enough to survive the first convolutions
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+BANDS, SPECTRUM, HOP = 80, 1024, 256  # of mel spectrograms of speech
 
 
 class Sent(NamedTuple):
@@ -70,7 +72,11 @@ def _text(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> list[int]:
 
 
 def _image(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
-    return medium("image", sizes, draw)
+    """An image; for a segmenter, with the tokens of a text."""
+    image = medium("image", sizes, draw)
+    if not llm.llm_engine.segments:
+        return image
+    return {"image": image, "prompt_token_ids": _ids(draw, int(sizes["tokens"]), _model(llm).vocab_size)}
 
 
 def _video(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
@@ -85,6 +91,10 @@ def _encoded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     if engine.detects:
         found = llm.detect(list(requests), threshold=0.0, use_tqdm=False)
         return [_rows(image, o.outputs.data) for image, o in zip(requests, found, strict=True)]
+    if engine.segments:
+        params = PoolingParams("segment", threshold=0.0)
+        found = llm.segment(list(requests), params, use_tqdm=False)
+        return [_objects(given["image"], o.outputs) for given, o in zip(requests, found, strict=True)]
     late = getattr(_model(llm), "scored_by", "") == "late-interaction"
     params = PoolingParams("token_embed" if late else "embed")
     if engine.num_labels:
@@ -98,6 +108,13 @@ def _rows(image: Any, rows: np.ndarray) -> np.ndarray:
     made[:, 0:4:2] /= image.width
     made[:, 1:4:2] /= image.height
     return made
+
+
+def _objects(image: Any, found: Any) -> np.ndarray:
+    """The same of objects with masks, whose shares of the image are in place of the labels: [objects, 6]."""
+    shares = [sum(runs[1::2]) / (image.width * image.height) for runs in found.runs]
+    rows = np.concatenate((found.data, np.array(shares, np.float32).reshape(-1, 1)), 1)
+    return _rows(image, rows)
 
 
 # -- recommenders and points
@@ -220,6 +237,63 @@ def _rolled_out(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     return [np.asarray(np.stack(o.arrays), np.float32) / 255 for o in found]
 
 
+# -- speech and structures
+
+
+def _line(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
+    """A text, a voice and the frames of its mel spectrogram that are compared."""
+    from fastkernels.engine.speech.voices import Voice
+
+    model = _model(llm)
+    flow, count = model.flow.config, int(sizes["voice"])
+    tokens = draw.integers(0, model.speech_tokens, count)
+    frames = draw.normal(size=(flow.ratio * count, flow.mel))
+    voice = Voice.of("voice", " ".join(draw.choice(WORDS, 4)), tokens, frames, draw.normal(size=flow.speaker))
+    return " ".join(draw.choice(WORDS, int(sizes["words"]))), voice, int(sizes["frames"])
+
+
+def _spoken(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
+    """Mel spectrograms of the likeliest speech: [frames, BANDS] each, 0 behind its end."""
+    from fastkernels.engine.scheduling.speaking import SpeechParams
+
+    params = [SpeechParams(voice=voice, temperature=0.0, seed=0) for _, voice, _ in requests]
+    found = llm.speak([text for text, _, _ in requests], params, use_tqdm=False)
+    return [_mel(o.samples, o.rate, frames) for o, (_, _, frames) in zip(found, requests, strict=True)]
+
+
+def _mel(samples: np.ndarray, rate: int, frames: int) -> np.ndarray:
+    """Square roots of the energies in bands: [frames, BANDS] float32."""
+    padded = np.zeros(SPECTRUM + HOP * (frames - 1))
+    padded[: len(samples)] = samples[: len(padded)]
+    windows = np.lib.stride_tricks.sliding_window_view(padded, SPECTRUM)[::HOP] * np.hanning(SPECTRUM)
+    energy = np.abs(np.fft.rfft(windows)) ** 2
+    at = np.linspace(0, 2595 * np.log10(1 + rate / 2 / 700), BANDS + 2)
+    edges = 700 * (10 ** (at / 2595) - 1)
+    bins = np.linspace(0, rate / 2, SPECTRUM // 2 + 1)
+    rise = (bins - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    fall = (edges[2:, None] - bins) / np.diff(edges)[1:, None]
+    return np.sqrt(energy @ np.clip(np.minimum(rise, fall), 0, None).T).astype(np.float32)
+
+
+def _chain(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
+    letters = "".join(draw.choice([*RESIDUES], int(sizes["residues"])))
+    return {"chains": [{"sequence": letters}]}, dict(sizes), _seed(draw)
+
+
+def _folded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
+    """Positions of the atoms and their confidences, [atoms, 4] each. The same noise needs no alignment."""
+    from fastkernels.engine.scheduling.folding import FoldParams
+
+    params = [
+        FoldParams(
+            num_samples=1, num_recycles=int(sizes["recycles"]), num_steps=int(sizes["steps"]), seed=seed
+        )
+        for _, sizes, seed in requests
+    ]
+    found = [o.structures for o in llm.fold([given for given, _, _ in requests], params, use_tqdm=False)]
+    return [np.concatenate((s.positions[0], s.plddt[0][:, None]), 1) for s in found]
+
+
 # -- diffusion language models
 
 
@@ -256,4 +330,6 @@ SENT: dict[tuple[str, str], Sent] = {
     ("DenoiseVideo", "prompts"): Sent(_prompt, _pictured),
     ("Rollout", "frames"): Sent(_walk, _rolled_out),
     ("Unmask", "tokens"): Sent(_masked, _unmasked),
+    ("Speak", "text"): Sent(_line, _spoken),
+    ("Fold", "chains"): Sent(_chain, _folded),
 }
