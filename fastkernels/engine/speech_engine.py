@@ -28,9 +28,10 @@ from fastkernels.engine.scheduling.request import Request, RequestOutput, Status
 from fastkernels.engine.scheduling.speaking import Part, SpeechOutput, SpeechParams, SpeechRequest
 from fastkernels.engine.speech import sentences
 from fastkernels.engine.speech.text_tokens import SPECIAL_TOKENS
-from fastkernels.engine.speech.voices import Voice, Voices
+from fastkernels.engine.speech.voice_folder import Voices
+from fastkernels.engine.speech.voices import Voice
 from fastkernels.models.common.speech.flow import MOST
-from fastkernels.models.common.speech.folder import TEXT
+from fastkernels.models.common.speech_config import TEXT
 
 LEAST_RATIO, MOST_RATIO = 2, 20  # speech tokens of a token of the text
 PAUSE = 0.0005  # seconds between looks at a stage that runs while the language model has nothing to do

@@ -32,6 +32,7 @@ OPS: dict[str, Callable[[int], None]] = {
 # Kernels with larger tiles for larger tensors: those with one scale per tensor, and elementwise ones.
 TILES = {
     "_absmax_kernel", "_tensor_kernel", "_gelu_kernel", "_quick_gelu_kernel", "_l2_norm_kernel", "_softplus_kernel",
+    "_swiglu_transition_kernel",
 }  # fmt: skip
 TWICE = {"_rms_norm_kernel", "_gemma_rms_norm_kernel"}  # kernels that read many long rows twice
 

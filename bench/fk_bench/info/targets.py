@@ -26,7 +26,6 @@ COMING = {
     "policies": "robot policies",
     "recurrence": "linear attention and state-space models",
     "speculative": "speculative decoding",
-    "structure": "structures of proteins",
     "world_models": "world models",
 }
 

@@ -20,6 +20,7 @@ from fastkernels.models.common import (
     quantization,
     quantized,
     scenes,
+    speech_config,
     timm_config,
     ultralytics_config,
     weights,
@@ -29,7 +30,6 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.cnn import Folded
 from fastkernels.models.common.registry import architectures, find, model_class
-from fastkernels.models.common.speech import folder as speech_folder
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
 
@@ -42,7 +42,7 @@ def load_config(folder: Path) -> Any:
         return pipeline
     if (scene := scenes.find(folder)) is not None:
         return config_file.of_scene(scene)
-    if (speech := speech_folder.read(folder)) is not None:
+    if (speech := speech_config.read(folder)) is not None:
         checks.check(speech)
         return speech
     checks.check_file(folder)

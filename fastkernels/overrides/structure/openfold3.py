@@ -14,6 +14,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.structure import layer_inits
 from fastkernels.overrides.structure.attention_pair_bias import attention_pair_bias
 from fastkernels.overrides.structure.conditioned_layer_norm import conditioned_layer_norm
 from fastkernels.overrides.structure.outer_product_mean import outer_product_mean
@@ -21,24 +22,6 @@ from fastkernels.overrides.structure.swiglu_transition import swiglu_transition
 from fastkernels.overrides.structure.triangle_multiplication import triangle_multiplication
 
 T = torch.Tensor
-
-
-class _Named:
-    """A default that is an object of the host: the layers' biases and their first values, by its name there."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-ADA_LN, ATT, DIFFUSION = (
-    _Named(f"lin_init.{n}_init") for n in ("ada_ln", "att_pair_bias", "diffusion_att_pair_bias")
-)
-OPM, SWIGLU, TRI_ATT, TRI_MUL = (
-    _Named(f"lin_init.{n}_init") for n in ("opm", "swiglu_transition", "tri_att", "tri_mul")
-)
 
 
 def _linear(layer: Any, x: T) -> T:
@@ -110,7 +93,7 @@ class Openfold3AttentionPairBias(nn.Module):
 
     def __init__(
         self, c_q: int, c_k: int, c_v: int, c_s: int, c_z: int, c_hidden: int, no_heads: int, gating: bool = True,
-        inf: Any = 1000000000.0, linear_init_params: Any = ATT,
+        inf: Any = 1000000000.0, linear_init_params: Any = layer_inits.ATT,
     ) -> None:  # fmt: skip
         super().__init__()
         self.c_q, self.c_s, self.c_z, self.inf = c_q, c_s, c_z, inf
@@ -137,7 +120,7 @@ class Openfold3DiffusionAttentionPairBias(nn.Module):
 
     def __init__(
         self, c_q: int, c_k: int, c_v: int, c_s: int, c_z: int, c_hidden: int, no_heads: int, gating: bool = True,
-        inf: Any = 1000000000.0, linear_init_params: Any = DIFFUSION,
+        inf: Any = 1000000000.0, linear_init_params: Any = layer_inits.DIFFUSION,
     ) -> None:  # fmt: skip
         super().__init__()
         self.c_q, self.c_s, self.c_z, self.inf = c_q, c_s, c_z, inf
@@ -165,7 +148,7 @@ class Openfold3TriangleAttention(nn.Module):
 
     def __init__(
         self, c_in: Any, c_hidden: Any, no_heads: Any, starting: Any = True, inf: Any = 1000000000.0,
-        linear_init_params: Any = TRI_ATT,
+        linear_init_params: Any = layer_inits.TRI_ATT,
     ) -> None:  # fmt: skip
         super().__init__()
         self.c_in, self.c_hidden, self.no_heads, self.starting, self.inf = (
@@ -220,7 +203,7 @@ class Openfold3TriangleAttention(nn.Module):
 
 class _TriangleMultiplication(nn.Module):
     def __init__(
-        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL
+        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = layer_inits.TRI_MUL
     ) -> None:
         super().__init__()
         self.c_z, self.c_hidden, self._outgoing = c_z, c_hidden, _outgoing
@@ -264,7 +247,7 @@ class Openfold3TriangleMultiplicationIncoming(_TriangleMultiplication):
     """TriangleMultiplicationIncoming: the same along the other axis."""
 
     def __init__(
-        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = TRI_MUL
+        self, c_z: Any, c_hidden: Any, _outgoing: Any = True, linear_init_params: Any = layer_inits.TRI_MUL
     ) -> None:
         super().__init__(c_z, c_hidden, False, linear_init_params)  # whatever is given, as the host's
 
@@ -278,7 +261,7 @@ class _SwiGLU(nn.Module):
 class Openfold3SwiGLUTransition(nn.Module):
     """SwiGLUTransition: x [..., c_in] and mask [...] to the update of x."""
 
-    def __init__(self, c_in: int, n: int, linear_init_params: Any = SWIGLU) -> None:
+    def __init__(self, c_in: int, n: int, linear_init_params: Any = layer_inits.SWIGLU) -> None:
         super().__init__()
         self.c_in, self.n = c_in, n
         self.layer_norm, self.swiglu = nn.LayerNorm(c_in), _SwiGLU(c_in, n * c_in)
@@ -309,7 +292,7 @@ class Openfold3OuterProductMean(nn.Module):
     """OuterProductMean: m [*, S, N, c_m] and mask [*, S, N] to [*, N, N, c_z]."""
 
     def __init__(
-        self, c_m: Any, c_z: Any, c_hidden: Any, eps: Any = 0.001, linear_init_params: Any = OPM
+        self, c_m: Any, c_z: Any, c_hidden: Any, eps: Any = 0.001, linear_init_params: Any = layer_inits.OPM
     ) -> None:
         super().__init__()
         self.c_m, self.c_z, self.c_hidden, self.eps = c_m, c_z, c_hidden, eps
@@ -340,7 +323,9 @@ class Openfold3OuterProductMean(nn.Module):
 class Openfold3AdaLN(nn.Module):
     """AdaLN: a [*, N, c_a] with conditions s [*, N, c_s], of each sample or of all, to [*, N, c_a]."""
 
-    def __init__(self, c_a: int, c_s: int, eps: float = 1e-05, linear_init_params: Any = ADA_LN) -> None:
+    def __init__(
+        self, c_a: int, c_s: int, eps: float = 1e-05, linear_init_params: Any = layer_inits.ADA_LN
+    ) -> None:
         super().__init__()
         self.c_a, self.c_s, self.eps = c_a, c_s, eps
         self.layer_norm_a = nn.LayerNorm(c_a, eps, elementwise_affine=False)

@@ -10,6 +10,7 @@ from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.suites import SuiteError
 
 from fastkernels.core.registry import UnknownName
+from fastkernels.models.common import build
 from fastkernels.models.common.registry import models
 
 SMALL = {
@@ -118,6 +119,16 @@ def test_full_suite_has_every_served_architecture():
         f"{sorted(lacking)}: give each an item of full.toml in our engine, or a reason in its [without.NAME]"
     )
     assert all(absent.reason for absent in suite.without.values())
+
+
+def test_configs_of_requests_open_in_our_engine(tmp_path, monkeypatch):
+    """A size that transformers has a default for must be given, too."""
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    entries = [e for e in suites.load("full").entries if e.item.host == "fastkernels"]
+    found = {e.item.model: e.model for e in entries if e.workload.kind == "requests"}
+    assert {"bert-base", "bert-classes", "colbertv2"} <= found.keys()
+    for model in found.values():
+        build.load_config(checkpoints.folder(model, "requests"))
 
 
 INVENTORY = {  # the architectures that the project covers, by category

@@ -14,6 +14,7 @@ from fastkernels import LLM
 from fastkernels.engine.scheduling.speaking import SpeechParams
 from fastkernels.engine.speech.encoding import Encoder
 from fastkernels.engine.speech.files import AudioError
+from fastkernels.engine.speech.voice_folder import Voices
 from fastkernels.engine.speech.voice_reader import (
     SPEAKER,
     TOKENIZER,
@@ -22,7 +23,7 @@ from fastkernels.engine.speech.voice_reader import (
     mel,
     whisper_mel,
 )
-from fastkernels.engine.speech.voices import Voice, VoiceError, Voices
+from fastkernels.engine.speech.voices import Voice, VoiceError
 
 
 def noise(seconds: float, rate: int = 16_000) -> np.ndarray:
