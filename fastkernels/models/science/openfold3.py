@@ -137,7 +137,7 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], where: str) -> d
         right = type(value) in ((int,) if whole else (int, float)) and value >= least if number else True
         if not right:
             raise Unsupported(
-                f"{at}={value!r} must be {'an integer' if whole else 'a number'} of at least {least:g}"
+                f"{at}={value!r} must be {'an integer' if whole else 'a number'} of at least {1 if whole and least else least:g}"
             )
         made[name] = value
     return made
