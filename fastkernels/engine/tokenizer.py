@@ -25,9 +25,17 @@ def load(source: str | Path) -> Any:
 
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if found.vocab_size < 2:  # transformers makes an empty tokenizer of a class whose files are missing
-            raise ValueError("its vocabulary is empty: tokenizer.json, or vocab.json and merges.txt, are missing")
+            raise ValueError(
+                "its vocabulary is empty: tokenizer.json, or vocab.json and merges.txt, are missing"
+            )
         return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of files that hold other JSON
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # of files that hold other JSON
         raise CheckpointError(
             f"the tokenizer of {source} cannot be used ({error}); set skip_tokenizer_init to use token ids only"
         ) from error

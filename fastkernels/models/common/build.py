@@ -174,7 +174,9 @@ def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         if type(error) is not RuntimeError:
             raise
         # Without memory, only a size can fail: a negative one, or a product beyond 64 bits
-        raise weights.CheckpointError(f"{folder / 'config.json'} has sizes that are not possible: {error}") from error
+        raise weights.CheckpointError(
+            f"the config of {folder} has sizes that are not possible: {error}"
+        ) from error
 
 
 def weight_bytes(model: nn.Module) -> int:

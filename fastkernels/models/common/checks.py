@@ -92,7 +92,9 @@ def _check_integers(file: Path, given: Any, name: str = "") -> None:
     elif type(given) is int and abs(given) >= 2**63 and given != UNLIMITED:
         raise CheckpointError(f"{file}: {name}={reprlib.repr(given)} is too large, it must fit into 64 bits")
     elif type(given) is int and given > MOST_LAYERS and LAYER_COUNTS.search(name):
-        raise CheckpointError(f"{file}: {name}={given} is too large, at most {MOST_LAYERS} layers are possible")
+        raise CheckpointError(
+            f"{file}: {name}={given} is too large, at most {MOST_LAYERS} layers are possible"
+        )
 
 
 def check(config: Any) -> None:

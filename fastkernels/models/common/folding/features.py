@@ -175,7 +175,9 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
                     f" has {''.join(sorted(known))}"
                 )
         name = chain.get("id")
-        if name is not None and (not isinstance(name, str) or not (name.isascii() and name.isalnum()) or len(name) > 4):
+        if name is not None and (
+            not isinstance(name, str) or not (name.isascii() and name.isalnum()) or len(name) > 4
+        ):
             raise ValueError(f"the input has in chain {i} id {name!r:.80}: 1 to 4 letters and digits")
         if name is not None and count > 1:
             raise ValueError(f"the input has in chain {i} an id and count {count}: an id is for one chain")
@@ -310,9 +312,13 @@ def _array(given: Any, name: str, dims: int) -> np.ndarray:
         finite = np.isfinite(found.astype(np.float32)).all()
     if not finite:
         raise ValueError(f"the input has no finite numbers in `{name}`")
-    if name in INTEGERS and not ((np.abs(found.astype(float)) < MOST_INTEGER) & (found == np.rint(found))).all():
+    if (
+        name in INTEGERS
+        and not ((np.abs(found.astype(float)) < MOST_INTEGER) & (found == np.rint(found))).all()
+    ):
         raise ValueError(
-            f"the input has `{name}` from {found.min():.9g} to {found.max():.9g}: integers below {MOST_INTEGER} are needed"
+            f"the input has `{name}` from {found.min():.9g} to {found.max():.9g}"
+            f": integers below {MOST_INTEGER} are needed"
         )
     return found
 
