@@ -157,7 +157,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path: Path, written: str, mes
 
 
 def test_sizes_beyond_any_memory_are_refused(folders: Path, tmp_path: Path) -> None:
-    raw = json.loads((folders / "config.json").read_text())
+    raw = json.loads((folders / "llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "hidden_size": 2**40, "head_dim": 2**38}))
     with pytest.raises(CheckpointError, match="sizes that are not possible"):
         build.skeleton(tmp_path, build.load_config(tmp_path), torch.float32)
