@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,19 @@ def load(source: str | Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(source, local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if found.vocab_size < 2:  # transformers makes an empty tokenizer of a class whose files are missing
+            raise ValueError(
+                "its vocabulary is empty: tokenizer.json, or vocab.json and merges.txt, are missing"
+            )
+        return found
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # of files that hold other JSON
         raise CheckpointError(
             f"the tokenizer of {source} cannot be used ({error}); set skip_tokenizer_init to use token ids only"
         ) from error
@@ -36,7 +48,12 @@ def encode(
 
     side: as in `cut`. None, as vLLM does: as the tokenizer says, and the special tokens around the text are kept.
     """
-    found = tokenizer(text, add_special_tokens=special, return_special_tokens_mask=limit is not None)
+    try:
+        found = tokenizer(text, add_special_tokens=special, return_special_tokens_mask=limit is not None)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises this class itself
+            raise
+        raise ValueError(f"the tokenizer cannot encode {reprlib.repr(text)}: {error}") from error
     ids = list(found.input_ids)
     if limit is None or len(ids) <= limit:
         return ids

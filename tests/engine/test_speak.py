@@ -179,6 +179,15 @@ def test_other_models_and_other_methods_are_refused(llm: LLM, tmp_path: Path) ->
         other.speak("a")
 
 
+def _yaml(old: str, new: str) -> Any:
+    def change(folder: Path) -> None:
+        file = folder / "cosyvoice3.yaml"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -187,6 +196,23 @@ def test_other_models_and_other_methods_are_refused(llm: LLM, tmp_path: Path) ->
         (lambda f: torch.save({"x": torch.ones(1)}, f / "hift.pt"), "keys missing from it"),
         (lambda f: (f / "cosyvoice3.yaml").write_text("llm: 1"), "llm.speech_token_size"),
         (lambda f: (f / "cosyvoice3.yaml").write_text("a: [1"), "cosyvoice3.yaml cannot be read"),
+        (
+            _yaml("token_mel_ratio: 2", "token_mel_ratio: 0"),
+            "config.flow.ratio=0 is not supported, only integers from 1",
+        ),
+        (_yaml("sample_rate: 24000", "sample_rate: 0"), "config.vocoder.rate=0 is not supported"),
+        (
+            _yaml("depth: 2", "depth: 1.5"),
+            "config.flow.depth=1.5 is not supported, only integers from 1 to 10000",
+        ),
+        (
+            _yaml("inference_cfg_rate: 0.7", "inference_cfg_rate: x"),
+            "config.flow.guidance='x' is not supported",
+        ),
+        (
+            _yaml("upsample_rates: [8, 5, 3]", "upsample_rates: 8"),
+            "config.vocoder.rates=8 is not supported, only lists",
+        ),
         (lambda f: (f / "CosyVoice-BlankEN" / "config.json").unlink(), "config.json cannot be read"),
     ],
 )
@@ -195,6 +221,13 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path, change: A
     shutil.copytree(folder, made)
     change(made)
     with pytest.raises(CheckpointError, match=re.escape(words)):
+        make_engine(EngineConfig(str(made), device="cpu", num_blocks=20))
+
+
+def test_sampling_that_is_no_number_is_refused(folder: Path, tmp_path: Path) -> None:
+    made = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    _yaml("top_p: 0.8", "top_p: x")(made)
+    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 'x'"):
         make_engine(EngineConfig(str(made), device="cpu", num_blocks=20))
 
 

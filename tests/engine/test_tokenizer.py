@@ -63,6 +63,32 @@ def test_missing_tokenizer_files_are_reported(copy: Path, tmp_path: Path) -> Non
         tokenizer.load(copy)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_of_other_json_are_reported(copy: Path, name: str) -> None:
+    (copy / name).write_text("[]")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        tokenizer.load(copy)
+
+
+def test_empty_vocabulary_is_reported(copy: Path) -> None:
+    edited(copy, "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"vocab\.json and merges\.txt, are missing"):
+        tokenizer.load(copy)
+
+
+def test_text_outside_the_vocabulary_is_a_value_error(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"cat": 0}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    own = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert tokenizer.encode(own, "cat") == [0]
+    with pytest.raises(ValueError, match="the tokenizer cannot encode 'zebra'"):
+        tokenizer.encode(own, "zebra")
+
+
 def test_slow_modules_are_not_imported(copy: Path) -> None:
     code = (
         f"import sys; from fastkernels.engine import tokenizer; print(tokenizer.load({str(copy)!r})('a').input_ids);"

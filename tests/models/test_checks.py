@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fk_bench.cli import app
 from support.tiny import make_tiny
 from typer.testing import CliRunner
@@ -137,12 +138,29 @@ def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
             json.dumps({"architectures": ["Oasis"], "model_type": "oasis", "vae": {"enc_dim": -(10**400)}}),
             r"vae\.enc_dim=-10+\.\.\.0+ is too large",
         ),
+        (
+            json.dumps(
+                {
+                    "architectures": ["OpenFold3"],
+                    "model_type": "openfold3",
+                    "architecture": {"pairformer": {"no_blocks": 10**9}},
+                }
+            ),
+            r"architecture\.pairformer\.no_blocks=1000000000 is too large, at most 10000 layers",
+        ),
     ],
 )
 def test_files_that_are_no_configs_are_refused(tmp_path: Path, written: str, message: str) -> None:
     (tmp_path / "config.json").write_text(written)
     with pytest.raises(CheckpointError, match=message):
         build.load_config(tmp_path)
+
+
+def test_sizes_beyond_any_memory_are_refused(folders: Path, tmp_path: Path) -> None:
+    raw = json.loads((folders / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "hidden_size": 2**40, "head_dim": 2**38}))
+    with pytest.raises(CheckpointError, match="sizes that are not possible"):
+        build.skeleton(tmp_path, build.load_config(tmp_path), torch.float32)
 
 
 def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:

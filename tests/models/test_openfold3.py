@@ -161,6 +161,35 @@ def test_pdb_without_room_is_refused() -> None:
         structure_text.write("xyz", [place], np.zeros((1, 3)), np.zeros(1))
 
 
+def test_numbers_below_the_columns_of_pdb_are_refused() -> None:
+    place = features.Place("CA", "C", "ALA", "A", -1000)
+    with pytest.raises(ValueError, match="no room for 1 atoms, residue number -1000"):
+        structure_text.write("pdb", [place], np.zeros((1, 3)), np.zeros(1))
+
+
+@pytest.mark.parametrize("kind", ["cif", "pdb"])
+def test_nan_is_no_text(kind: str) -> None:
+    place = features.Place("CA", "C", "ALA", "A", 1)
+    with pytest.raises(ValueError, match="the structure is NaN"):
+        structure_text.write(kind, [place], np.full((1, 3), np.nan), np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("atom", "written"), [("C A", '"C A"'), ("O5'", '"O5\'"'), ('A"', "'A\"'"), ("#C", '"#C"')]
+)
+def test_unusual_names_are_quoted_in_mmcif(atom: str, written: str) -> None:
+    text = structure_text.write(
+        "cif", [features.Place(atom, "C", "ALA", "A", 1)], np.zeros((1, 3)), np.zeros(1)
+    )
+    assert f"ATOM 1 C {written} . ALA A" in text
+
+
+def test_null_is_the_default_of_a_chain() -> None:
+    plain = features.read({"chains": [{"sequence": "MK"}]}, 23)
+    same = features.read({"chains": [{"sequence": "MK", "kind": None, "count": None, "id": None}]}, 23)
+    assert plain.places == same.places
+
+
 def _features(**changes: Any) -> dict[str, Any]:
     return {"features": {**structures.features_of(structures.batch())["features"], **changes}}
 
@@ -183,6 +212,7 @@ def _features(**changes: Any) -> dict[str, Any]:
         ({"chains": [{"sequence": "M", "count": 0}]}, "count 0: an integer from 1 to 128"),
         ({"chains": [{"sequence": "M", "id": "A"}, {"sequence": "K", "id": "A"}]}, "chain id 'A' twice"),
         ({"chains": [{"sequence": "M", "id": "A B"}]}, "id 'A B': 1 to 4 letters and digits"),
+        ({"chains": [{"sequence": "M", "id": "é"}]}, "id 'é': 1 to 4 letters and digits"),
         ({"chains": [{"sequence": "M", "smiles": "C"}]}, "unknown field 'smiles'"),
         ({"features": {"msa": [[1]]}}, "has no residue_index, "),
         (_features(ref_pos=np.full((1, 358, 3), np.nan)), "no finite numbers in `ref_pos`"),
@@ -190,6 +220,8 @@ def _features(**changes: Any) -> dict[str, Any]:
         (_features(restype=["ALA"]), "`restype` of <U3: numbers are needed"),
         (_features(num_atoms_per_token=np.full((1, 30), 40)), "each must be from 1 to 23"),
         (_features(token_mask=np.zeros((1, 30))), "padding in `token_mask`"),
+        (_features(residue_index=np.full((1, 30), 1e30)), "`residue_index` from 1e\\+30 to 1e\\+30: integers below"),
+        (_features(num_atoms_per_token=np.full((1, 30), 1.5)), "`num_atoms_per_token` from 1.5 to 1.5: integers"),
         (_features(cyclic_mask=np.ones((1, 30))), "cyclic chains"),
     ],
 )  # fmt: skip
@@ -218,6 +250,7 @@ def test_wrong_params_are_refused(llm: LLM, params: dict[str, int], words: str) 
     [
         ({"pairformer": {"no_blocks": -1}}, "config.architecture.pairformer.no_blocks=-1 must be an integer"),
         ({"pairformer": {"fuse_projection_weights": True}}, "only False"),
+        ({"shared": {"c_z": 0}}, "config.architecture.shared.c_z=0 must be an integer of at least 1$"),
         ({"pairformer": 3}, "config.architecture.pairformer=3 is not an object"),
         ({"msa": {"msa_module": {"transition_type": "relu"}}}, "only 'swiglu'"),
     ],

@@ -152,6 +152,10 @@ def test_bfloat16_arrays_are_read(tmp_path: Path) -> None:
         ({"optimizer_inner": 3}, "config.optimizer_inner=3 is not supported, only a table"),
         ({"num_attention_heads": 3}, "config.num_attention_heads=3 is not supported, only divisors of hidden_size=16"),
         ({"sliding_window_size": "8"}, "config.sliding_window"),
+        ({"num_hidden_layers": None}, "config.num_hidden_layers=None is not supported, only integers above 0"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is too large, at most 10000 layers"),
+        ({"rms_norm_eps": "x"}, "config.rms_norm_eps='x' is not supported, only numbers above 0"),
+        ({"rope_theta": None}, "config.rope_theta=None is not supported, only numbers above 0"),
         ({"seq_len": None}, "config.seq_len=None is not supported, only integers above 0"),
     ],
 )  # fmt: skip

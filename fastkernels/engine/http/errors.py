@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http.protocol import FIELDS
@@ -80,6 +81,7 @@ def _status(error: Exception) -> tuple[int, dict[str, str]]:
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ClientDisconnect, _gone)
     for kind in (StarletteHTTPException, QueueFull, EngineError, Exception):
         app.add_exception_handler(kind, _failed)
 
@@ -89,6 +91,11 @@ async def _failed(raw: Request, error: Exception) -> JSONResponse:
     if answer.status_code >= 500 and answer.status_code != 503:
         log.error("%s %s: %s", raw.method, raw.url.path, error, exc_info=error)
     return answer
+
+
+async def _gone(raw: Request, error: Exception) -> Response:
+    """The client has left while a route read its body."""
+    return Response(status_code=499)
 
 
 async def _invalid(raw: Request, error: Any) -> JSONResponse:

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
+from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.jobs import Job, JobError, JobRoutes, Status, checked
@@ -114,6 +115,8 @@ class StructureRoutes(JobRoutes):
     def write(self, path: Path, output: Any) -> Structures:
         """See JobRoutes: the arrays, from which `content` makes text. The scores stay in memory."""
         found: Structures = output.structures
+        if not (np.isfinite(found.positions).all() and np.isfinite(found.plddt).all()):
+            raise EngineError("the structure is NaN: numbers of the input are too large for the model")
         arrays = {"positions": found.positions, "plddt": found.plddt}
         if found.pae is not None:
             arrays["pae"] = found.pae.astype(np.float16)

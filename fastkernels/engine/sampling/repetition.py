@@ -30,7 +30,7 @@ class RepetitionAware:
         if type(self.window) is not int or not 1 <= self.window <= RING:
             raise ValueError(f"window must be an integer from 1 to {RING}, got {self.window!r}")
         for name in ("top_p", "share"):
-            if not 0 < getattr(self, name) <= 1:
+            if type(getattr(self, name)) not in (int, float) or not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
 
     def nucleus(self, logits: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ head covers the first ones alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import nn
 from fastkernels.models.common import description as d
 from fastkernels.models.common import towers
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.checks import MOST_LAYERS
 from fastkernels.models.common.decoder import Decoder
 from fastkernels.models.common.speech.flow import TIMES, FlowConfig, SpeechFlow
 from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
@@ -24,6 +26,7 @@ from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 SPECIALS = 200  # ids behind the speech tokens: the start, the end, the task, and others that end speech, too
 START, TASK = 0, 2  # among these
 ROLE, END_OF_PROMPT = "You are a helpful assistant.", "<|endofprompt|>"
+MAY_BE_ZERO = ("lookahead", "ahead", "pitch_ahead", "harmonics")
 SILENT = frozenset((1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323))  # tokens of silence and breath
 # Fields of a config.json with the defaults of the public checkpoint
 DEFAULTS: dict[str, Any] = {
@@ -44,12 +47,30 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         unknown = set(made[name]) - {f.name for f in fields_of(kind)}
         if unknown:
             raise d.Unsupported(f"config.{name} has {', '.join(sorted(unknown))}, which is not supported")
+        for field in fields_of(kind):
+            _check(f"config.{name}.{field.name}", made[name].get(field.name, field.default), field)
     rope = made.pop("rope_theta")
     return {
         **made, "vocab_size": size + SPECIALS, "more_token_ids": made["text_vocab_size"],
         "tie_word_embeddings": False, "eos_token_id": list(range(size, size + SPECIALS)),
         "rope_parameters": made["rope_parameters"] or {"rope_type": "default", "rope_theta": rope},
     }  # fmt: skip
+
+
+def _check(name: str, value: Any, field: Any) -> None:
+    """Raise Unsupported for a value that is not of the kind of the field's default."""
+    if isinstance(field.default, float):
+        right, kind = type(value) in (int, float) and math.isfinite(value), "numbers"
+    else:
+        least = 0 if field.name in MAY_BE_ZERO else 1
+        many = isinstance(field.default, tuple)
+        sizes = value if many and isinstance(value, (list, tuple)) else [value]
+        most = MOST_LAYERS if field.name == "depth" else 2**31
+        right = many == isinstance(value, (list, tuple)) and bool(sizes)
+        right = right and all(type(size) is int and least <= size <= most for size in sizes)
+        kind = f"{'lists of ' if many else ''}integers from {least} to {most}"
+    if not right:
+        raise d.Unsupported(f"{name}={value!r:.80} is not supported, only {kind}")
 
 
 def flow_config(config: Any) -> FlowConfig:

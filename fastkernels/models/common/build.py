@@ -167,8 +167,16 @@ def build(
 def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """This rank's shard of the model on device 'meta': shapes without memory."""
     cls = model_class(architecture_of(config, folder))
-    with _defaults(dtype, torch.device("meta")), weights_as(quantized.methods(config)):
-        return cls(config)
+    try:
+        with _defaults(dtype, torch.device("meta")), weights_as(quantized.methods(config)):
+            return cls(config)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        # Without memory, only a size can fail: a negative one, or a product beyond 64 bits
+        raise weights.CheckpointError(
+            f"the config of {folder} has sizes that are not possible: {error}"
+        ) from error
 
 
 def weight_bytes(model: nn.Module) -> int:

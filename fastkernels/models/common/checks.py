@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Attention, Decoder, Mlp, Recurrent, Unsupported
 
+MOST_LAYERS = 10_000  # building more would take hours
+LAYER_COUNTS = re.compile(r"(^|[_.])(layers?|blocks|depths?(\.\d+)?)$")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
@@ -88,6 +91,10 @@ def _check_integers(file: Path, given: Any, name: str = "") -> None:
             _check_integers(file, value, f"{name}.{key}" if name else str(key))
     elif type(given) is int and abs(given) >= 2**63 and given != UNLIMITED:
         raise CheckpointError(f"{file}: {name}={reprlib.repr(given)} is too large, it must fit into 64 bits")
+    elif type(given) is int and given > MOST_LAYERS and LAYER_COUNTS.search(name):
+        raise CheckpointError(
+            f"{file}: {name}={given} is too large, at most {MOST_LAYERS} layers are possible"
+        )
 
 
 def check(config: Any) -> None:

@@ -76,6 +76,14 @@ def positive(config: Any, *names: str) -> None:
             raise d.Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
 
 
+def numbers(config: Any, *names: str) -> None:
+    """Raise Unsupported for a field that is not a number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise d.Unsupported(f"config.{name}={value!r:.80} is not supported, only numbers above 0")
+
+
 def mlp_size(config: Any, gated: bool) -> int:
     """config.intermediate_size, or by hidden_ratio: 2/3 of it with a gate, in steps of 256, or of 32 without."""
     if config.intermediate_size is not None:
@@ -91,6 +99,7 @@ def linear_decoder(config: Any, **differs: Any) -> d.Decoder:
     Raises Unsupported.
     """
     d.refuse(config, hidden_act="swish", feature_map=None, elementwise_affine=True, attnres_block_size=None)
+    numbers(config, "norm_eps")
     norm, heads = d.Norm(eps=config.norm_eps), config.num_heads
     positive(config, "num_heads", "conv_size")
     kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads

@@ -50,8 +50,9 @@ def describe(config: Any) -> d.Decoder:
         spec_inner=SPEC, output_size=config.vocab_size,
     )  # fmt: skip
     count = config.num_hidden_layers
-    fla.positive(config, "hidden_size", "intermediate_size", "num_attention_heads", "mini_batch_size")
-    fla.positive(config, "sliding_window_size", "suffix_len", "seq_len")
+    fla.positive(config, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fla.positive(config, "mini_batch_size", "sliding_window_size", "suffix_len", "seq_len", "vocab_size")
+    fla.numbers(config, "rms_norm_eps", "rope_theta")
     hidden, heads, suffix, chunk = (
         config.hidden_size, config.num_attention_heads, config.suffix_len, config.mini_batch_size,
     )  # fmt: skip

@@ -136,6 +136,7 @@ def _merged(known: Mapping[str, Any], given: Mapping[str, Any], where: str) -> d
         whole = isinstance(default, int) and name not in ("sigma_data", "p")
         right = type(value) in ((int,) if whole else (int, float)) and value >= least if number else True
         if not right:
+            least = 1 if whole and least else least
             raise Unsupported(
                 f"{at}={value!r} must be {'an integer' if whole else 'a number'} of at least {least:g}"
             )

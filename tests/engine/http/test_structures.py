@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -87,6 +88,24 @@ def test_wrong_bodies_are_refused(url, changes, param, words):
     answer = post(url, **{"chains": CHAINS, **changes})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"]
+
+
+def test_nan_fails_the_job_by_its_reason(url):
+    given = {name: value.tolist() for name, value in structures.batch().items()}
+    given["token_bonds"][0][0][0] = 1e30
+    made = post(url, features=given, num_samples=1, num_steps=1, num_recycles=0).json()
+    job = finished(url, made["id"])
+    assert job["status"] == "failed" and "numbers of the input are too large" in job["error"]["message"]
+    assert httpx.delete(f"{url}{PATH}/{made['id']}", timeout=60).status_code == 200
+
+
+def test_client_that_leaves_while_it_sends_is_no_error(url, caplog):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+    assert get(url).status_code == 200
+    wait_for(lambda: httpx.get(f"{url}/load", timeout=60).json()["server_load"] == 0, 60)
+    assert not [r for r in caplog.records if r.exc_info]
 
 
 def test_jobs_are_limited_and_a_running_one_ends_when_deleted(url):

@@ -12,6 +12,7 @@ import numpy as np
 from fastkernels.models.common.folding import residues
 
 MOST_CHAINS = 128
+MOST_INTEGER = 2**31
 NAMES = 64  # characters of a name that a one-hot vector has: codes 32 to 95
 ELEMENTS = 119
 FIELDS = ("chains", "features")
@@ -148,6 +149,7 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
             raise ValueError(
                 f"the input has in chain {i} the unknown field {unknown[0]!r:.80}; known: {', '.join(CHAIN_FIELDS)}"
             )
+        chain = {name: value for name, value in chain.items() if value is not None}
         sequence, kind = chain.get("sequence"), chain.get("kind", "protein")
         if kind not in residues.KINDS:
             raise ValueError(
@@ -173,7 +175,9 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
                     f" has {''.join(sorted(known))}"
                 )
         name = chain.get("id")
-        if name is not None and (not isinstance(name, str) or not name.isalnum() or len(name) > 4):
+        if name is not None and (
+            not isinstance(name, str) or not (name.isascii() and name.isalnum()) or len(name) > 4
+        ):
             raise ValueError(f"the input has in chain {i} id {name!r:.80}: 1 to 4 letters and digits")
         if name is not None and count > 1:
             raise ValueError(f"the input has in chain {i} an id and count {count}: an id is for one chain")
@@ -304,8 +308,18 @@ def _array(given: Any, name: str, dims: int) -> np.ndarray:
         found = found[0]
     if found.ndim != dims:
         raise ValueError(f"the input has `{name}` of shape {list(found.shape)}: it needs {dims} dimensions")
-    if not np.isfinite(found.astype(np.float32)).all():
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(found.astype(np.float32)).all()
+    if not finite:
         raise ValueError(f"the input has no finite numbers in `{name}`")
+    if (
+        name in INTEGERS
+        and not ((np.abs(found.astype(float)) < MOST_INTEGER) & (found == np.rint(found))).all()
+    ):
+        raise ValueError(
+            f"the input has `{name}` from {found.min():.9g} to {found.max():.9g}"
+            f": integers below {MOST_INTEGER} are needed"
+        )
     return found
 
 

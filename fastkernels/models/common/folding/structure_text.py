@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from fastkernels.models.common.folding.features import Place
 
 FORMATS = ("cif", "pdb")
+PLAIN = re.compile(r"[A-Za-z0-9]\S*(?<!['\"])")  # a name that mmCIF has without quotes
 PDB_ATOMS, PDB_NUMBERS = 99_999, 9_999  # what five and four columns can hold
 COLUMNS = (
     "group_PDB", "id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id", "label_asym_id",
@@ -21,11 +23,15 @@ def write(kind: str, places: Sequence[Place], positions: np.ndarray, plddt: np.n
     """positions: [A, 3] in angstroms; plddt: [A], 0 to 100. Raises ValueError for another kind, or for too much."""
     if kind not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r:.80}")
+    if not (np.isfinite(positions).all() and np.isfinite(plddt).all()):
+        raise ValueError("the structure is NaN: numbers of the input are too large for the model")
     return (_cif if kind == "cif" else _pdb)(places, positions, plddt)
 
 
 def _quoted(name: str) -> str:
-    return f'"{name}"' if "'" in name else name
+    if PLAIN.fullmatch(name):
+        return name
+    return f'"{name}"' if '"' not in name else f"'{name}'"
 
 
 def _entities(places: Sequence[Place]) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
@@ -61,11 +67,13 @@ def _cif(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> s
 
 def _pdb(places: Sequence[Place], positions: np.ndarray, plddt: np.ndarray) -> str:
     long = next((p.chain for p in places if len(p.chain) > 1), None)
-    most = max(p.number for p in places)
+    numbers = [p.number for p in places]
+    most = max(numbers, key=abs)
     if (
         len(places) > PDB_ATOMS
         or long is not None
-        or most > PDB_NUMBERS
+        or max(numbers) > PDB_NUMBERS
+        or min(numbers) < -999
         or positions.max() >= 9999
         or positions.min() <= -999
     ):
