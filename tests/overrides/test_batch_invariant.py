@@ -13,11 +13,13 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.activation.relu2 import relu2
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.activation.silu_and_mul_grad import silu_and_mul_grad
 from fastkernels.overrides.latent_attention.top_k_per_row import top_k_per_row
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.rms_norm_grad import rms_norm_grad
 from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
@@ -92,6 +94,8 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "l2_norm": l2_norm,
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
+    "silu_and_mul_grad": lambda x: torch.cat(silu_and_mul_grad(x, x[:, : HIDDEN // 2].contiguous()), 1),
+    "rms_norm_grad": lambda x: rms_norm_grad(x, x.flip(1), _weight(x), 1e-6),
     "rotary_emb": _rotated,
     "rope_nd": _rotated_patches,
     "rope_store_kvcache": _stored,
@@ -112,7 +116,13 @@ def one_thread() -> Iterator[None]:
 
 def test_all_batch_invariant_ops_are_tested() -> None:
     claimed = {name for name in registry.op_names() if registry.get(name).batch_invariant}
-    copies = {"embedding", "store_kvcache", "concat_and_cache_mla", "indexer_k_quant_and_cache"}  # row by row
+    copies = {
+        "embedding",
+        "store_kvcache",
+        "concat_and_cache_mla",
+        "indexer_k_quant_and_cache",
+        "ttt_sgd",
+    }  # row by row
     assert claimed - copies == set(RUNS)
     assert not claimed & {"linear", "attention", "attention_decode", "attention_prefill", "logits_processor"}
 

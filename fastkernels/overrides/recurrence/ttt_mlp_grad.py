@@ -11,7 +11,7 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import TOLERANCE, Axis, Call, Case, OpSpec, Tensor, Tolerance, fan_in
-from fastkernels.overrides.activation import silu_and_mul_grad as activation
+from fastkernels.overrides.activation.silu_and_mul_grad import silu_and_mul_grad
 
 T = torch.Tensor
 
@@ -39,6 +39,14 @@ def _both(x: T, grad: T, weights: tuple[T, T], activate: Any) -> tuple[T, T, T]:
     return dz @ gate_up, dz.t() @ x, grad.t() @ inner
 
 
+def _activation_grad(z: T, grad: T) -> tuple[T, T]:
+    """The gradient of silu(gate) * up with respect to z = (gate, up), and the activation itself."""
+    gate, up = z.chunk(2, dim=-1)
+    share = gate.sigmoid()
+    silu = gate * share
+    return torch.cat((grad * up * (share + silu * (1 - share)), grad * silu), -1), silu * up
+
+
 def reference(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
     """x: [B, C, H], what the MLP of each sequence read; grad: [B, C, H], of its output; gate_up: [S, 2 I, H]; down:
     [S, H, I]; slots: [B] int32.
@@ -51,7 +59,7 @@ def reference(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
     made = _fake(x.to(acc), grad, gate_up, down, slots)
     for i, slot in enumerate(slots.tolist()):
         own = gate_up[slot].to(acc), down[slot].to(acc)
-        parts = _both(x[i].to(acc), grad[i].to(acc), own, activation.reference)
+        parts = _both(x[i].to(acc), grad[i].to(acc), own, _activation_grad)
         for to, part in zip(made, parts, strict=True):
             to[i] = part
     return tuple(t.to(x.dtype) for t in made)  # type: ignore[return-value]
@@ -59,7 +67,7 @@ def reference(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
 
 def products(x: T, grad: T, gate_up: T, down: T) -> T:
     """The gradient of x alone, for an MLP whose weights do not change. x, grad: [C, H]."""
-    dz, _ = activation.silu_and_mul_grad(x @ gate_up.t(), grad @ down)
+    dz, _ = silu_and_mul_grad(x @ gate_up.t(), grad @ down)
     return dz @ gate_up
 
 
@@ -73,7 +81,7 @@ def _products(x: T, grad: T, gate_up: T, down: T, slots: T) -> tuple[T, T, T]:
     for i in range(len(x)):
         at = slots[i : i + 1]
         own = gate_up.index_select(0, at)[0], down.index_select(0, at)[0]
-        for to, part in zip(made, _both(x[i], grad[i], own, activation.silu_and_mul_grad), strict=True):
+        for to, part in zip(made, _both(x[i], grad[i], own, silu_and_mul_grad), strict=True):
             to[i].copy_(part)
     return made
 

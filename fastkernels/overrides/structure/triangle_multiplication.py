@@ -195,11 +195,11 @@ def by_torch(
         value = torch.matmul(gate, rows).sigmoid_().mul_(torch.matmul(weight, rows))
         if mask is not None:
             value.mul_(mask.to(z.dtype).reshape(batch, 1, n * n))
-        return value.view(-1, n, n)
+        return value.view(batch * len(weight), n, n)
 
     a, b = project(a_weight, a_gate), project(b_weight, b_gate)
     p = torch.bmm(a, b.transpose(1, 2)) if outgoing else torch.bmm(a.transpose(1, 2), b)
-    p = p.view(batch, -1, n, n).permute(0, 2, 3, 1)
+    p = p.view(batch, len(a_weight), n, n).permute(0, 2, 3, 1)
     p = F.layer_norm(p, p.shape[-1:], out_norm_weight, out_norm_bias, eps)
     return F.linear(x, out_gate).sigmoid_().mul_(F.linear(p, out_weight))
 

@@ -212,7 +212,7 @@ def wrong(call: Callable[[], Any], error: type[Exception], *words: str) -> None:
 
 
 def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
-    wrong(lambda: load_config("lama-3.1-8b"), ModelError, "'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'?")
+    wrong(lambda: load_config("lama-3.1-8b"), ModelError, "'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'")
     wrong(lambda: load_config("no/such-model"), ModelError, "no/such-model", "OWNER/NAME")
     wrong(lambda: load_config(str(tmp_path)), ModelError, "no config.json")
     wrong(lambda: load_config("bert"), ModelError, "bert has the runner 'Encode'")

@@ -239,7 +239,7 @@ def test_gain_counts_replaced_calls_only() -> None:
 
 
 def test_bad_input_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    refused(capsys, "unknown model 'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'?", model="lama-3.1-8b")
+    refused(capsys, "unknown model 'lama-3.1-8b'", "Did you mean 'llama-3.1-8b'", model="lama-3.1-8b")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     refused(capsys, "GPT2LMHeadModel", "not supported", "LlamaForCausalLM", model=str(tmp_path))
     refused(capsys, "--batch", "'0'", batch="0")

@@ -566,7 +566,7 @@ def test_stopped_run_prints_the_command_that_continues(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["qwen9-8b"], "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b'?"),
+        (["qwen9-8b"], "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b'"),
         (["qwen3-8b"], "torch sees no GPU here, and a table is for the GPU that serves the model; --device cpu"),
         (["linear", "--quantization", "fp8"], "--quantization is for a model: fk-bench tune MODEL"),
         (["qwen3-8b", "--quantization", "int3"], "--quantization 'int3' is not fp8 or fp8-block"),
