@@ -15,14 +15,8 @@ THRESHOLD = 0.5  # of a score, by default
 
 
 @dataclass
-class DetectionOutput(PoolingOutput):
-    """data: [n, 6] float32, the best first: left, top, right, bottom in pixels, score and label.
-
-    names: of the labels; size: width and height of the image
-    """
-
-    names: Mapping[int, str] = field(default_factory=dict, repr=False)
-    size: tuple[int, int] = (1, 1)
+class ObjectsOutput(PoolingOutput):
+    """data: [n, 5 or more] float32, the best object first: left, top, right, bottom in pixels, and score."""
 
     @property
     def boxes(self) -> list[list[float]]:
@@ -33,6 +27,17 @@ class DetectionOutput(PoolingOutput):
     def scores(self) -> list[float]:
         """From 0 to 1."""
         return self.data[:, 4].tolist()
+
+
+@dataclass
+class DetectionOutput(ObjectsOutput):
+    """data: [n, 6] float32, the best first: left, top, right, bottom in pixels, score and label.
+
+    names: of the labels; size: width and height of the image
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict, repr=False)
+    size: tuple[int, int] = (1, 1)
 
     @property
     def labels(self) -> list[int]:

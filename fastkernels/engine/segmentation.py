@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fastkernels.engine.detection import ObjectsOutput
 from fastkernels.engine.images import ImageReader, Patches, is_image, rgb
-from fastkernels.engine.scheduling.encoding import PoolingOutput
 from fastkernels.engine.tokenizer import encode
 
 THRESHOLD, MASK_THRESHOLD = 0.5, 0.5  # by default: of a score, and of a pixel's probability
@@ -42,7 +42,7 @@ class Concept:
 
 
 @dataclass
-class SegmentationOutput(PoolingOutput):
+class SegmentationOutput(ObjectsOutput):
     """data: [n, 5] float32, the best first: left, top, right, bottom in pixels, and score.
 
     runs           of each object's mask: lengths of runs of pixels in columns, the first of pixels that are outside;
@@ -55,16 +55,6 @@ class SegmentationOutput(PoolingOutput):
     semantic_runs: list[int] | None = None
     text: str = ""
     size: tuple[int, int] = (1, 1)
-
-    @property
-    def boxes(self) -> list[list[float]]:
-        """left, top, right and bottom of each object in pixels of the image."""
-        return self.data[:, :4].tolist()
-
-    @property
-    def scores(self) -> list[float]:
-        """From 0 to 1."""
-        return self.data[:, 4].tolist()
 
     @property
     def labels(self) -> list[str]:

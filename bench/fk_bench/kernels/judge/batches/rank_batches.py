@@ -31,15 +31,11 @@ from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 SINGLES = 12  # calls with a graph each, behind the 2n calls of batches
-ALONE, LATE = (
-    4,
-    2,
-)  # of them, in each round: timed calls of each side, and calls of the candidate with a late rank
+ALONE = 4  # of them, in each round: timed calls of each side
+LATE = 2  # of them, in each round: calls of the candidate with a late rank
 POISONED = 16  # outputs per batch
-COMPARED, COMPARED_ROUNDS = (
-    8,
-    2,
-)  # calls of a batch that are compared with the oracle in some secret rounds; else two
+COMPARED = 8  # calls of a batch that are compared with the oracle in secret rounds; in the others two
+COMPARED_ROUNDS = 2  # of these rounds
 PASS_S = 20.0  # a queued batch may take so long
 ASLEEP_S = 0.05  # ranks are resumed after so long, because a graph may have work for the host
 EXTENDED = 3  # times as many rounds while the machine seems to disturb them
