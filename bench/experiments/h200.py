@@ -39,9 +39,9 @@ preflight.need_modules("make bench-h200")
 from fk_bench.batch.plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
 from fk_bench.batch.queue import Batch, Command, Part, chosen, done_before  # noqa: E402
 from fk_bench.core import machine  # noqa: E402
+from fk_bench.core.flags import ConfigError, comma_list  # noqa: E402
 from fk_bench.core.machine import absolute  # noqa: E402
-from fk_bench.serving.commands import Interrupted, signals_raise  # noqa: E402
-from fk_bench.serving.config import ConfigError, comma_list  # noqa: E402
+from fk_bench.core.signals import Interrupted, signals_raise  # noqa: E402
 
 from fastkernels.core import registry  # noqa: E402
 

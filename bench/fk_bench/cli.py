@@ -36,7 +36,7 @@ COMMANDS = {
     "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
     "voice": ("serving.voice:voice_command", "a file of a voice for speech, of a recording or of arrays"),
     "serve-compare": (
-        "serving.commands:serve_compare_command",
+        "serving.compare.commands:serve_compare_command",
         "real servers compared: throughput, latency, token agreement",
     ),
     "e2e": (
@@ -111,8 +111,8 @@ COMMANDS = {
         "trace.command:trace_command",
         "FlashInfer-Trace data sets: ops, cases, candidates and verdicts exported, those of others imported",
     ),
-    "diff": ("serving.commands:diff_command", "compare two runs; the regression gate"),
-    "report": ("serving.commands:report_command", "render a run's HTML report again from its rows"),
+    "diff": ("serving.compare.commands:diff_command", "compare two runs; the regression gate"),
+    "report": ("serving.compare.commands:report_command", "render a run's HTML report again from its rows"),
     "tables": (
         "tables.command:tables_command",
         "generate the tables of README.md and docs/ from bench/results, or check them",

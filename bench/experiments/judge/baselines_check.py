@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 import torch
 from experiments.common.results import Results, described, mapped, outputs, precise, produced
+from fk_bench.core.baselines import Baseline, baselines
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.baselines import Baseline, baselines
 from fk_bench.kernels.judge.memory.slots import written_arguments
 
 from fastkernels.core import registry

@@ -44,7 +44,7 @@ from experiments.linear.linear_fp8_plan import (
     sets_of,
 )
 from experiments.linear.linear_kernels import label
-from fk_bench.kernels.judge.baselines import Baseline, baselines
+from fk_bench.core.baselines import Baseline, baselines
 
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled

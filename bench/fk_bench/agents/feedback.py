@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fk_bench.core.rows import Row, Status
-from fk_bench.kernels.report import FAILED, clean, score
+from fk_bench.core.scores import FAILED, score
+from fk_bench.kernels.report import clean
 from fk_bench.profile import judged
 
 CPU_NOTE = "CPU timer: it finds wrong candidates, and makes no claim about the speed on a GPU"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fk_bench.serving.config import ConfigError
+from fk_bench.core.flags import ConfigError
 from fk_bench.serving.lanes import shell_line
 from fk_bench.serving.process import Server
 

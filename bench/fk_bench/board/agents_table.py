@@ -14,9 +14,9 @@ from fk_bench.board.standings import Entry, fast_p, speed
 from fk_bench.board.submission import SubmissionError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row
+from fk_bench.core.scores import FAILED, NOT_RUN
 from fk_bench.core.stats import geometric_mean
 from fk_bench.core.text import printable
-from fk_bench.kernels.report import FAILED, NOT_RUN
 
 COLUMNS = (
     "set",

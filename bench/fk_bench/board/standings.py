@@ -13,13 +13,13 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.board.submission import About, Source, Submitted
 from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.scores import FAILED, NOT_RUN, latest
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate import macro_eval as macro
 from fk_bench.evaluate.macro_eval import Item, MacroEval, Outcome, Part, Rules
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.fidelity import BOUNDS
 from fk_bench.evaluate.suites import SuiteError, load, of_model
-from fk_bench.kernels.report import FAILED, NOT_RUN, latest
 from fk_bench.quality.calibration import correctness
 
 KERNELS_ONLY = "kernels only"

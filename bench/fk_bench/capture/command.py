@@ -16,10 +16,10 @@ from fastkernels.core.registry import UnknownName, check_names
 from fk_bench.capture.captures import Capture, load
 from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
+from fk_bench.core.flags import comma_list
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.progress import Display
-from fk_bench.e2e.host import HOSTS, HostFailed, HostProcess
-from fk_bench.serving.config import comma_list
+from fk_bench.offline.host import HOSTS, HostFailed, HostProcess
 
 COMMAND = "capture"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -122,7 +122,7 @@ def capture_command(
 
 
 def _small() -> str:
-    from fk_bench.serving.small_model import small_model
+    from fk_bench.core.small_model import small_model
 
     return str(small_model())
 

@@ -16,9 +16,10 @@ import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError, comma_list, per_lane_env
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import (
+from fk_bench.offline.host import (
     COMMAND,
     HOSTS,
     IN_PROCESS,
@@ -30,7 +31,6 @@ from fk_bench.e2e.host import (
     prompts_of,
     vocab_size,
 )
-from fk_bench.serving.config import ConfigError, comma_list, per_lane_env
 
 
 def e2e_command(
@@ -181,7 +181,7 @@ def e2e_command(
         _show(made, folder, json_only)
         return
     if not model:
-        from fk_bench.serving.small_model import small_model
+        from fk_bench.core.small_model import small_model
 
         model = str(small_model())
     elif load_format == "dummy":

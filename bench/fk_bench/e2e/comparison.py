@@ -16,10 +16,10 @@ import numpy as np
 
 from fastkernels.verify import phases
 from fk_bench.core import machine
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import HostProcess, make_row, prompts_of, vocab_size
 from fk_bench.e2e.ratios import COMMAND, ENGINE, FIRST_SECONDS, OUTPUT, STATES, summary
-from fk_bench.serving.config import ConfigError
+from fk_bench.offline.host import HostProcess, make_row, prompts_of, vocab_size
 
 FIRST_TOKENS = 16  # of the first run of a load, which is not compared
 TRACED = 16  # decode steps of a traced run

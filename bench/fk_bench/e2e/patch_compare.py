@@ -23,6 +23,7 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError, comma_list, json_object
 from fk_bench.core.hub import ModelError
 from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line
@@ -30,9 +31,8 @@ from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load
-from fk_bench.e2e.host import HostFailed, vocab_size
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
-from fk_bench.serving.config import ConfigError, comma_list, json_object
+from fk_bench.offline.host import HostFailed, vocab_size
 
 DENSE = (
     "qwen2.5-7b", "llama-3.2-3b", "phi-4", "olmo-2-1124-7b", "granite-3.3-8b", "gemma-2-9b", "qwen3-4b", "qwen2.5-0.5b",

@@ -19,6 +19,7 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
@@ -28,7 +29,6 @@ from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
 from fk_bench.explain.provider_times import HOSTS, Measured, ProviderTime, measure
 from fk_bench.kernels.judge.clock import roofline
-from fk_bench.serving.config import ConfigError, comma_list
 
 COMMAND = "explain"
 MODEL, GPU = "llama-3.1-8b", "NVIDIA H200"  # defaults

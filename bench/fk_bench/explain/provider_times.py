@@ -16,7 +16,7 @@ import torch
 from fastkernels.core import registry, tuning
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core import machine
-from fk_bench.kernels.judge.baselines import baselines
+from fk_bench.core.baselines import baselines
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.cases import Trial

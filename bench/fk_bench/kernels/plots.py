@@ -10,7 +10,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge.clock import roofline
 
 if TYPE_CHECKING:
-    from fk_bench.kernels.report import Score
+    from fk_bench.core.scores import Score
 
 FASTER, SLOWER, SAME = GREEN, ORANGE, GREY  # SAME: no significant difference
 CANDIDATE, BASELINE = BLUE, YELLOW

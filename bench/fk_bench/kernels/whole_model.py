@@ -25,7 +25,7 @@ from fk_bench.core import machine
 from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.core.stats import paired_ratio
-from fk_bench.e2e.host import HostFailed, HostProcess, prompts_of, vocab_size
+from fk_bench.offline.host import HostFailed, HostProcess, prompts_of, vocab_size
 from fk_bench.quality import structured
 from fk_bench.quality.calibration import THRESHOLD, Calibration
 from fk_bench.quality.measure import Item, Running, Settings

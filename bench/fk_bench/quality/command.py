@@ -13,15 +13,15 @@ from uuid import uuid4
 import typer
 
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError, comma_list, json_object
 from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import HostFailed
+from fk_bench.offline.host import HostFailed
 from fk_bench.quality.calibration import THRESHOLD, Quality
 from fk_bench.quality.families import HOSTS
 from fk_bench.quality.measure import Settings, measure
 from fk_bench.quality.text import Extent
-from fk_bench.serving.config import ConfigError, comma_list, json_object
 
 COMMAND = "quality"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -117,7 +117,7 @@ def quality_command(
     except OSError as error:
         fail(f"--out {out}: {error.strerror}")
     if not model:
-        from fk_bench.serving.small_model import small_model
+        from fk_bench.core.small_model import small_model
 
         model = str(small_model())
     made: list[Row] = []

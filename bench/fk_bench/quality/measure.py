@@ -24,7 +24,7 @@ from typing import Any
 from fastkernels.core.env import Environment
 from fk_bench.core import hub, machine
 from fk_bench.core.hub import ModelError
-from fk_bench.e2e.host import HostProcess
+from fk_bench.offline.host import HostProcess
 from fk_bench.quality import faults, structured, text
 from fk_bench.quality.calibration import Calibration, Quality, noise_of
 from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prepare

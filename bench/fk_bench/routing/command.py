@@ -12,11 +12,11 @@ import typer
 
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.routing import tables
 from fk_bench.routing.study import Routing, routings, study
-from fk_bench.serving.config import ConfigError, comma_list
 
 COMMAND = "routing"
 TOKENS = (1, 8, 32, 128, 1024, 4096)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fk_bench.serving.metrics import parse_slo
+from fk_bench.core.flags import ConfigError, comma_list, per_lane
+from fk_bench.serving.load.metrics import parse_slo
 
-T = TypeVar("T")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 RAMPS = ("linear", "exponential")
 _KINDS = {"c": "concurrency", "rate": "rate"}  # keys of --load
@@ -23,10 +23,6 @@ _NAMES = {
     "max_rate": "max-rate",
 }  # fmt: skip
 OWN = "own"  # key in a row's case: the fields of a level that are its own and not the run's
-
-
-class ConfigError(ValueError):
-    """An invalid option; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -440,54 +436,6 @@ def _rate(flag: str, given: str) -> float:
     if not 0 < value < math.inf:
         raise ConfigError(f"{flag} must be above 0, got {given or 'nothing'}")
     return value
-
-
-def comma_list(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
-    """'1,8' -> (1, 8). Raises ConfigError with the flag and the value."""
-    values = []
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        try:
-            values.append(kind(part))
-        except ValueError:
-            what = {"int": "a whole number", "float": "a number"}.get(
-                getattr(kind, "__name__", ""), "a value"
-            )
-            raise ConfigError(f"{flag}: {part!r} is not {what}") from None
-    return tuple(values)
-
-
-def json_object(flag: str, text: str) -> dict[str, Any]:
-    """A JSON object given on the command line. Raises ConfigError with the flag and the value."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{flag} must be an object of arguments, got {text}")
-    return found
-
-
-def per_lane(flag: str, items: Iterable[str]) -> dict[str, str]:
-    """['vllm=PATH'] -> {'vllm': 'PATH'}. Raises ConfigError."""
-    found = {}
-    for item in items:
-        lane, equals, value = item.partition("=")
-        if not equals or not lane or not value:
-            raise ConfigError(f"{flag}: expected LANE=VALUE, got {item!r}")
-        found[lane] = value
-    return found
-
-
-def per_lane_env(items: Iterable[str]) -> dict[str, dict[str, str]]:
-    """['vllm:KEY=VALUE'] -> {'vllm': {'KEY': 'VALUE'}}; an empty value removes the variable. Raises ConfigError."""
-    found: dict[str, dict[str, str]] = {}
-    for item in items:
-        lane, colon, pair = item.partition(":")
-        key, equals, value = pair.partition("=")
-        if not colon or not equals or not lane or not key:
-            raise ConfigError(f"--env: expected LANE:KEY=VALUE, got {item!r}")
-        found.setdefault(lane, {})[key] = value
-    return found
 
 
 def per_lane_args(items: Sequence[str]) -> dict[str, tuple[str, ...]]:

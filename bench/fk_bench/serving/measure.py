@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fk_bench.core import machine
-from fk_bench.serving import metrics
 from fk_bench.serving.config import CompareConfig, Level
 from fk_bench.serving.fleet import Running
-from fk_bench.serving.load import arrivals, counters, replay, search
+from fk_bench.serving.load import arrivals, counters, metrics, replay, search
 from fk_bench.serving.load.client import Client, Prompt
 from fk_bench.serving.load.datasets import Dataset
-from fk_bench.serving.metrics import Trace
+from fk_bench.serving.load.metrics import Trace
 from fk_bench.serving.summary import SYNTHETIC
 
 WARM_UP = -1  # number of the round with the warm-up prompts of a load

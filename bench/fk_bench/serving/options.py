@@ -10,14 +10,8 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from fk_bench.core import panels
-from fk_bench.serving.config import (
-    CompareConfig,
-    comma_list,
-    per_lane,
-    per_lane_args,
-    per_lane_env,
-    slo_limits,
-)
+from fk_bench.core.flags import comma_list, per_lane, per_lane_env
+from fk_bench.serving.config import CompareConfig, per_lane_args, slo_limits
 
 DEFAULT = CompareConfig()
 JSON = Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")]

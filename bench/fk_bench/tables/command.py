@@ -18,10 +18,10 @@ from typing import Annotated
 
 import typer
 
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.output import fail, last_line
 from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
-from fk_bench.serving.config import ConfigError
 from fk_bench.tables import figure, gains, layers, model_plot, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files

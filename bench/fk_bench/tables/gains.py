@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.model_names import hub_name
 from fk_bench.e2e.comparison import Load
 from fk_bench.e2e.gains import Gain, gains
 from fk_bench.explain.tables import Table
-from fk_bench.serving.config import ConfigError
 from fk_bench.tables.origin import Files, flat, machine
 
 COMMAND = "patch-compare"

@@ -9,11 +9,11 @@ from statistics import fmean
 
 from fastkernels.core import registry
 from fk_bench.core.rows import Row
-from fk_bench.explain import savings
-from fk_bench.explain.measurements import points
 from fk_bench.explain.tables import Table, millis
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.serving import summary
+from fk_bench.tables import savings
+from fk_bench.tables.measurements import points
 from fk_bench.tables.origin import Files, flat, origin
 from fk_bench.tables.servers import baselines, paired, runs
 

@@ -10,7 +10,8 @@ from fastkernels.core.case import Case
 from fk_bench.core import rows
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.runs import missing
-from fk_bench.kernels.report import CPU_MARK, latest
+from fk_bench.core.scores import latest
+from fk_bench.kernels.report import CPU_MARK
 from fk_bench.trace.schema import Trace, TraceError, finite
 
 EXTRA = "fk_bench"  # key of our facts in a Trace's correctness.extra

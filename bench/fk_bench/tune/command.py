@@ -21,7 +21,7 @@ from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import REACH, Entry, Table, TableError
 from fastkernels.models.common.registry import models
 from fastkernels.verify.phases import Seconds, timed
-from fk_bench.core import rows
+from fk_bench.core import rows, scores
 from fk_bench.core.hub import ModelError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.model_names import is_model
@@ -48,7 +48,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 }
 # Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.OOM, Status.INVALID)
-FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
+FAILED = tuple(s for s in scores.FAILED if s not in NOT_CHOSEN)
 
 
 def tune_command(
@@ -328,7 +328,7 @@ class _State:
                     f"of judging: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in parts.items())}"
                 )
         for row in self.judged:
-            if row.status in report.FAILED:
+            if row.status in scores.FAILED:
                 which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
                 print(f"{which}: {row.status.value}: {row.reason[:200]}")
 

@@ -16,9 +16,9 @@ from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.core.tuning import REACH, Entry, Key
 from fastkernels.verify.phases import Seconds, timed
+from fk_bench.core.baselines import baselines
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
-from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.tune.choice import NOTHING, Choice

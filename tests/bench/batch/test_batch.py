@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fk_bench.batch import queue as batch
 from fk_bench.batch.queue import Batch, Part, Queue, chosen, cores_of, placed, predicted
-from fk_bench.serving.config import ConfigError
+from fk_bench.core.flags import ConfigError
 
 # writes when it began and ended, on which GPUs and cores, to FOLDER/NAME.json
 NOTE = """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from fk_bench.capture import captures, command
 from fk_bench.core.checkout import REPO_ROOT, checkout_path
-from fk_bench.e2e.host import OFFLINE
 from fk_bench.kernels.cheats import CHEATS, catalogue
+from fk_bench.offline.host import OFFLINE
 from jinja2 import PackageLoader
 
 from fastkernels.core import registry, tuning

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Subject, append, read
 from fk_bench.e2e import patch_compare, sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load, metrics_of, repeats_of
-from fk_bench.e2e.host import make_row
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
-from fk_bench.serving.config import ConfigError
+from fk_bench.offline.host import make_row
 from support.commands import fk_bench, fk_bench_here, last_json
 
 ROOT = Path(__file__).resolve().parents[3]

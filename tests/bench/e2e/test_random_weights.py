@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_bench.e2e.random_weights import FLOATS, draw
+from fk_bench.offline.random_weights import FLOATS, draw
 from torch import nn
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fk_bench.core.flags import ConfigError
 from fk_bench.evaluate.run import cluster
-from fk_bench.serving.config import ConfigError
 
 pytest.importorskip("ray")
 

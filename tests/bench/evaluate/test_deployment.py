@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fk_bench.evaluate import deployment
 from fk_bench.evaluate.adapters.native import EXTENSIONS, Extension
+from fk_bench.kernels.judge.processes import deployment
 from torch import nn
 
 from fastkernels.core import registry

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from fk_bench.kernels.judge.baselines import AGAINST, baselines
+from fk_bench.core.baselines import AGAINST, baselines
 
 from fastkernels.core import registry
 
@@ -91,7 +91,7 @@ def test_missing_measurements_are_reported():
 
 def test_libraries_are_imported_at_first_call():
     code = (
-        "import sys, fk_bench.kernels.judge.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
+        "import sys, fk_bench.core.baselines as b; b.baselines('rms_norm', 'production', 'cuda')\n"
         "print([m for m in ('vllm', 'sglang', 'sgl_kernel', 'flashinfer', 'fla', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from fk_bench.core.baselines import baselines, production
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject, append, write_compressed
 from fk_bench.kernels import report
-from fk_bench.kernels.judge.baselines import baselines, production
 from fk_bench.kernels.judge.correctness.checks import Checks
 from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.processes.implementation import Implementation
@@ -18,7 +19,6 @@ from fk_bench.kernels.judge.processes.messages import Loaded, Used
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.pair import Pair
-from fk_bench.serving.config import ConfigError
 from fk_bench.serving.diff import compare
 from fk_bench.tables.results import Results
 

@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fk_bench.core import scores
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Machine, Row, Status, Subject, append
 from fk_bench.kernels import report
-from fk_bench.serving.config import ConfigError
 from fk_bench.serving.diff import compare
 from fk_bench.serving.report.page import render
 from support.commands import fk_bench_here, last_json
@@ -76,7 +77,7 @@ def test_mean_is_weighted_and_failures_count():
         case("rms_norm", "g", None, status=Status.SKIPPED, reason="no GPU"),
         case("silu", "a", 0.5, weight=4.0),
     ]
-    ops, total = report.scores(rows)
+    ops, total = scores.scores(rows)
     assert ops[0].speedup == pytest.approx(2 ** (3 / 4))
     assert (ops[0].timed, ops[0].cases, ops[0].failed, ops[0].not_run) == (5, 7, 1, 1)
     assert ops[0].ci95[0] < ops[0].speedup < ops[0].ci95[1]
@@ -94,15 +95,15 @@ def test_mean_needs_most_cases_timed(status):
     ]
     for timed, known in ((8, True), (7, False)):
         rows = [case("rms_norm", f"t{i}", 2.0) for i in range(timed)] + untimed + not_counted
-        found = report.score("rms_norm", rows)
+        found = scores.score("rms_norm", rows)
         assert (found.speedup is not None) is known and (found.ci95 is not None) is known
         assert found.timed == timed and found.cases == timed + 5
 
 
 def test_later_row_of_a_case_replaces_earlier():
     rows = [case("rms_norm", "a", 2.0), case("rms_norm", "a", 3.0)]
-    assert [r.metrics["speedup"] for r in report.latest(rows)] == [3.0]
-    assert len(report.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
+    assert [r.metrics["speedup"] for r in scores.latest(rows)] == [3.0]
+    assert len(scores.latest([*rows, case("rms_norm", "a", 1.0, case={"source": "captured"})])) == 2
 
 
 def test_table_shows_cases_and_failures(capsys):
@@ -125,7 +126,7 @@ def test_unsteady_times_are_not_shown():
     row.metrics |= {"time_us_p20": -3.0, "time_us_p50": 2.0}
     assert report.cells(row)[5:7] == ["", ""]
     assert "scatter too much" in report.line(row) and " us," not in report.line(row)
-    assert report.score("rms_norm", [row]).speedup is None
+    assert scores.score("rms_norm", [row]).speedup is None
 
 
 def test_line_of_a_case():

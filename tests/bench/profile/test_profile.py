@@ -10,9 +10,9 @@ import pytest
 import torch
 from fk_bench.agents import session
 from fk_bench.core.rows import Machine, Row, Subject, append, read
+from fk_bench.core.small_model import small_model
 from fk_bench.profile import command, judged, ncu, nsys, torch_tool
 from fk_bench.profile.data import Span, profile_of
-from fk_bench.serving.small_model import small_model
 from support.commands import fk_bench_here, last_json
 
 # Hand-made, not recorded: the columns are those of `ncu --csv --page raw --set full`, the second line has their units.

@@ -11,8 +11,8 @@ from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.lanes import Lane
 from fk_bench.serving.load import counters
 from fk_bench.serving.load.datasets import load
+from fk_bench.serving.load.metrics import Chunk, Trace
 from fk_bench.serving.measure import PROFILE, WARM_UP, Loads, cached_warning
-from fk_bench.serving.metrics import Chunk, Trace
 from fk_bench.serving.run_record import Record
 from fk_bench.serving.summary import synthetic_warnings
 from support.serving.attached import attached, stub
@@ -78,7 +78,7 @@ def test_warm_up_prompts_are_never_measured(words_model: Path, tmp_path: Path, f
 
 
 def test_seed_is_drawn_once_for_a_run(words_model: Path, tmp_path: Path) -> None:
-    from fk_bench.serving.serve_compare import prepare
+    from fk_bench.serving.compare.serve_compare import prepare
 
     made = [prepare(CompareConfig(model=str(words_model)), tmp_path / name, False) for name in "ab"]
     assert made[0].seed is not None and made[0].seed != made[1].seed

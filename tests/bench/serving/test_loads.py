@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import read
-from fk_bench.serving.config import CompareConfig, ConfigError, Level, resumed
+from fk_bench.serving.compare.serve_compare import Compare
+from fk_bench.serving.config import CompareConfig, Level, resumed
 from fk_bench.serving.estimate import Estimate
-from fk_bench.serving.serve_compare import Compare
 from rich.console import Console
 from support.commands import fk_bench, last_json
 

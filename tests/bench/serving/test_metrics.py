@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fk_bench.serving.load.client import read_event
-from fk_bench.serving.metrics import Chunk, Trace, parse_slo, summarize
+from fk_bench.serving.load.metrics import Chunk, Trace, parse_slo, summarize
 
 
 def trace(sent: float, chunks: list[tuple[float, int | None]], n: int | None, prompt: int = 10) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fk_bench.core.rows import Row, Subject
-from fk_bench.e2e.host import make_row
+from fk_bench.offline.host import make_row
 from fk_bench.tables import patch
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Machine, Row, Subject
-from fk_bench.e2e.host import make_row
-from fk_bench.serving.config import ConfigError
+from fk_bench.offline.host import make_row
 from fk_bench.tables import model_plot, speeds
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=2)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from fk_bench.core.rows import Machine, Row
-from fk_bench.explain import measurements, savings
-from fk_bench.tables import steps
+from fk_bench.tables import measurements, savings, steps
 from support.table_rows import judged, row, served, timed
 
 from fastkernels.core import tuning as tuned

@@ -1,8 +1,8 @@
 """Routing with random weights in a real vLLM and in our engine: tiny models whose routers have a bias."""
 
 import pytest
-from fk_bench.e2e import offline
-from fk_bench.e2e.random_weights import VllmWorker
+from fk_bench.offline import offline
+from fk_bench.offline.random_weights import VllmWorker
 from support.tiny import GEMMA4_EXPERTS, make_tiny
 
 REQUESTS, EXPERTS, PER_TOKEN = 32, 32, 4

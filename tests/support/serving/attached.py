@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core.rows import Row, read
+from fk_bench.serving.compare.serve_compare import Compare, prepare
 from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.lanes import parse_lanes
 from fk_bench.serving.process import free_port
-from fk_bench.serving.serve_compare import Compare, prepare
 from rich.console import Console
 
 

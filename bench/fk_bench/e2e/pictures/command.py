@@ -16,9 +16,9 @@ from fastkernels.core.candidate import from_directory
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.patch import PatchError
 from fk_bench.core import machine
+from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status
-from fk_bench.e2e.host import OMNI
 from fk_bench.e2e.pictures import ahead, omni, report, subjects
 from fk_bench.e2e.pictures.measure import (
     COSTS,
@@ -33,7 +33,7 @@ from fk_bench.e2e.pictures.measure import (
     summary,
 )
 from fk_bench.e2e.pictures.saved import Saved
-from fk_bench.serving.config import ConfigError, comma_list
+from fk_bench.offline.host import OMNI
 
 WITH_GRAPHS = ("max-autotune", "reduce-overhead")
 DEFAULT = {"timm": "vit_small_patch16_dinov3"}

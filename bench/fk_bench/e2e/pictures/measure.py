@@ -19,9 +19,9 @@ import fastkernels
 from fastkernels.patch import Report
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import OMNI, make_row
 from fk_bench.e2e.pictures import subjects
 from fk_bench.e2e.pictures.costs import costs
+from fk_bench.offline.host import OMNI, make_row
 
 LANES = ("stock", "compiled", OMNI, "patched", "patched-compiled")
 GRAPHS = "FASTKERNELS_GRAPHS"

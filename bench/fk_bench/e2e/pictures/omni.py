@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import fk_bench
-from fk_bench.e2e.host import OMNI, HostFailed, HostProcess
 from fk_bench.e2e.pictures.measure import MOST_CALLS, SHORTEST, Measured, Settings
 from fk_bench.e2e.pictures.omni_process import PIPELINES, WARM_UP
 from fk_bench.e2e.pictures.report import file_name
 from fk_bench.e2e.pictures.subjects import Pipeline, Subject
+from fk_bench.offline.host import OMNI, HostFailed, HostProcess
 
 SCRIPT = Path(__file__).with_name("omni_process.py")
 GIB = 2**30

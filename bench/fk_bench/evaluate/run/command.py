@@ -16,6 +16,7 @@ import typer
 
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
@@ -23,7 +24,6 @@ from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
-from fk_bench.serving.config import ConfigError
 from fk_bench.track import store
 
 SELFTEST = "do-nothing"

@@ -280,7 +280,7 @@ def traced(entry: Entry, gpu: bool) -> bool:
 def vocab_of(entry: Entry) -> int:
     if entry.workload.kind != "text":
         return 0
-    from fk_bench.e2e.host import vocab_size
+    from fk_bench.offline.host import vocab_size
 
     return vocab_size(str(checkpoints.folder(entry.model, "text")))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fk_bench.e2e import vllm_process
+from fk_bench.offline import vllm_process
 from fk_bench.quality.forced import force_in
 
 FOLDER = __name__.rpartition(".")[0]

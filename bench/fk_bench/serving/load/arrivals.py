@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fk_bench.serving.load.client import Client, Prompt
-from fk_bench.serving.metrics import Trace
+from fk_bench.serving.load.metrics import Trace
 
 Encode = Callable[[str], list[int] | str]
 

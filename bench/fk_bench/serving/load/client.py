@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from fk_bench.serving.metrics import Chunk, Trace
+from fk_bench.serving.load.metrics import Chunk, Trace
 
 FLUSH_ENDPOINTS = ("/reset_prefix_cache", "/flush_cache")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from fk_bench.serving.load.client import Client
-from fk_bench.serving.metrics import Trace
+from fk_bench.serving.load.metrics import Trace
 
 # our name: names of a server, added up over its labels (ranks, sources)
 _COUNTERS = {

@@ -11,7 +11,7 @@ import pytest
 from fk_bench.serving.load import search
 from fk_bench.serving.load.arrivals import closed_loop, due_times, open_loop, ramp
 from fk_bench.serving.load.client import Client, Prompt
-from fk_bench.serving.metrics import Chunk, Trace
+from fk_bench.serving.load.metrics import Chunk, Trace
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

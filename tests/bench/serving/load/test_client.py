@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fk_bench.serving.load.arrivals import closed_loop
 from fk_bench.serving.load.client import Client, Prompt
-from fk_bench.serving.metrics import Trace
+from fk_bench.serving.load.metrics import Trace
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = b'data: {"choices":[{"text":"\xc3\xa4","token_ids":[7]}]}\n\n'  # cut within a character, too

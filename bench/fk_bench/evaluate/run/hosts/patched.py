@@ -12,8 +12,8 @@ from fk_integrations.patching import compilations
 import fastkernels
 from fastkernels.core import candidate, registry
 from fastkernels.patch import PatchError, Report, Request, find_host
-from fk_bench.evaluate import deployment
 from fk_bench.evaluate.reasons import Reason, described
+from fk_bench.kernels.judge.processes import deployment
 
 
 def _failure(reason: Reason, text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fastkernels.core import registry
 from fastkernels.patch import hosts
 
 MODULES = (
-    "torch._dynamo", "torch._functorch.aot_autograd", "fk_bench.e2e.offline", "fastkernels.engine.llm",
+    "torch._dynamo", "torch._functorch.aot_autograd", "fk_bench.offline.offline", "fastkernels.engine.llm",
     "fastkernels.engine.llm_engine", "fastkernels.engine.execution.executor", "fastkernels.engine.execution.generate",
     "fastkernels.engine.structured.grammars", "fk_bench.evaluate.run.hosts.text", "fk_bench.evaluate.run.hosts.images",
     "fk_integrations.patching.apply", "fk_integrations.patching.choose", "transformers.models.llama.modeling_llama",

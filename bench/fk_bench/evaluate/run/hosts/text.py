@@ -44,7 +44,7 @@ class Engine(Remote):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        from fk_bench.e2e import offline, vllm_process
+        from fk_bench.offline import offline, vllm_process
 
         if options["host"] == "vllm":
             vllm_process.prepare()
@@ -123,7 +123,7 @@ class WithMedia:
 class SGLang(Remote):
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        from fk_bench.e2e import offline
+        from fk_bench.offline import offline
 
         _, _, self.target = offline.sglang(options)
 

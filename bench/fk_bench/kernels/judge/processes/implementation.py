@@ -116,7 +116,7 @@ class Implementation:
         Those of the last ops are kept, workspaces included: `fk-bench tune` judges a model's ops in turn.
         """
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
-        from fk_bench.kernels.judge.baselines import baselines, of_block, production
+        from fk_bench.core.baselines import baselines, of_block, production
 
         def there(name: str) -> list[Any]:
             found = baselines(name, against, self.device)

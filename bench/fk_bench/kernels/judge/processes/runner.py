@@ -484,7 +484,7 @@ class RunnerState(Implementation):
 
     def do_deployment(self) -> dict[str, Any]:
         """Whether the candidate's own kernel runs in compiled code, and what new batch sizes compile."""
-        from fk_bench.evaluate.deployment import problems
+        from fk_bench.kernels.judge.processes.deployment import problems
 
         self.free()
         if self.offered is None:

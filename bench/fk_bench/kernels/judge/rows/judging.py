@@ -18,6 +18,7 @@ from fastkernels.core.candidate import sources
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.scores import score
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.correctness.again import revealed, trial_of
 from fk_bench.kernels.judge.correctness.cases import Trial, trials
@@ -30,7 +31,6 @@ from fk_bench.kernels.judge.rows.rank_pair import trials as rank_trials
 from fk_bench.kernels.judge.rows.verdict import decide
 from fk_bench.kernels.judge.scan.scan import rejections, scan
 from fk_bench.kernels.judge.statistics.restarts import merged
-from fk_bench.kernels.report import score
 
 OURS = "fastkernels"
 

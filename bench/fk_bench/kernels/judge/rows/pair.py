@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.core.baselines import why_provisional
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.baselines import why_provisional
 from fk_bench.kernels.judge.clock import call_times
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import REFERENCE

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fk_bench.core.rows import Row, Status
-from fk_bench.kernels.report import key
+from fk_bench.core.scores import key
 
 Z95 = 1.96
 

@@ -20,15 +20,16 @@ import psutil
 from rich.console import Console
 
 from fk_bench.core import machine
+from fk_bench.core.flags import ConfigError
 from fk_bench.core.pages import model_name
 from fk_bench.core.progress import Display, minutes
 from fk_bench.core.rows import Status
-from fk_bench.serving import agreement, lanes, metrics, summary
-from fk_bench.serving.config import OWN, CompareConfig, ConfigError, Level
+from fk_bench.serving import agreement, lanes, summary
+from fk_bench.serving.config import OWN, CompareConfig, Level
 from fk_bench.serving.estimate import AGREEMENT, START, Estimate
 from fk_bench.serving.fleet import Fleet, Running
 from fk_bench.serving.lanes import Lane
-from fk_bench.serving.load import datasets, replay
+from fk_bench.serving.load import datasets, metrics, replay
 from fk_bench.serving.load.client import Client
 from fk_bench.serving.measure import PROFILE, WARM_UP, Loads, Measured, longest, watched
 from fk_bench.serving.process import ServerError

@@ -5,7 +5,7 @@ It writes lines of JSON to the original standard output; the host's own output g
 time.monotonic(), and our engine's own report. Then each input line {"prompts": [[token ids]], "output_len": n} is
 answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. Sizes that are None
 are the host's defaults. Imports only the engine that it runs, and the patcher if there are candidates. Random weights
-are of one kind in all hosts: fk_bench.e2e.random_weights.
+are of one kind in all hosts: fk_bench.offline.random_weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     else:
         settings["enforce_eager"] = True
     if options["load_format"] == "dummy":
-        settings["worker_extension_cls"] = "fk_bench.e2e.random_weights.VllmWorker"
+        settings["worker_extension_cls"] = "fk_bench.offline.random_weights.VllmWorker"
     llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
     ended("engine")
     if options["load_format"] == "dummy":
@@ -116,7 +116,7 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
             "disable_cuda_graph": True,
         }  # fmt: skip
     if options["load_format"] == "dummy":
-        from fk_bench.e2e.random_weights import SGLangLoader
+        from fk_bench.offline.random_weights import SGLangLoader
 
         settings["load_format"] = SGLangLoader
     engine = sglang.Engine(model_path=options["model"], **given(settings, options["engine_args"]))

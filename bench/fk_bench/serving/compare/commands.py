@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.output import last_line, table
 from fk_bench.core.panels import grouped
 from fk_bench.core.runs import missing
+from fk_bench.core.signals import Interrupted, signals_raise
 from fk_bench.serving import options
-from fk_bench.serving.config import CompareConfig, ConfigError, comma_list, resumed
+from fk_bench.serving.config import CompareConfig, resumed
 from fk_bench.serving.options import JSON
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGINT, SIGTERM or SIGHUP as an exception in the main thread, so that every `finally` runs."""
-
-    def __init__(self, number: int):
-        super().__init__(f"ended by {signal.Signals(number).name}")
-        self.number = number
-
-
-@contextmanager
-def signals_raise() -> Iterator[None]:
-    """Turn the signals that end a command into Interrupted; further ones do not interrupt the cleanup."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def handler(number: int, frame: FrameType | None) -> NoReturn:
-        for n in numbers:
-            signal.signal(n, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    before = {n: signal.signal(n, handler) for n in numbers}
-    try:
-        yield
-    finally:
-        for n, old in before.items():
-            signal.signal(n, old)
 
 
 def _fail(command: str, message: str, status: int = 2, **more: Any) -> NoReturn:
@@ -103,7 +75,7 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
                 chosen[name] = str(Path(chosen[name]).absolute())
         return resumed(recorded, chosen), resume
     if not chosen.get("model"):
-        from fk_bench.serving.small_model import small_model
+        from fk_bench.core.small_model import small_model
 
         chosen["model"] = str(small_model())
     folder = out or Path("fk-bench-runs") / time.strftime("serve-compare-%Y%m%d-%H%M%S")
@@ -113,10 +85,10 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
 def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool) -> None:
     from rich.console import Console
 
+    from fk_bench.serving.compare.serve_compare import Compare, prepare
     from fk_bench.serving.lanes import LaneError, parse_lanes
     from fk_bench.serving.load.datasets import DatasetError
     from fk_bench.serving.process import ServerError, check_port
-    from fk_bench.serving.serve_compare import Compare, prepare
 
     command = "serve-compare"
     try:

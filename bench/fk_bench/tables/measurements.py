@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from fastkernels.core import registry, tuning
+from fk_bench.core import scores
 from fk_bench.core.rows import Row, Status
 from fk_bench.explain import provider_times
-from fk_bench.kernels import report
 from fk_bench.tables.layers import MODEL, groups, timed
 from fk_bench.tables.origin import Files
 
@@ -109,7 +109,7 @@ def points(files: Files) -> list[Point]:
     """All points. Of two equally near ones the first counts: files in the given order, later rows first."""
     found: list[Point] = []
     for name, mine in files.items():
-        made = [p for r in report.latest(mine) for p in _judged(r)]
+        made = [p for r in scores.latest(mine) for p in _judged(r)]
         made += [p for r in mine if r.command == "explain" for p in _explained(r)]
         layers = timed({name: mine}, "skinny_linear")
         calls = timed({name: mine}, "decode_attention")

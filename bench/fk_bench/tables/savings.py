@@ -15,8 +15,8 @@ from functools import cache
 from fastkernels.core import registry
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain.cost_model import Call, Step, step
-from fk_bench.explain.measurements import Point, distance, shape
 from fk_bench.kernels.judge.clock import roofline
+from fk_bench.tables.measurements import Point, distance, shape
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
 BATCHES = (1, 8, 32, 256)

@@ -1,0 +1,1 @@
+"""A host's offline engine in a process of its own, and its random weights."""

@@ -1,0 +1,1 @@
+"""One run of `fk-bench serve-compare`, and the commands on runs: `diff` and `report`."""
