@@ -9,8 +9,6 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
 export HF_HUB_OFFLINE ?= 1
-# tests start hundreds of processes, each of which would compile our modules again
-unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo demo-vision test test-slow test-newest bench-h200 lint docs format clean
 setup:
