@@ -20,9 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without a network, the hub's client tries for 25 s
 # Tests start hundreds of processes, each of which would compile our modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import pytest
+
+sys.dont_write_bytecode = False
 
 # Each client of httpx reads all certificates again, for 40 ms; no test needs them.
 ssl.create_default_context = cache(ssl.create_default_context)

@@ -41,7 +41,7 @@ from fk_bench.batch.queue import Batch, Command, Part, chosen, done_before  # no
 from fk_bench.core import machine  # noqa: E402
 from fk_bench.core.flags import ConfigError, comma_list  # noqa: E402
 from fk_bench.core.machine import absolute  # noqa: E402
-from fk_bench.core.signals import Interrupted, signals_raise  # noqa: E402
+from fk_bench.core.signals import EndedBySignal, signals_raise  # noqa: E402
 
 from fastkernels.core import registry  # noqa: E402
 
@@ -452,7 +452,7 @@ def main() -> int:
     try:
         with signals_raise():
             failed = batch.run()
-    except Interrupted as error:
+    except EndedBySignal as error:
         print(f"{error}; OUT={settings.out} resumes this run")
         return 130
     for name, command in zip(("tables", "documents"), after, strict=False):

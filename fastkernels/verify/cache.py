@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-import fastkernels
 from fastkernels.core import compile_cache, tuning
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Table, TableError
 
 log = logging.getLogger("fastkernels")
+
+LIBRARY = Path(__file__).resolve().parents[1]
 NAME = "verified"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -37,7 +38,7 @@ def facts(chip: str, host: str, host_version: str) -> dict[str, str]:
         "torch": str(torch.__version__),
         "triton": triton,
         "host": f"{host} {host_version}",
-        "sources": source_digest(Path(fastkernels.__file__).parent),
+        "sources": source_digest(LIBRARY),
         "overlap": str(Environment.read().overlap),
     }
 

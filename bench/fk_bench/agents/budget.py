@@ -21,7 +21,7 @@ def seconds_of(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Budget:
+class TaskBudget:
     """Limits of one task; None is no limit. Checks of the judge count towards the time."""
 
     seconds: float | None = None
@@ -38,7 +38,7 @@ class Budget:
 class Spent:
     """Use of the budget by a task. Tokens and cost are the agent's own report."""
 
-    budget: Budget
+    budget: TaskBudget
     attempts: int = 0
     tokens: int = 0
     cost_usd: float = 0.0

@@ -16,7 +16,7 @@ from fastkernels.core.registry import UnknownName
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.agents import adapters, tasks, transcript
-from fk_bench.agents.budget import Budget, seconds_of
+from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop
 from fk_bench.agents.session import COMMAND, Session, Settings
 from fk_bench.core.machine import torch_device
@@ -88,7 +88,7 @@ def agent_loop_command(
     task has no right attempt.
     """
     try:
-        limits = Budget(seconds_of(budget), attempts, tokens)
+        limits = TaskBudget(seconds_of(budget), attempts, tokens)
         what = _command(command, agent, agent_option or (), network, env or (), readable or (), not no_cage)
         if mode not in MODES:
             raise UnknownName("mode", mode, MODES)

@@ -18,7 +18,7 @@ from fastkernels.core.registry import UnknownName
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.agents import tasks, transcript
-from fk_bench.agents.budget import Budget, seconds_of
+from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail
@@ -182,7 +182,7 @@ def mcp_command(
     The run's folder gets rows, sources, a page and the set of winners, like that of `fk-bench agent-loop`.
     """
     try:
-        limits = Budget(seconds_of(budget), attempts)
+        limits = TaskBudget(seconds_of(budget), attempts)
         named = tuple(filter(None, map(str.strip, ops.split(","))))
         names, text = tasks.chosen(named, level, model)
         sources = tuple(filter(None, map(str.strip, final.split(","))))

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastkernels.core.candidate import sources, sources_folder
 from fk_bench.agents import feedback
-from fk_bench.agents.budget import Budget, Spent
+from fk_bench.agents.budget import Spent, TaskBudget
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Judge, Options
@@ -38,12 +38,12 @@ class Settings:
 
     seen: Options
     final: Options
-    budget: Budget
+    budget: TaskBudget
     label: Mapping[str, str]
 
     @classmethod
     def of(
-        cls, options: Options, budget: Budget, label: Mapping[str, str], names: tuple[str, ...] = (),
+        cls, options: Options, budget: TaskBudget, label: Mapping[str, str], names: tuple[str, ...] = (),
         final: tuple[str, ...] = SOURCES,
     ) -> Settings:  # fmt: skip
         """names: only these cases in attempts."""

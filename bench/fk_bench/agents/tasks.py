@@ -16,7 +16,7 @@ from fastkernels.core import registry
 from fastkernels.core.declaration import Tensor
 from fastkernels.core.definition import definition, standalone
 from fastkernels.core.spec import OpSpec
-from fk_bench.agents.budget import Budget
+from fk_bench.agents.budget import TaskBudget
 from fk_bench.agents.session import copy_candidate
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core import machine
@@ -119,7 +119,7 @@ def check_cases(names: Sequence[str], cases: Sequence[str]) -> None:
 
 
 def write(
-    op: str, folder: Path, budget: Budget, device: str, names: Sequence[str] = (),
+    op: str, folder: Path, budget: TaskBudget, device: str, names: Sequence[str] = (),
     below: Mapping[str, Path] | None = None, begin: Path | None = None,
 ) -> Path:  # fmt: skip
     """Write the folder of a task; returns the stub, a copy of `begin` if given.
@@ -153,7 +153,7 @@ def write(
     return stub
 
 
-def statement(op: str, budget: Budget, device: str, cases: Sequence[Any], below: bool) -> str:
+def statement(op: str, budget: TaskBudget, device: str, cases: Sequence[Any], below: bool) -> str:
     """The task as text, for a person or a language model."""
     about = "" if "." in op else (registry.op_module(op).__doc__ or "").strip().partition("\n\n")[0]
     about = f"\n{about}\n" if about else ""

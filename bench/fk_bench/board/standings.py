@@ -16,7 +16,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.core.scores import FAILED, NOT_RUN, latest
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate import macro_eval as macro
-from fk_bench.evaluate.macro_eval import Item, MacroEval, Outcome, Part, Rules
+from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, Rules
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.fidelity import BOUNDS
 from fk_bench.evaluate.suites import SuiteError, load, of_model
@@ -77,7 +77,7 @@ class Entry:
         return (self.about.agent if self.about is not None else "") or self.label.get("agent", "")
 
     @property
-    def outcomes(self) -> dict[Item, Outcome]:
+    def outcomes(self) -> dict[Item, ItemOutcome]:
         return {i: o for i, r in self.items.items() if (o := results.outcome_of(r)) is not None}
 
     @property
@@ -311,7 +311,7 @@ def _ranks_at(
     return {name: order.index(name) + 1 for name in order}
 
 
-def _scaled(row: Row, outcome: Outcome, scale: float) -> Outcome:
+def _scaled(row: Row, outcome: ItemOutcome, scale: float) -> ItemOutcome:
     m = row.metrics
     if "discrepancy" not in m or "noise" not in m:
         return outcome

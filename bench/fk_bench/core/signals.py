@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 
-class Interrupted(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP as an exception in the main thread, so that every `finally` runs."""
 
     def __init__(self, number: int):
@@ -19,13 +19,13 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Turn the signals that end a command into Interrupted; further ones do not interrupt the cleanup."""
+    """Turn the signals that end a command into EndedBySignal; further ones do not interrupt the cleanup."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def handler(number: int, frame: FrameType | None) -> NoReturn:
         for n in numbers:
             signal.signal(n, signal.SIG_IGN)
-        raise Interrupted(number)
+        raise EndedBySignal(number)
 
     before = {n: signal.signal(n, handler) for n in numbers}
     try:

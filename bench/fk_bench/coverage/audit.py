@@ -14,7 +14,7 @@ from fk_integrations.transformers.matching import Kind, Match, match
 from fastkernels.models.common import registry
 
 
-class Verdict(str, Enum):
+class Coverage(str, Enum):
     """See docs/coverage.md. FAILED: the audit could not build or read the architecture; it counts as not covered."""
 
     RUNS = "runs"
@@ -25,8 +25,8 @@ class Verdict(str, Enum):
     FAILED = "failed"
 
 
-STRICT = (Verdict.RUNS, Verdict.COMPOSABLE)
-LOOSE = (*STRICT, Verdict.PARTIAL)
+STRICT = (Coverage.RUNS, Coverage.COMPOSABLE)
+LOOSE = (*STRICT, Coverage.PARTIAL)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Row:
     """
 
     file: str
-    verdict: Verdict
+    verdict: Coverage
     model_type: str = ""
     model: str = ""
     modules: int = 0
@@ -67,7 +67,7 @@ class Row:
         return Row(
             **{
                 **row,
-                "verdict": Verdict(row["verdict"]),
+                "verdict": Coverage(row["verdict"]),
                 "ops": tuple(row["ops"]),
                 "served": tuple(row["served"]),
             }
@@ -80,15 +80,15 @@ def audit(file: str) -> Row:
         known = architectures.candidates(file)
         served = _served(architectures.classes(file))
     except architectures.External as error:
-        return Row(file, Verdict.EXTERNAL, error=str(error))
+        return Row(file, Coverage.EXTERNAL, error=str(error))
     cls: Any = known[0]
     runs = cls.__name__ in served
     try:
         cls, model = architectures.representative(file)
     except architectures.External as error:
-        return Row(file, Verdict.RUNS if runs else Verdict.EXTERNAL, model=cls.__name__, error=str(error))
+        return Row(file, Coverage.RUNS if runs else Coverage.EXTERNAL, model=cls.__name__, error=str(error))
     except Exception as error:  # of a host's default config
-        failed = Verdict.RUNS if runs else Verdict.FAILED
+        failed = Coverage.RUNS if runs else Coverage.FAILED
         return Row(file, failed, model=cls.__name__, error=f"{type(error).__name__}: {error}"[:200])
     runs = cls.__name__ in served
     model_type = getattr(cls.config_class, "model_type", "") or file.partition("/")[0]
@@ -96,7 +96,7 @@ def audit(file: str) -> Row:
     for variant in architectures.variants(model):
         found |= {(type(module).__name__, match(module)) for module in variant.modules()}
     row = judge(file, model_type, cls.__name__, runs, found)
-    if row.verdict is Verdict.COMPOSABLE:
+    if row.verdict is Coverage.COMPOSABLE:
         row = needing(row, switches.switched(model))
     return replace(row, served=served)
 
@@ -107,7 +107,7 @@ def needing(row: Row, switched: Iterable[tuple[str, str, Match]]) -> Row:
     for cls, told, m in switched:
         if not m.strict:
             differs.setdefault(m.needs or f"{m.op}: not shown to be equal", []).append(f"{cls} with {told}")
-    return replace(row, verdict=Verdict.PARTIAL, differs=differs) if differs else row
+    return replace(row, verdict=Coverage.PARTIAL, differs=differs) if differs else row
 
 
 def _served(classes: Iterable[str]) -> tuple[str, ...]:
@@ -126,11 +126,11 @@ def judge(file: str, model_type: str, model: str, runs: bool, found: set[tuple[s
         elif not m.strict:
             differs.setdefault(m.needs or f"{m.op}: not shown to be equal", []).append(cls)
     if runs:
-        verdict = Verdict.RUNS
+        verdict = Coverage.RUNS
     elif missing:
-        verdict = Verdict.NEW_PRIMITIVE
+        verdict = Coverage.NEW_PRIMITIVE
     else:
-        verdict = Verdict.PARTIAL if differs else Verdict.COMPOSABLE
+        verdict = Coverage.PARTIAL if differs else Coverage.COMPOSABLE
     ops = sorted({m.op for _, m in found if m.strict and m.kind is Kind.OP})
     strict = sum(m.strict for _, m in found)
     return Row(file, verdict, model_type, model, len(found), strict, tuple(ops), missing, differs)
@@ -149,7 +149,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     )
     return {
         "architectures": len(rows),
-        "verdicts": {verdict.value: counts[verdict] for verdict in Verdict},
+        "verdicts": {verdict.value: counts[verdict] for verdict in Coverage},
         "strict": {"count": sum(counts[v] for v in STRICT), "percent": _percent(STRICT, counts, total)},
         "loose": {"count": sum(counts[v] for v in LOOSE), "percent": _percent(LOOSE, counts, total)},
         "missing": [_needed(name, n, alone) for name, n in primitives.most_common()],
@@ -157,7 +157,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _percent(verdicts: tuple[Verdict, ...], counts: Counter[Verdict], total: int) -> float:
+def _percent(verdicts: tuple[Coverage, ...], counts: Counter[Coverage], total: int) -> float:
     return round(100 * sum(counts[v] for v in verdicts) / total, 1)
 
 

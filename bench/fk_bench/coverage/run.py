@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import psutil
 
-from fk_bench.coverage.audit import Row, Verdict
+from fk_bench.coverage.audit import Coverage, Row
 
 START = 60.0  # CPU seconds more for the first file of a process, which imports transformers
 LIMIT = 300.0  # CPU seconds of a file
@@ -56,7 +56,7 @@ def _work(todo: queue.SimpleQueue[str], rows: dict[str, Row], done: Callable[[Ro
                 if status == -9
                 else f"the process ended with status {status}"
             )
-            row, process = Row(file, Verdict.FAILED, error=reason), None
+            row, process = Row(file, Coverage.FAILED, error=reason), None
         rows[file] = row
         done(row)
     if process is not None and process.stdin is not None:

@@ -14,7 +14,7 @@ def main() -> None:
 
     import torch
 
-    from fk_bench.coverage.audit import Row, Verdict, audit
+    from fk_bench.coverage.audit import Coverage, Row, audit
 
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -23,7 +23,7 @@ def main() -> None:
             row = audit(file)
         except Exception as error:  # one architecture must not end the audit of the others
             message = str(error).strip().splitlines() or [""]
-            row = Row(file, Verdict.FAILED, error=f"{type(error).__name__}: {message[0]}")
+            row = Row(file, Coverage.FAILED, error=f"{type(error).__name__}: {message[0]}")
         print(json.dumps(row.to_dict()), file=answers)
 
 

@@ -31,7 +31,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemOutcome:
     """Speedups of the set over the same host without it, and correctness in [0, 1]. Raises ValueError outside."""
 
     throughput: float
@@ -89,7 +89,7 @@ def _geometric(values: Sequence[float]) -> float | None:
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
-def _part(outcomes: Sequence[Outcome | None], rules: Rules) -> Part:
+def _part(outcomes: Sequence[ItemOutcome | None], rules: Rules) -> Part:
     """The figures of one group. None is an item that was not run, failed, or in which no candidate ran."""
     there = [o for o in outcomes if o is not None]
     valid = [o for o in there if o.correctness >= rules.threshold]
@@ -102,7 +102,7 @@ def _part(outcomes: Sequence[Outcome | None], rules: Rules) -> Part:
     return Part(len(outcomes), len(valid), _geometric(speeds), c / n, len(valid) / n, _geometric(b))
 
 
-def _combined(groups: Sequence[Sequence[Outcome | None]], rules: Rules) -> Part:
+def _combined(groups: Sequence[Sequence[ItemOutcome | None]], rules: Rules) -> Part:
     parts = [_part(group, rules) for group in groups]
     declared, valid = sum(p.declared for p in parts), sum(p.valid for p in parts)
     C, coverage = (math.fsum(x) / len(parts) for x in zip(*((p.C, p.coverage) for p in parts), strict=True))
@@ -111,7 +111,7 @@ def _combined(groups: Sequence[Sequence[Outcome | None]], rules: Rules) -> Part:
     return Part(declared, valid, S, C, coverage, S_valid)
 
 
-def _with_intervals(groups: Sequence[Sequence[Outcome | None]], rules: Rules, draws: int) -> Part:
+def _with_intervals(groups: Sequence[Sequence[ItemOutcome | None]], rules: Rules, draws: int) -> Part:
     whole = _combined(groups, rules)
     if not draws or all(len(group) < 2 for group in groups):  # nothing to draw from
         return whole
@@ -124,7 +124,7 @@ def _with_intervals(groups: Sequence[Sequence[Outcome | None]], rules: Rules, dr
 
 def macro_eval(
     declared: Iterable[Item],
-    outcomes: Mapping[Item, Outcome],
+    outcomes: Mapping[Item, ItemOutcome],
     categories: Iterable[str] = (),
     rules: Rules = DEFAULT,
     draws: int = 1000,  # of the bootstrap; 0: no intervals
@@ -140,7 +140,7 @@ def macro_eval(
         raise ValueError(f"declared twice: {', '.join(twice)}")
     if unknown := outcomes.keys() - set(items):
         raise ValueError(f"measured but not declared: {', '.join(sorted(map(str, unknown)))}")
-    groups: dict[str, dict[str, list[Outcome | None]]] = {f.name: {} for f in fields(Item)}
+    groups: dict[str, dict[str, list[ItemOutcome | None]]] = {f.name: {} for f in fields(Item)}
     groups["category"] = {name: [] for name in names}
     for item in items:
         for name, group in groups.items():

@@ -66,7 +66,7 @@ def catalogue(folder: Path | None = None) -> list[Cheat]:
 
 
 @dataclass
-class Verdict:
+class CheatVerdict:
     """The outcomes of a cheat (without the scan) and of its twin (with it), and what is wrong with each, or ''."""
 
     cheat: Cheat
@@ -83,12 +83,12 @@ def try_cheat(
     options: Options,
     folder: Path | None = None,
     twins: dict[tuple[Any, ...], list[Row]] | None = None,
-) -> Verdict:
+) -> CheatVerdict:
     """Judge the twin with the scan, the cheat without it, and scan the cheat.
 
     twins: rows of the twins that passed. If no times are compared, a twin with the same code is not judged again.
     """
-    verdict = Verdict(cheat)
+    verdict = CheatVerdict(cheat)
     twin = cheat.op, cheat.case, cheat.sources, cheat.ranks, _code(cheat.file(True, folder))
     honest = twins.get(twin, []) if twins is not None and NO_GAIN not in cheat.caught else []
     for _ in range(0 if honest else TRIES):
@@ -212,7 +212,7 @@ def run_cheats(
     }  # fmt: skip
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict: CheatVerdict) -> str:
     """One line for people."""
     name = f"{verdict.cheat.name:20s} {verdict.cheat.op:14s}"
     cheat = f"NOT CAUGHT ({verdict.problem})" if verdict.problem else "caught"
@@ -220,7 +220,7 @@ def line(verdict: Verdict) -> str:
     return printable(f"{name} {cheat}: {printable(verdict.outcome, 100)} | twin {twin}")
 
 
-def _result(judge: Judge, verdict: Verdict) -> Iterable[Row]:
+def _result(judge: Judge, verdict: CheatVerdict) -> Iterable[Row]:
     cheat = verdict.cheat
     template = judge.rows[-1]
     for twin, problem, said in (

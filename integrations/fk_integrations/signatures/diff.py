@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # commands look up hosts and versions here before they import
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SignatureDiff:
     """One (op, host class, version).
 
     exact     same names, order, kinds and defaults of __init__ and of the call; and a fork's class has all that the
@@ -175,7 +175,7 @@ def _registers(node: ast.AST) -> bool:
     )
 
 
-def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
+def compare(spec: OpSpec, target: Target, version: str) -> SignatureDiff:
     """Compare the target's class with the record of that version, which must have the target's path."""
     from fastkernels.export.exporter import METHOD_SEAMS
 
@@ -186,7 +186,7 @@ def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     if lacks and not inherits:
         found = "; ".join([*([found] if found else []), f"lacks {', '.join(lacks)}, which the host uses"])
     reason = f"{found}. {target.note}" if found and target.note else found
-    return Comparison(
+    return SignatureDiff(
         spec.name, target.host, version, target.cls, target.path, not found, reason, lacks, inherits
     )
 
@@ -201,7 +201,7 @@ def versions(host: str) -> list[str]:
     return list(recorded(host))
 
 
-def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
+def comparisons(ops: list[str] | None = None) -> Iterator[SignatureDiff]:
     """Every op, host and recorded version. A path that a target names and the version lacks is a difference."""
     for name in registry.op_names() if ops is None else ops:
         spec = registry.get(name)
@@ -213,4 +213,4 @@ def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:
                     yield compare(spec, target, version)
                 else:
                     missing = f"{target.path} is not in the record of {target.host} {version}"
-                    yield Comparison(name, target.host, version, target.cls, target.path, False, missing)
+                    yield SignatureDiff(name, target.host, version, target.cls, target.path, False, missing)

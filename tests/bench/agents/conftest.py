@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fk_bench.agents.budget import Budget
+from fk_bench.agents.budget import TaskBudget
 from fk_bench.agents.session import Session, Settings
 from fk_bench.agents.tasks import write
 from fk_bench.core.rows import Row, Status, Subject
@@ -41,7 +41,7 @@ def settings() -> Callable[..., Settings]:
     def make(**limits: int | float) -> Settings:
         options = Options(device="cpu", rounds=3, seconds=0.3, timeout=60)
         label = {"agent": "test", "command": "", "mode": "independent", "suffix": ""}
-        return Settings.of(options, Budget(**limits), label, (CASE,), ("held-out",))  # type: ignore[arg-type]
+        return Settings.of(options, TaskBudget(**limits), label, (CASE,), ("held-out",))  # type: ignore[arg-type]
 
     return make
 

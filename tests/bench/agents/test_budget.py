@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fk_bench.agents.budget import Budget, Spent, seconds_of
+from fk_bench.agents.budget import Spent, TaskBudget, seconds_of
 
 
 @pytest.mark.parametrize(("text", "want"), [("90s", 90), ("20m", 1200), ("1h30m", 5400), ("0.5m", 30)])
@@ -19,17 +19,17 @@ def test_bad_duration_is_refused(text: str) -> None:
 
 def test_limits_are_at_least_one() -> None:
     with pytest.raises(ValueError, match="--attempts 0"):
-        Budget(attempts=0)
+        TaskBudget(attempts=0)
 
 
 def test_first_reached_limit_is_named() -> None:
-    spent = Spent(Budget(seconds=1000, attempts=2, tokens=50))
+    spent = Spent(TaskBudget(seconds=1000, attempts=2, tokens=50))
     assert not spent.used_up
     spent.tokens = 60
     assert spent.used_up == "50 tokens"
     spent.attempts = 2
     assert spent.used_up == "2 attempts"
     assert spent.left()["tokens"] == 0 and spent.left()["attempts"] == 0
-    spent = Spent(Budget(seconds=5))
+    spent = Spent(TaskBudget(seconds=5))
     spent.started -= 6
     assert spent.used_up == "5 seconds"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bench.agents.conftest import row
 from fk_bench.agents import feedback
-from fk_bench.agents.budget import Budget, Spent
+from fk_bench.agents.budget import Spent, TaskBudget
 from fk_bench.agents.session import Attempt, Task
 from fk_bench.core.rows import Status
 
@@ -71,6 +71,6 @@ def attempt(number: int, status: Status, speedup: float | None) -> Attempt:
     ],
 )
 def test_best_attempt_is_the_fastest_right_one(found: Any, best: int | None) -> None:
-    task = Task("rms_norm", 1, Any, Spent(Budget()))  # type: ignore[arg-type]
+    task = Task("rms_norm", 1, Any, Spent(TaskBudget()))  # type: ignore[arg-type]
     task.attempts = [attempt(n, *one) for n, one in enumerate(found)]
     assert (None if task.best is None else task.best.number) == best

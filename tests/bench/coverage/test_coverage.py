@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 from fk_bench.coverage import run as runner
-from fk_bench.coverage.audit import Row, Verdict, audit, judge, summary
+from fk_bench.coverage.audit import Coverage, Row, audit, judge, summary
 from fk_bench.coverage.command import file_of, paper_files
 from fk_integrations.transformers import architectures, switches
 from fk_integrations.transformers.matching import Kind, Match, missing
@@ -75,8 +75,8 @@ def test_wrapper_is_built_from_its_documented_config(name: str, part: str) -> No
 def _of_default(row: Row) -> str:
     """The verdict on the default config, which the readings are of: without what only switched configs need."""
     named = [name for names in row.differs.values() for name in names]
-    only_switched = row.verdict is Verdict.PARTIAL and all(" with " in name for name in named)
-    return (Verdict.COMPOSABLE if only_switched else row.verdict).value
+    only_switched = row.verdict is Coverage.PARTIAL and all(" with " in name for name in named)
+    return (Coverage.COMPOSABLE if only_switched else row.verdict).value
 
 
 @pytest.mark.slow
@@ -92,26 +92,26 @@ def test_missing_primitive_comes_before_difference() -> None:
     row = judge(
         "x/modeling_x.py", "x", "X", False, {("Linear", op), ("A", other), ("C", missing("convolution"))}
     )
-    assert row.verdict is Verdict.NEW_PRIMITIVE
+    assert row.verdict is Coverage.NEW_PRIMITIVE
     assert (row.missing, row.differs) == ({"convolution": ["C"]}, {"a bias": ["A"]})
-    assert judge("x", "x", "X", False, {("A", other)}).verdict is Verdict.PARTIAL
-    assert judge("x", "x", "X", False, {("Linear", op)}).verdict is Verdict.COMPOSABLE
-    assert judge("x", "x", "X", True, {("A", other)}).verdict is Verdict.RUNS
+    assert judge("x", "x", "X", False, {("A", other)}).verdict is Coverage.PARTIAL
+    assert judge("x", "x", "X", False, {("Linear", op)}).verdict is Coverage.COMPOSABLE
+    assert judge("x", "x", "X", True, {("A", other)}).verdict is Coverage.RUNS
 
 
 def test_partly_served_file_does_not_run() -> None:
     """Of gemma3 the engine serves the causal language model; the class that stands for the file reads images."""
     row = audit("gemma3/modeling_gemma3.py")
-    assert row.model == "Gemma3ForConditionalGeneration" and row.verdict is not Verdict.RUNS
+    assert row.model == "Gemma3ForConditionalGeneration" and row.verdict is not Coverage.RUNS
     assert row.served == ("Gemma3ForCausalLM",)
     whole = audit("qwen3/modeling_qwen3.py")
-    assert whole.verdict is Verdict.RUNS and whole.model in whole.served
+    assert whole.verdict is Coverage.RUNS and whole.model in whole.served
 
 
 def test_relative_attention_off_by_default_is_partial() -> None:
     row = audit(file_of("deberta_v2"))
     told = [name for names in row.differs.values() for name in names]
-    assert row.verdict is Verdict.PARTIAL and not row.missing
+    assert row.verdict is Coverage.PARTIAL and not row.missing
     assert "DisentangledSelfAttention with relative_attention=True" in told
     assert any("pos_att_type=['c2p', 'p2c']" in name for name in told), "the members that the file looks for"
 
@@ -119,14 +119,14 @@ def test_relative_attention_off_by_default_is_partial() -> None:
 def test_position_embeddings_of_another_choice_are_partial() -> None:
     row = audit(file_of("wav2vec2_conformer"))
     told = [name for names in row.differs.values() for name in names]
-    assert row.verdict is Verdict.PARTIAL
+    assert row.verdict is Coverage.PARTIAL
     assert "Wav2Vec2ConformerSelfAttention with position_embeddings_type='rotary'" in told
 
 
 @pytest.mark.parametrize("name", ["cvt", "idefics", "sam_hq"])
 def test_attention_or_linear_not_shown_equal_is_partial(name: str) -> None:
     row = audit(file_of(name))
-    assert row.verdict is Verdict.PARTIAL and row.differs
+    assert row.verdict is Coverage.PARTIAL and row.differs
 
 
 @pytest.mark.parametrize("name", ["deit", "arcee"])
@@ -136,7 +136,7 @@ def test_covered_switches_stay_composable(name: str) -> None:
     _, model = architectures.representative(file)
     found = list(switches.switched(model))
     assert found and all(m.strict for _, _, m in found), found
-    assert audit(file).verdict is Verdict.COMPOSABLE
+    assert audit(file).verdict is Coverage.COMPOSABLE
 
 
 def test_part_that_the_default_leaves_out_is_built() -> None:
@@ -150,7 +150,7 @@ def test_part_that_the_default_leaves_out_is_built() -> None:
 
 
 def test_failed_audit_counts_as_not_covered() -> None:
-    kinds = (Verdict.RUNS, Verdict.COMPOSABLE, Verdict.PARTIAL, Verdict.FAILED)
+    kinds = (Coverage.RUNS, Coverage.COMPOSABLE, Coverage.PARTIAL, Coverage.FAILED)
     counted = summary([Row(f"{kind}", kind) for kind in kinds])
     assert counted["strict"] == {"count": 2, "percent": 50.0}
     assert counted["loose"] == {"count": 3, "percent": 75.0}
@@ -160,7 +160,7 @@ def test_hanging_file_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "START", 0.0)
     monkeypatch.setattr(runner, "LIMIT", 0.2)  # less than a process needs to import transformers
     rows = runner.run(["llama/modeling_llama.py", "qwen2/modeling_qwen2.py"], workers=2)
-    assert [row.verdict for row in rows] == [Verdict.FAILED] * 2
+    assert [row.verdict for row in rows] == [Coverage.FAILED] * 2
     assert all("no answer" in row.error for row in rows)
 
 
@@ -170,8 +170,8 @@ def test_waiting_does_not_count_against_the_limit(monkeypatch: pytest.MonkeyPatc
         [sys.executable, "-c", "import time; input(); time.sleep(2); print('{}', flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
     )  # fmt: skip
-    monkeypatch.setattr(Row, "from_dict", staticmethod(lambda row: Row("x", Verdict.PARTIAL)))
-    assert runner._answer(process, "x", limit=1.0) == Row("x", Verdict.PARTIAL)
+    monkeypatch.setattr(Row, "from_dict", staticmethod(lambda row: Row("x", Coverage.PARTIAL)))
+    assert runner._answer(process, "x", limit=1.0) == Row("x", Coverage.PARTIAL)
     process.kill()
     process.wait()
 
@@ -182,7 +182,7 @@ def test_paper_list_has_425_files() -> None:
 
 
 def test_rows_survive_json() -> None:
-    row = Row("x/modeling_x.py", Verdict.PARTIAL, ops=("linear",), differs={"a bias": ["A"]})
+    row = Row("x/modeling_x.py", Coverage.PARTIAL, ops=("linear",), differs={"a bias": ["A"]})
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from fk_bench.evaluate.macro_eval import PEER, Item, Outcome, macro_eval
+from fk_bench.evaluate.macro_eval import PEER, Item, ItemOutcome, macro_eval
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ A, B, C = item("text", "a"), item("text", "b"), item("image", "c", "diffusers")
 
 
 def test_one_item_of_each_category():
-    score = macro_eval([A, C], {A: Outcome(1.44, 1.0, 1.0), C: Outcome(1.0, 1.0, 0.95)}).overall
+    score = macro_eval([A, C], {A: ItemOutcome(1.44, 1.0, 1.0), C: ItemOutcome(1.0, 1.0, 0.95)}).overall
     assert pytest.approx(math.sqrt(1.2)) == score.S  # b: 1.2 and 1.0
     assert (score.C, score.coverage) == (pytest.approx(0.975), 1.0)
     assert score.score == pytest.approx(math.sqrt(1.2) * 0.975)
@@ -27,22 +27,22 @@ def test_one_item_of_each_category():
 
 
 def test_item_not_run_enters_with_the_floor():
-    score = macro_eval([A, B], {A: Outcome(1.21, 1.21, 1.0)}).overall
+    score = macro_eval([A, B], {A: ItemOutcome(1.21, 1.21, 1.0)}).overall
     assert pytest.approx(math.sqrt(1.21 * 0.5)) == score.S
     assert (score.C, score.coverage, score.S_valid) == (0.5, 0.5, pytest.approx(1.21))
 
 
 def test_invalid_item_loses_speed_and_correctness():
-    score = macro_eval([A], {A: Outcome(3.0, 3.0, 0.89)}).overall
+    score = macro_eval([A], {A: ItemOutcome(3.0, 3.0, 0.89)}).overall
     assert (score.S, score.C, score.coverage, score.score, score.S_valid) == (0.5, 0.0, 0.0, 0.0, None)
 
 
 def test_slow_item_is_floored():
-    assert macro_eval([A], {A: Outcome(0.1, 0.1, 1.0)}).overall.score == pytest.approx(0.5)
+    assert macro_eval([A], {A: ItemOutcome(0.1, 0.1, 1.0)}).overall.score == pytest.approx(0.5)
 
 
 def test_declared_category_without_items_lowers_every_part():
-    score = macro_eval([A], {A: Outcome(1.0, 1.0, 1.0)}, categories=["text", "image"]).overall
+    score = macro_eval([A], {A: ItemOutcome(1.0, 1.0, 1.0)}, categories=["text", "image"]).overall
     assert (score.S, score.C, score.coverage) == (pytest.approx(math.sqrt(0.5)), 0.5, 0.5)
 
 
@@ -52,7 +52,7 @@ def test_empty_set_scores_zero_at_the_floor():
 
 
 def test_groups_have_parts_of_their_own():
-    scores = macro_eval([A, B, C], {A: Outcome(1.1, 1.1, 1.0), C: Outcome(1.3, 1.3, 1.0)})
+    scores = macro_eval([A, B, C], {A: ItemOutcome(1.1, 1.1, 1.0), C: ItemOutcome(1.3, 1.3, 1.0)})
     assert pytest.approx(1.3) == scores.by["host"]["diffusers"].S
     assert scores.by["host"]["vllm"].coverage == 0.5
     assert scores.by["model"]["a"].score == pytest.approx(1.1)
@@ -61,7 +61,7 @@ def test_groups_have_parts_of_their_own():
 
 def test_interval_contains_the_score():
     items = [item("text", str(n)) for n in range(12)]
-    outcomes = {i: Outcome(1 + n / 10, 1.0, 1.0) for n, i in enumerate(items)}
+    outcomes = {i: ItemOutcome(1 + n / 10, 1.0, 1.0) for n, i in enumerate(items)}
     score = macro_eval(items, outcomes).overall
     low, high = score.ci95["score"]
     assert low < score.score < high
@@ -72,10 +72,10 @@ def test_interval_contains_the_score():
     [
         lambda: macro_eval([], {}),
         lambda: macro_eval([A, A], {}),
-        lambda: macro_eval([A], {B: Outcome(1.0, 1.0, 1.0)}),
-        lambda: Outcome(0.0, 1.0, 1.0),
-        lambda: Outcome(1.0, math.nan, 1.0),
-        lambda: Outcome(1.0, 1.0, 1.01),
+        lambda: macro_eval([A], {B: ItemOutcome(1.0, 1.0, 1.0)}),
+        lambda: ItemOutcome(0.0, 1.0, 1.0),
+        lambda: ItemOutcome(1.0, math.nan, 1.0),
+        lambda: ItemOutcome(1.0, 1.0, 1.01),
     ],
 )
 def test_impossible_input_is_refused(wrong):
@@ -84,12 +84,12 @@ def test_impossible_input_is_refused(wrong):
 
 
 speeds = st.floats(0.05, 20)
-results = st.builds(Outcome, speeds, speeds, st.floats(0, 1))
+results = st.builds(ItemOutcome, speeds, speeds, st.floats(0, 1))
 KEYS = [item(c, m, h) for c in ("text", "image", "audio") for m in "ab" for h in ("vllm", "sglang")]
 boards = st.dictionaries(st.sampled_from(KEYS), results)
 
 
-def score_of(outcomes: dict[Item, Outcome], declared: list[Item] = KEYS) -> float:
+def score_of(outcomes: dict[Item, ItemOutcome], declared: list[Item] = KEYS) -> float:
     return macro_eval(declared, outcomes, draws=0).overall.score
 
 
@@ -146,7 +146,7 @@ AS_IS = {"3D / Robotics / Science", "Recommendation & Specialized"}
 def test_published_rows_follow_from_their_components(runs, S, correctness, coverage, score):
     items = [Item(family, str(n), "all", "peer") for n, (family, *_) in enumerate(PUBLISHED)]
     outcomes = {
-        key: Outcome(t, latency, c)
+        key: ItemOutcome(t, latency, c)
         for key, (family, t, latency, c) in zip(items, PUBLISHED, strict=True)
         if t is not None and (runs is None or family in runs)
     }

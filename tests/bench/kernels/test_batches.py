@@ -17,7 +17,7 @@ from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.memory.place import Place
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
@@ -134,7 +134,7 @@ def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatc
     asked, opened = [], []
 
     class Queue:
-        gate = Gate(fd)
+        gate = CallGate(fd)
 
         def ask(self, do: str, slots: list[int], tickets: list[int]) -> None:
             asked.append((do, slots, tickets))

@@ -11,7 +11,7 @@ import pytest
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.processes.protocol import Channel
-from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess, TimeBudget
 
 SLEEPS = "import time\nimport torch\ndef relu2(x):\n    time.sleep(0.8)\n    return torch.relu(x).square()\n"
 # Cases of both ops that take no time
@@ -71,7 +71,7 @@ def test_wait_ends_with_the_shortest_budget(left: float) -> None:
     child = Slow()
     with child.channel, child.other:
         side = RunnerProcess(child, "candidate", 60.0, False)
-        side.budgets = (Budget(3600.0, "op"), Budget(10.0, "case", 10.0 - left))
+        side.budgets = (TimeBudget(3600.0, "op"), TimeBudget(10.0, "case", 10.0 - left))
         start = time.monotonic()
         with pytest.raises(RunnerError, match="it used its 10 s for one case") as error:
             side.ask("copy")
@@ -85,7 +85,7 @@ def test_timeout_of_a_command_is_shorter_than_budgets() -> None:
     child = Slow()
     with child.channel, child.other:
         side = RunnerProcess(child, "candidate", 0.05, False)
-        side.budgets = (Budget(10.0, "case"),)
+        side.budgets = (TimeBudget(10.0, "case"),)
         with pytest.raises(RunnerError, match=r"no answer in 0\.05 s"):
             side.ask("copy")
 
@@ -94,7 +94,7 @@ def test_waits_are_counted_once_for_each_budget() -> None:
     child = Slow()
     with child.channel, child.other:
         side = RunnerProcess(child, "candidate", 5.0, False)
-        side.budgets = (Budget(10.0, "op", 1.0), Budget(5.0, "case"))
+        side.budgets = (TimeBudget(10.0, "op", 1.0), TimeBudget(5.0, "case"))
         for _ in range(2):
             side.begin("copy")
             nonce = Channel(child.other).receive(1.0)["nonce"]

@@ -15,7 +15,7 @@ from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked
 from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.rows import metrics
-from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict, decide
+from fk_bench.kernels.judge.rows.verdict import CaseVerdict, Evidence, decide
 
 
 def samples(
@@ -451,7 +451,7 @@ def test_row_has_quantiles_of_calls_alone() -> None:
     candidate, baseline = lone(samples(1e-6, 0.001, 1), 5e-6), samples(1e-6, 0.001, 2)
     baseline.passed = [1e-6 * i for i in range(11)]
     row: Any = SimpleNamespace(metrics={}, case={}, ci95={})
-    metrics._times(row, Timed(candidate, baseline, baseline), Verdict(Status.INVALID), 1, 1, 0.0)
+    metrics._times(row, Timed(candidate, baseline, baseline), CaseVerdict(Status.INVALID), 1, 1, 0.0)
     assert row.case["alone"] == {
         "candidate": {"alone": [5.0] * 5}, "baseline": {"passed": [1.0, 2.5, 5.0, 7.5, 9.0]},
     }  # fmt: skip

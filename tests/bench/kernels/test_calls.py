@@ -14,7 +14,7 @@ from fk_bench.kernels.judge.batches.lane import Lane, Timed
 from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.memory.slots import Slots
 
 from fastkernels.core import registry
@@ -29,7 +29,7 @@ class Side:
     alive = trusted = True
 
     def __init__(self, fd: int, name: str):
-        self.gate, self.name = Gate(fd), name
+        self.gate, self.name = CallGate(fd), name
         self.lane: Lane
         self.stopped, self.checked = False, 0
         self.todo: list[tuple[int, int]] = []

@@ -14,7 +14,7 @@ from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.processes.messages import Traced
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 from fk_bench.kernels.judge.rows import metrics
-from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict, decide
+from fk_bench.kernels.judge.rows.verdict import CaseVerdict, Evidence, decide
 
 from fastkernels.core import registry
 
@@ -39,7 +39,7 @@ def seen(**changes: Any) -> Evidence:
 
 
 def test_checked_and_timed_case_is_ok() -> None:
-    assert decide(seen()) == Verdict(Status.OK, "", True)
+    assert decide(seen()) == CaseVerdict(Status.OK, "", True)
 
 
 def test_no_evidence_is_not_ok() -> None:
@@ -49,7 +49,7 @@ def test_no_evidence_is_not_ok() -> None:
 
 @pytest.mark.parametrize("status", [Status.UNSUPPORTED, Status.SIGNATURE_MISMATCH])
 def test_refused_case_keeps_its_status(status: Status) -> None:
-    assert decide(Evidence(refused=(status, "why"))) == Verdict(status, "why")
+    assert decide(Evidence(refused=(status, "why"))) == CaseVerdict(status, "why")
 
 
 FAILURES = (
@@ -63,7 +63,7 @@ FAILURES = (
 def test_failure_outweighs_all_other_evidence(status: Status) -> None:
     """A process that fails after it was timed has lost; a failure of the baseline is not the candidate's."""
     verdict = decide(seen(failure=RunnerError(status, "why", True, "candidate")))
-    assert verdict == Verdict(status, "why")
+    assert verdict == CaseVerdict(status, "why")
     verdict = decide(seen(failure=RunnerError(status, "why", True, "baseline")))
     if status is Status.UNSUPPORTED:
         assert verdict.status is status
@@ -72,7 +72,7 @@ def test_failure_outweighs_all_other_evidence(status: Status) -> None:
 
 
 def test_wrong_output_outweighs_times() -> None:
-    assert decide(seen(wrong="output 0 is off")) == Verdict(Status.WRONG, "output 0 is off")
+    assert decide(seen(wrong="output 0 is off")) == CaseVerdict(Status.WRONG, "output 0 is off")
 
 
 def test_failure_of_the_judge_is_failed() -> None:
@@ -81,7 +81,7 @@ def test_failure_of_the_judge_is_failed() -> None:
 
 
 def test_extreme_case_needs_no_times() -> None:
-    assert decide(seen(wants_times=False, timed=None)) == Verdict(Status.OK, untimed=Untimed.NOT_WANTED)
+    assert decide(seen(wants_times=False, timed=None)) == CaseVerdict(Status.OK, untimed=Untimed.NOT_WANTED)
 
 
 def test_case_without_baseline_is_not_timed() -> None:

@@ -104,7 +104,7 @@ def test_headline_on_a_gpu_is_empty() -> None:
 def test_host_kernels_are_never_a_speedup() -> None:
     level = Level("concurrency", 1.0)
 
-    def found(**case: Any) -> verdict.Verdict:
+    def found(**case: Any) -> verdict.RunVerdict:
         results = [result("vllm"), result("vllm+fk", **PATCHED, **case)]
         for one, speed in zip(results, (1.0, 2.0), strict=True):
             rounds = {r: {"output_tokens_per_s": speed + r / 10} for r in range(2)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from fk_bench.core.stats import paired_ratio
 from fk_bench.evaluate import checkpoints
-from fk_bench.evaluate.macro_eval import Outcome
+from fk_bench.evaluate.macro_eval import ItemOutcome
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.fidelity import Fidelity, calibration, fidelity
 from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
@@ -53,7 +53,7 @@ class Measured:
     entry: Entry
     found: Found = field(default_factory=lambda: Found((), (), (), 0))
     rounds: list[Round] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: ItemOutcome | None = None
     fidelity: Fidelity | None = None
     calibration: Calibration | None = None  # of images, and of the log probabilities of text
     ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -401,7 +401,7 @@ def conclude(result: Measured) -> None:
     if (scale := result.calibration) is not None and not scale.sensitive:
         result.reason, result.text = Reason.INSENSITIVE, insensitive(scale)
         return
-    result.outcome = Outcome(speeds["throughput"], speeds["latency"], result.fidelity.correctness)
+    result.outcome = ItemOutcome(speeds["throughput"], speeds["latency"], result.fidelity.correctness)
     if result.fidelity.correctness < THRESHOLD:
         result.reason, result.text = Reason.INCORRECT, str(result.fidelity)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
-from fk_bench.evaluate.macro_eval import Item, MacroEval, Outcome, Part, macro_eval
+from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, macro_eval
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import PHASES, Measured
 from fk_bench.evaluate.suites import Entry, Suite
@@ -135,11 +135,11 @@ def items_done(rows: Iterable[Row], name: str, variant: str = "record") -> dict[
     }
 
 
-def outcome_of(row: Row) -> Outcome | None:
+def outcome_of(row: Row) -> ItemOutcome | None:
     m = row.metrics
     if "correctness" not in m:
         return None
-    return Outcome(m["throughput_speedup"], m["latency_speedup"], m["correctness"])
+    return ItemOutcome(m["throughput_speedup"], m["latency_speedup"], m["correctness"])
 
 
 def runs_as_is(row: Row) -> bool:

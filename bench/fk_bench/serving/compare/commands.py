@@ -13,7 +13,7 @@ from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.output import last_line, table
 from fk_bench.core.panels import grouped
 from fk_bench.core.runs import missing
-from fk_bench.core.signals import Interrupted, signals_raise
+from fk_bench.core.signals import EndedBySignal, signals_raise
 from fk_bench.serving import options
 from fk_bench.serving.config import CompareConfig, resumed
 from fk_bench.serving.options import JSON
@@ -103,7 +103,7 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
             result = compare.run()
     except (ConfigError, DatasetError, LaneError, ServerError) as error:
         _fail(command, str(error))
-    except Interrupted as error:
+    except EndedBySignal as error:
         _fail(
             command,
             f"{error}; continue with: fk-bench serve-compare --resume {folder}",

@@ -15,7 +15,7 @@ from fk_bench.core.runs import missing
 from fk_bench.serving import summary
 from fk_bench.serving.config import Level
 from fk_bench.serving.report import csv_file, numbers, requests, verdict
-from fk_bench.serving.report.verdict import Outcome, Speedup, Verdict
+from fk_bench.serving.report.verdict import LaneOutcome, LaneSpeedup, RunVerdict
 from fk_bench.serving.summary import LaneResult
 
 
@@ -64,7 +64,12 @@ _NOT_SHOWN = (
     "cached_tokens_from",
     "probes",
 )
-CSS = {Outcome.FASTER: "good", Outcome.SLOWER: "bad", Outcome.SAME: "soft", Outcome.ONE_ROUND: "soft"}
+CSS = {
+    LaneOutcome.FASTER: "good",
+    LaneOutcome.SLOWER: "bad",
+    LaneOutcome.SAME: "soft",
+    LaneOutcome.ONE_ROUND: "soft",
+}
 
 
 def render(run: Path) -> Path:
@@ -127,7 +132,7 @@ def _case(found: Sequence[Row]) -> dict[str, Any]:
 # -- cards
 
 
-def _speed_card(one: Verdict) -> dict[str, Any]:
+def _speed_card(one: RunVerdict) -> dict[str, Any]:
     """A lane against its baseline: a large ratio, its interval, and the other metrics and loads in small."""
     card: dict[str, Any] = {
         "lane": one.lane,
@@ -139,7 +144,7 @@ def _speed_card(one: Verdict) -> dict[str, Any]:
         return {**card, "big": "not compared", "css": "soft", "outcome": ""}
     card |= {
         "big": head.words, "css": CSS[head.outcome], "ratio": verdict.times(head.ratio),
-        "outcome": head.outcome.value if head.outcome is Outcome.ONE_ROUND else "", "wide": head.wide,
+        "outcome": head.outcome.value if head.outcome is LaneOutcome.ONE_ROUND else "", "wide": head.wide,
         "what": verdict.NAMES.get(head.metric, head.metric), "interval": head.interval,
         "at": head.at,
         "others": [{"name": verdict.NAMES[s.metric], **_ratio(s)} for s in one.others],
@@ -222,7 +227,7 @@ def _warnings(found: Sequence[Row]) -> list[str]:
 # -- tables
 
 
-def _ratio(one: Speedup | None) -> dict[str, str]:
+def _ratio(one: LaneSpeedup | None) -> dict[str, str]:
     if one is None:
         return {"ratio": "", "interval": "", "css": "", "outcome": ""}
     return {"ratio": verdict.times(one.ratio), "interval": one.interval, "css": CSS[one.outcome],

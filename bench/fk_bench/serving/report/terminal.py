@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fk_bench.core.rows import Row
 from fk_bench.serving import summary
 from fk_bench.serving.report import numbers, requests, verdict
-from fk_bench.serving.report.verdict import Outcome, Speedup
+from fk_bench.serving.report.verdict import LaneOutcome, LaneSpeedup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,12 @@ COLUMNS = (
     ("output tok/s", "output_tokens_per_s", 1), ("TTFT p50 ms", "ttft_ms_p50", 1), ("TPOT p50 ms", "tpot_ms_p50", 2),
     ("E2EL p50 ms", "e2el_ms_p50", 1),
 )  # fmt: skip
-STYLE = {Outcome.FASTER: "green", Outcome.SLOWER: "red", Outcome.SAME: "dim", Outcome.ONE_ROUND: "dim"}
+STYLE = {
+    LaneOutcome.FASTER: "green",
+    LaneOutcome.SLOWER: "red",
+    LaneOutcome.SAME: "dim",
+    LaneOutcome.ONE_ROUND: "dim",
+}
 
 
 def show(found: Sequence[Row], console: Console | None = None) -> None:
@@ -77,7 +82,7 @@ def _table(found: Sequence[Row]) -> Any:
     return table
 
 
-def _speedup(one: Speedup | None) -> Any:
+def _speedup(one: LaneSpeedup | None) -> Any:
     from rich.text import Text
 
     return Text("") if one is None else Text(verdict.times(one.ratio), style=STYLE[one.outcome])

@@ -24,7 +24,7 @@ NAMES = {
 MEDIANS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
 
 
-class Outcome(str, Enum):
+class LaneOutcome(str, Enum):
     """The conclusion of a 95% interval."""
 
     FASTER = "faster"
@@ -34,7 +34,7 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True)
-class Speedup:
+class LaneSpeedup:
     """The ratio of a metric to the baseline's at one load, above 1 where the lane is better.
 
     in_flight: the mean number of requests in flight, of the lane and of the baseline
@@ -47,10 +47,16 @@ class Speedup:
     in_flight: tuple[float, ...] = ()
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LaneOutcome:
         if self.ci95 is None:
-            return Outcome.ONE_ROUND
-        return Outcome.FASTER if self.ci95[0] > 1 else Outcome.SLOWER if self.ci95[1] < 1 else Outcome.SAME
+            return LaneOutcome.ONE_ROUND
+        return (
+            LaneOutcome.FASTER
+            if self.ci95[0] > 1
+            else LaneOutcome.SLOWER
+            if self.ci95[1] < 1
+            else LaneOutcome.SAME
+        )
 
     @property
     def interval(self) -> str:
@@ -69,15 +75,15 @@ class Speedup:
     @property
     def words(self) -> str:
         """'4.5% faster'; the ratio itself where it is large, or where no interval tells."""
-        if self.outcome is Outcome.SAME:
+        if self.outcome is LaneOutcome.SAME:
             return "inconclusive" if self.wide else "no significant difference"
-        if self.outcome is Outcome.ONE_ROUND or not 0.5 < self.ratio < 2:
+        if self.outcome is LaneOutcome.ONE_ROUND or not 0.5 < self.ratio < 2:
             return f"{times(self.ratio)} as fast"
         return f"{100 * abs(self.ratio - 1):.1f}% {self.outcome.value}"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """A lane against its baseline.
 
     headline  throughput (E2EL of an open loop, whose throughput is given) at the highest load
@@ -88,9 +94,9 @@ class Verdict:
 
     lane: str
     baseline: str
-    headline: Speedup | None = None
-    others: tuple[Speedup, ...] = ()
-    loads: tuple[Speedup, ...] = ()
+    headline: LaneSpeedup | None = None
+    others: tuple[LaneSpeedup, ...] = ()
+    loads: tuple[LaneSpeedup, ...] = ()
     excluded: str = ""
 
     @property
@@ -101,7 +107,7 @@ class Verdict:
         one = self.headline
         what = [NAMES.get(one.metric, one.metric), one.at]
         what[1:1] = [f"95% interval {one.interval}"] if one.ci95 else ["one round, no interval"]
-        if one.outcome is Outcome.SAME:
+        if one.outcome is LaneOutcome.SAME:
             said = f"{one.words}: {self.lane} is {times(one.ratio)} as fast as {self.baseline}"
         else:
             said = f"{self.lane} is {times(one.ratio)} as fast as {self.baseline}"
@@ -116,7 +122,7 @@ class Verdict:
     @property
     def tally(self) -> str:
         """'7 loads: 6 faster, 1 slower'."""
-        counts = {o: sum(s.outcome is o for s in self.loads) for o in Outcome}
+        counts = {o: sum(s.outcome is o for s in self.loads) for o in LaneOutcome}
         parts = [f"{n} {o.value.partition(':')[0]}" for o, n in counts.items() if n]
         return f"{len(self.loads)} loads: {', '.join(parts)}"
 
@@ -135,7 +141,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.3f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
-def speedup(cell: Cell | None, base: Cell | None, metric: str) -> Speedup | None:
+def speedup(cell: Cell | None, base: Cell | None, metric: str) -> LaneSpeedup | None:
     """The ratio over the rounds that both have, or None without one. Lanes alternate, so that rounds are pairs."""
     if cell is None or base is None or cell is base:
         return None
@@ -154,7 +160,7 @@ def speedup(cell: Cell | None, base: Cell | None, metric: str) -> Speedup | None
     if not math.isfinite(ratio):
         return None
     flight = [v for c in (cell, base) if (v := numbers.mean_in_flight(c)) is not None]
-    return Speedup(metric, cell.level, ratio, interval, tuple(flight))
+    return LaneSpeedup(metric, cell.level, ratio, interval, tuple(flight))
 
 
 def headline_metric(level: Level) -> str:
@@ -165,7 +171,7 @@ def headline_metric(level: Level) -> str:
     return "output_tokens_per_s" if level.kind == "concurrency" else "e2el_ms_p50"
 
 
-def verdicts(results: Sequence[LaneResult], bases: dict[str, str]) -> list[Verdict]:
+def verdicts(results: Sequence[LaneResult], bases: dict[str, str]) -> list[RunVerdict]:
     """One for each lane that is not its own baseline."""
     known = {r.lane: r for r in results}
     found = []
@@ -175,7 +181,7 @@ def verdicts(results: Sequence[LaneResult], bases: dict[str, str]) -> list[Verdi
             continue
         if numbers.own_kernels(result):
             why = "on a CPU a patched lane runs its host's own kernels, which proves the swap and no speed"
-            found.append(Verdict(result.lane, base, excluded=why))
+            found.append(RunVerdict(result.lane, base, excluded=why))
             continue
         levels = sorted({c.level for c in result.cells}, key=lambda v: v.order)
         loads = [speedup(numbers.cell_at(result, v), numbers.cell_at(known.get(base), v), headline_metric(v))
@@ -183,14 +189,14 @@ def verdicts(results: Sequence[LaneResult], bases: dict[str, str]) -> list[Verdi
         compared = tuple(s for s in loads if s is not None)
         if not compared:
             why = "no load was measured on both"
-            found.append(Verdict(result.lane, base, excluded=why))
+            found.append(RunVerdict(result.lane, base, excluded=why))
             continue
         top = highest([s.level for s in compared])
         headline = next(s for s in compared if s.level == top)
         mine, theirs = numbers.cell_at(result, top), numbers.cell_at(known.get(base), top)
         others = [speedup(mine, theirs, m) for m in MEDIANS if m != headline.metric]
         found.append(
-            Verdict(result.lane, base, headline, tuple(s for s in others if s is not None), compared)
+            RunVerdict(result.lane, base, headline, tuple(s for s in others if s is not None), compared)
         )
     return found
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from fk_bench.kernels.judge.memory import layout, producer
 from fk_bench.kernels.judge.memory.arena import memory_file
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 
 
 def test_words_are_shared_and_tickets_grow() -> None:
     fd = memory_file()
-    judge, side = Gate(fd), Gate(fd)
+    judge, side = CallGate(fd), CallGate(fd)
     first, second = judge.ticket(), judge.ticket()
     assert first < second and side._words[0] == 0
     judge.open(first)
@@ -27,7 +27,7 @@ def test_words_are_shared_and_tickets_grow() -> None:
     assert side._words[0] == second and judge.passed(second, 0.001)
     judge.turn(True)
     assert side._words[2] == 1
-    following = Gate(fd)  # of the next process
+    following = CallGate(fd)  # of the next process
     following.reset()
     assert side._words[2] == 0
     assert side._words[0] < following.ticket() and not following.passed(second + 1, 0.001)
@@ -37,7 +37,7 @@ def test_words_are_shared_and_tickets_grow() -> None:
 @pytest.mark.gpu
 def test_queued_work_waits_until_the_gate_opens() -> None:
     fd = memory_file()
-    judge, side = Gate(fd), Gate(fd)
+    judge, side = CallGate(fd), CallGate(fd)
     x, stream = (
         torch.zeros(4, device="cuda").add_(0),
         torch.cuda.Stream(),
@@ -66,7 +66,7 @@ def test_produced_values_are_floats_of_one_slot() -> None:
 @pytest.mark.gpu
 def test_producer_restores_what_the_judge_has_turned() -> None:
     fd = memory_file()
-    gate, x = Gate(fd), torch.randn(1500, device="cuda")
+    gate, x = CallGate(fd), torch.randn(1500, device="cuda")
     before = x.clone()
     launch = producer.launcher(x[: producer.MOST], gate.turned)
     for turned in (True, False):

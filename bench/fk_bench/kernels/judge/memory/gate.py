@@ -15,7 +15,7 @@ GREATER_OR_EQUAL, DEFAULT = 0, 0  # flags of cuStreamWaitValue32 and cuStreamWri
 PORTABLE_MAPPED = 1 | 2  # flags of cuMemHostRegister
 
 
-class Gate:
+class CallGate:
     """Three words in a page that the judge and one side map: `opened`, `done` and `turned`. Tickets only grow. `turned`
     says whether the judge has turned signs of the call's input, see producer.py.
 

@@ -17,7 +17,7 @@ import torch
 
 from fastkernels.core.dispatch import OPS
 from fk_bench.kernels.judge.memory import ipc, layout, producer
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.processes.answers import (
     Failure,
     describe_error,
@@ -67,7 +67,7 @@ class RunnerState(Implementation):
         self.channel, self.fds = channel, fds
         self.arena: ipc.Memory | None = None  # GPU: what is mapped of the judge's memory
         self.own: torch.Tensor | None = None  # GPU: slots in memory of this process, kept for later cases
-        self.gate = Gate(fds["gate"]) if "gate" in fds else None
+        self.gate = CallGate(fds["gate"]) if "gate" in fds else None
         self.free()
 
     # -- ranks

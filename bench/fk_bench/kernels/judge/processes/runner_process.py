@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
 from fk_bench.core.wall_time import PHASES
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.processes import messages
 from fk_bench.kernels.judge.processes.messages import Failed, Message
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Budget:
+class TimeBudget:
     """Seconds that a side may take; what it has used is counted here."""
 
     seconds: float
@@ -55,7 +55,7 @@ class RunnerProcess:
     gate     in front of its calls (CPU), or of the work that it queues (GPU)
     """
 
-    def __init__(self, child: Any, name: str, timeout: float, trusted: bool, gate: Gate | None = None):
+    def __init__(self, child: Any, name: str, timeout: float, trusted: bool, gate: CallGate | None = None):
         self.child, self.name, self.timeout, self.trusted = child, name, timeout, trusted
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
@@ -64,7 +64,7 @@ class RunnerProcess:
         self.stopped = False
         self.alive = True
         self.busy_s = 0.0  # seconds spent waiting for it
-        self.budgets: tuple[Budget, ...] = ()
+        self.budgets: tuple[TimeBudget, ...] = ()
         self._do, self._nonce = "", ""
 
     def greet(self) -> None:

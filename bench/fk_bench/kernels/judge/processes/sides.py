@@ -16,7 +16,7 @@ from fastkernels.core.candidate import sources_folder
 from fastkernels.core.env import Environment
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.arena import memory_file
-from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import Zygote
@@ -139,7 +139,7 @@ class Sides:
         fds = {"gate": seat.gate, **seat.fds}
         if self.device == "cpu":
             fds["arena"] = seat.arena
-        gate = Gate(seat.gate)
+        gate = CallGate(seat.gate)
         gate.reset()
         side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files, gate)
         side.greet()

@@ -14,7 +14,7 @@ from typing import Any
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.processes import cage
-from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess, TimeBudget
 from fk_bench.kernels.judge.processes.sides import Seat, Sides
 
 GRACE_S = 2.0  # a rank whose peer has failed gets so long to answer: its answer says who failed
@@ -33,7 +33,7 @@ class Team:
     def __init__(self, sides: Sides, who: str, size: int, timeout: float, files: Sequence[Path] = ()):
         self.who, self.size, self.timeout = who, size, timeout
         self.trusted, self.alive = not files, True
-        self.budgets: tuple[Budget, ...] = ()
+        self.budgets: tuple[TimeBudget, ...] = ()
         self.busy_s = 0.0
         self.arenas = [memory_file() for _ in range(size)]
         self._files = [*self.arenas, *(gates := [memory_file() for _ in range(size)]), group := memory_file()]

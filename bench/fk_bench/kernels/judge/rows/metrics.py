@@ -8,10 +8,10 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row
 from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import call_times
-from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict
+from fk_bench.kernels.judge.rows.verdict import CaseVerdict, Evidence
 
 
-def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, import_s: float) -> None:
+def fill(row: Row, seen: Evidence, verdict: CaseVerdict, spec: OpSpec, cost: Case, import_s: float) -> None:
     """Add errors, times and the speedup to a row. cost: the case as it was run, for bytes and operations."""
     if seen.passed_over:
         row.case["passed_over"] = {n: why[:200] for n, why in seen.passed_over.items()}
@@ -34,7 +34,7 @@ def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, i
         row.case["baselines_us"] = {n: round(1e6 * s, 2) for n, s in seen.estimates.items()}
 
 
-def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor: float) -> None:
+def _times(row: Row, timed: Timed, verdict: CaseVerdict, size: int, work: int, floor: float) -> None:
     charged = call_times.charge(timed.candidate, timed.baseline)
     if charged:
         row.metrics["charged_us"] = 1e6 * charged

@@ -14,7 +14,7 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import REFERENCE
 from fk_bench.kernels.judge.processes.calling import calling
 from fk_bench.kernels.judge.processes.messages import Loaded
-from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess, TimeBudget
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.rows.case import CaseRun, Plan
 from fk_bench.kernels.judge.rows.options import Options
@@ -56,7 +56,7 @@ class Pair:
         self.busy_s = 0.0  # time spent waiting for both processes in the last case
         self.unmade: dict[str, str] = {}  # {baseline: why its library does not load}
         self.uncompiled: set[str] = set()  # compilers that did not compile the reference
-        self.budget = Budget(options.op_budget, "op")
+        self.budget = TimeBudget(options.op_budget, "op")
         self.deployment: dict[str, str] | None = None  # what the candidate's process reports; see probe
 
     def close(self, failed: bool = False) -> None:
@@ -119,7 +119,7 @@ class Pair:
             BATCH_S[device], MAX_CALLS[device], self._all.memory, self.options.hard,
         )  # fmt: skip
         if self.candidates:
-            candidate.budgets = (self.budget, Budget(self.options.case_budget, "case"))
+            candidate.budgets = (self.budget, TimeBudget(self.options.case_budget, "case"))
         before = candidate.busy_s + baseline.busy_s
         names, last = self._baselines(trial)
         case = CaseRun(
@@ -153,7 +153,7 @@ class Pair:
             return
         try:
             side = self.sides["candidate"]
-            side.budgets = (Budget(min(PROBE_S, max(self.budget.left, 1.0)), "probe"),)
+            side.budgets = (TimeBudget(min(PROBE_S, max(self.budget.left, 1.0)), "probe"),)
             found = side.ask("deployment")
             self.deployment = {"deployed": found.deployed, "serving": found.serving}
         except RunnerError as error:

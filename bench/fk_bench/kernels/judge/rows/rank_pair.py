@@ -27,7 +27,7 @@ from fk_bench.kernels.judge.correctness.rank_values import Values
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.processes.calling import calling
 from fk_bench.kernels.judge.processes.messages import Loaded
-from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, TimeBudget
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.processes.team import Team
 from fk_bench.kernels.judge.rows.options import Options
@@ -105,7 +105,7 @@ class RankPair:
         self._failure: RunnerError | None = None
         self._deaths = 0
         self._most_calls = MOST_CALLS
-        self._budget = Budget(options.op_budget, "op")
+        self._budget = TimeBudget(options.op_budget, "op")
 
     def close(self, failed: bool = False) -> None:
         """Release the ranks of both sides: a candidate's end; ours serve the next op unless something failed."""
@@ -174,7 +174,7 @@ class RankPair:
             teams = self._open()
             before = sum(t.busy_s for t in teams)
             if self.candidates:
-                teams[0].budgets = (self._budget, Budget(self.options.case_budget, "case"))
+                teams[0].budgets = (self._budget, TimeBudget(self.options.case_budget, "case"))
             self._judge(trial, teams, seen)
             self.busy_s = sum(t.busy_s for t in teams) - before
         except Wrong as error:

@@ -45,7 +45,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseVerdict:
     """The status, its reason, and whether the times may be shown as a speedup; if not, `untimed` says why."""
 
     status: Status
@@ -54,39 +54,39 @@ class Verdict:
     untimed: Untimed | None = None
 
 
-def decide(seen: Evidence) -> Verdict:
+def decide(seen: Evidence) -> CaseVerdict:
     """The verdict. Claims of a process are in `failure` and `timed.traced` only, and make no verdict better."""
     if seen.refused is not None:
-        return Verdict(*seen.refused)
+        return CaseVerdict(*seen.refused)
     if seen.failure is not None:
         error = seen.failure
         if error.who == "baseline" and error.status is not Status.UNSUPPORTED:  # not the candidate's fault
-            return Verdict(Status.FAILED, f"the baseline: {error.status.value}: {error}")
-        return Verdict(error.status, str(error))
+            return CaseVerdict(Status.FAILED, f"the baseline: {error.status.value}: {error}")
+        return CaseVerdict(error.status, str(error))
     if seen.broken:
-        return Verdict(Status.FAILED, f"the judge: {seen.broken}")
+        return CaseVerdict(Status.FAILED, f"the judge: {seen.broken}")
     if seen.wrong:
-        return Verdict(Status.WRONG, seen.wrong)
+        return CaseVerdict(Status.WRONG, seen.wrong)
     if seen.checked is None:
-        return Verdict(Status.FAILED, "the judge: the case ended without a check")
+        return CaseVerdict(Status.FAILED, "the judge: the case ended without a check")
     if not seen.has_output:
-        return Verdict(Status.OK, untimed=Untimed.NO_OUTPUT)
+        return CaseVerdict(Status.OK, untimed=Untimed.NO_OUTPUT)
     if not seen.wants_times:
-        return Verdict(Status.OK, untimed=Untimed.NOT_WANTED)
+        return CaseVerdict(Status.OK, untimed=Untimed.NOT_WANTED)
     if seen.timed is None:
         why = "; ".join(f"{n}: {r}" for n, r in seen.passed_over.items())
         reason = f"checked, not timed: no baseline serves this case: {why}"
-        return Verdict(Status.OK, reason, untimed=Untimed.NO_BASELINE)
+        return CaseVerdict(Status.OK, reason, untimed=Untimed.NO_BASELINE)
     times = seen.timed
     off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
     if why := call_times.unsteady(times.baseline, times.again):
-        return Verdict(Status.OK, why + off, untimed=Untimed.UNSTEADY)
+        return CaseVerdict(Status.OK, why + off, untimed=Untimed.UNSTEADY)
     if why := call_times.unresolved(times.candidate, times.baseline):
-        return Verdict(Status.OK, why + off, untimed=Untimed.UNRESOLVED)
+        return CaseVerdict(Status.OK, why + off, untimed=Untimed.UNRESOLVED)
     if why := call_times.invalid(
         times.candidate, times.baseline, seen.floor_s, times.traced.call_s, times.traced.launches
     ):
-        return Verdict(Status.INVALID, why)
+        return CaseVerdict(Status.INVALID, why)
     said = [] if times.candidate.steady else ["the candidate's times scatter; its 80th percentile is counted"]
     if (alone := call_times.counted_alone(times.candidate, times.baseline)) is not None:
         slope = times.candidate.time
@@ -94,4 +94,4 @@ def decide(seen: Evidence) -> Verdict:
         said.append(
             f"counted: alone, {1e6 * counted:.1f} us a call; in a batch, where calls overlap, {1e6 * slope:.1f} us"
         )
-    return Verdict(Status.OK, "; ".join(said), True)
+    return CaseVerdict(Status.OK, "; ".join(said), True)
