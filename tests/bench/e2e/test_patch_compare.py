@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import Row, Subject, append, read
 from fk_bench.e2e import patch_compare, sharing
-from fk_bench.e2e.comparison import Comparison, Extent, Load, metrics_of, repeats_of
+from fk_bench.e2e.comparison import INCOMPLETE, Comparison, Extent, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
+from fk_bench.e2e.loads import Load
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
 from fk_bench.serving.config import ConfigError
 from support.commands import fk_bench, fk_bench_here, last_json
@@ -21,16 +22,16 @@ LOAD = Load(2, 4, 3)
 
 
 def test_metrics_are_those_of_the_arrivals() -> None:
-    metrics, complete = metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3, 0.5]], LOAD)
-    assert complete
+    metrics, problem = metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3, 0.5]], LOAD)
+    assert not problem
     assert metrics["ttft_ms"] == pytest.approx(150) and metrics["tpot_ms"] == pytest.approx(125)
     assert metrics["output_tokens_per_s"] == pytest.approx(12)
     assert metrics["step_ms_max"] == pytest.approx(100)  # both requests decode from 0.2 to 0.3
 
 
 def test_missing_token_is_noticed() -> None:
-    assert not metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3]], LOAD)[1]
-    assert metrics_of([[0.1], []], LOAD) == ({}, False)
+    assert "not all tokens" in metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3]], LOAD)[1]
+    assert metrics_of([[0.1], []], LOAD) == ({}, INCOMPLETE)
 
 
 @pytest.mark.parametrize("text", ["8", "0x5+5", "8x512", "8x512+-1", "ax1+1"])
@@ -105,12 +106,19 @@ def test_rows_have_the_phases_of_a_change(capsys: pytest.CaptureFixture[str]) ->
             assert work == {"patch": None}
 
         def answer(self, timeout: float) -> Any:
-            return {"seconds": 27.0, "phases": {"compile model": 20.0, "rest": 0.01}}
+            return {
+                "seconds": 27.0,
+                "phases": {"compile model": 20.0, "rest": 0.01},
+                "memory": {"reserved": 9.0},
+            }
 
     one: Any = object.__new__(Comparison)
     one.process, one.before, one.ops, one.model, one.timeout = Process(), False, None, "m", 1.0
+    one.took = {}
     found = one._enter("patched", 1)
-    assert found == {"change_s": 27.0, "change_s compile model": 20.0, "change_s rest": 0.01}
+    assert found == {
+        "change_s": 27.0, "change_s compile model": 20.0, "change_s rest": 0.01, "memory_gib reserved": 9.0,
+    }  # fmt: skip
     assert capsys.readouterr().err == "m: patched after 27.0 s (20.0 s: compile model 20.0)\n"
 
 
