@@ -129,19 +129,22 @@ class Asked:
             if not kept:
                 raise ValueError("; ".join(skipped.values()))
             return Prepared(path, kept, None), skipped
-        while kept and self._over(one := self._need(model, path, kept), limit):
-            gone = max(
-                (load for load in kept if load in self.presets),
-                key=lambda load: room_for([load]),
-                default=None,
+        copies = 1 + self.with_engine
+        one = self._need(model, path, kept)
+        while copies * one.total > limit and (largest := self._largest(kept)) is not None:
+            skipped[largest] = f"{largest}: {sharing.too_large(one, limit, copies)}"
+            kept.remove(largest)
+            one = self._need(model, path, kept)
+        if not kept or self._over(one, limit):
+            raise ValueError(
+                next(iter(skipped.values())) if skipped else sharing.too_large(one, limit, copies)
             )
-            if gone is None:
-                raise ValueError(sharing.too_large(one, limit, 1 + self.with_engine))
-            skipped[gone] = f"{gone}: {sharing.too_large(one, limit, 1 + self.with_engine)}"
-            kept.remove(gone)
-        if not kept:
-            raise ValueError("; ".join(skipped.values()))
-        return Prepared(path, kept, self._need(model, path, kept)), skipped
+        return Prepared(path, kept, one), skipped
+
+    def _largest(self, loads: Sequence[Load]) -> Load | None:
+        """The load of a preset that takes most of the memory, which is the first one to be skipped."""
+        preset = [load for load in loads if load in self.presets]
+        return max(preset, key=lambda load: room_for([load]), default=None)
 
     def _folder_of(self, model: str) -> str:
         from fk_bench.e2e.command import sizes_of
@@ -171,7 +174,7 @@ class Asked:
             1, longest * plan.kv_bytes_per_token
         )  # of what a sequence keeps
         share = (self.gpu_share or GPU_SHARE) if self.gpu else 1.0
-        room = int(limit * share) * self.tensor_parallel - one.weights
+        room = int(limit * share) * self.tensor_parallel - one.weights - one.rest
         wanted = int(one.kv * min(1.0, windows))
         if wanted <= room:
             return ""

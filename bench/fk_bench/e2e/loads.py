@@ -112,7 +112,7 @@ class Load:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of a run that take room in the cache, besides those that it holds already, in whole blocks."""
+        """Tokens of a run that take room in the cache, in whole blocks, without those that it holds already."""
 
         def blocks(tokens: int) -> int:
             return -(-(tokens + 1) // BLOCK) * BLOCK

@@ -303,7 +303,7 @@ def _measured(
 
 
 def _differs(found: Sequence[Row], asked: Asked) -> str:
-    """What is different from this run where these rows were measured; '' if nothing is."""
+    """The first difference between these rows' commit, chip or versions and this run's; '' without one."""
     here, versions = machine.machine(), machine.interpreter(asked.python).versions
     for row in found:
         if row.commit != machine.commit():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.rows import Row, Subject, append, read
+from fk_bench.core.rows import Row, Status, Subject, append, read
 from fk_bench.e2e import patch_compare, sharing
 from fk_bench.e2e.comparison import INCOMPLETE, Comparison, Extent, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
@@ -277,3 +277,50 @@ def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path, without_
     )
     assert done.returncode == 1 and "-vllm.log" in done.stderr
     assert last_json(done)["failed"] == [str(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_list_has_prompts_contexts_mixed_and_undo(tmp_path: Path) -> None:
+    """Each model in a process of its own; one of them has a context that is too short."""
+    from support.tiny import make_tiny_llama
+
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-vllm: run `make setup`")
+    short, model = (
+        make_tiny_llama(tmp_path / "short", max_position_embeddings=200),
+        make_tiny_llama(tmp_path / "m"),
+    )
+    loads = ("2x64+8", "2x256@100+40", "2x200@50+8", "2x32+40/3x64+4")
+    command = [
+        COMMAND, short, model, "--python", python, "--loads", ",".join(loads), "--alternations", "2", "--repeats", "2",
+        "--load-seconds", "0", "--load-format", "auto", "--ops", "rms_norm", "--out", tmp_path / "run",
+    ]  # fmt: skip
+    done = fk_bench(*command, timeout=500)
+    assert done.returncode == 1 and last_json(done)["failed"] == [str(short)]
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    (failed,) = [row for row in rows if row.subject.model == str(short)]
+    assert (
+        failed.status is Status.UNSUPPORTED
+        and "has 296 tokens" in failed.reason
+        and "has 200" in failed.reason
+    )
+    mine = [row for row in rows if row.subject.model == str(model)]
+    assert all(row.status is Status.OK for row in mine) and mine[-1].case["state"] == "end"
+    assert {"seconds start", "seconds changes", *(f"seconds {load}" for load in loads)} <= mine[
+        -1
+    ].metrics.keys()
+    for row in mine:
+        if row.case.get("run", -1) >= 0:
+            assert ("input_tokens_per_s" in row.metrics) is (row.case["load"] in ("2x64+8", "2x200@50+8"))
+            held = row.metrics.get("cached_tokens_per_prompt")
+            assert (held is not None and held >= 64) is ("@" in row.case["load"]), (row.case, held)
+    undo = [row for row in mine if row.case["state"] == "undo"]
+    assert [row.case.get("load") for row in undo] == [*loads, None] and undo[-1].case["alternations"] == 2
+    low, high = undo[-1].ci95["output_tokens_per_s_undo_ratio"]
+    assert low < undo[-1].metrics["output_tokens_per_s_undo_ratio"] < high
+    assert "stock after undo over before: " in done.stdout and "within 2% of 1" in done.stdout
+    again = fk_bench(*command, timeout=100)  # only the failed model is tried again
+    now, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert again.returncode == 1 and [row for row in now if row.subject.model == str(model)] == mine
