@@ -38,10 +38,10 @@ from fk_bench.core.model_names import PUBLIC
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.e2e import sharing
-from fk_bench.e2e.comparison import metrics_of
 from fk_bench.e2e.host import HostFailed, HostProcess, make_row, prompts_of, vocab_size
 from fk_bench.e2e.loads import Load
 from fk_bench.e2e.model_configs import load_config
+from fk_bench.e2e.runs import metrics_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 from experiments.checkpoints import make_checkpoint

@@ -212,14 +212,14 @@ class Asked:
             group = groups.pop(0)
             errors: dict[str, str] = {}
             yield from self._measure_group(group, late, errors)
-            for model, error in errors.items():
+            for model, why in errors.items():
                 if len(group) > 1:
-                    print(f"{model}: {error}\n{model} is tried again alone", file=sys.stderr)
+                    print(f"{model}: {why}\n{model} is tried again alone", file=sys.stderr)
                     groups.append({model: group[model]})
                 else:
-                    failed[model] = error
-                    print(f"{model}: {error}", file=sys.stderr)
-                    yield self.row(model, Status.FAILED, error, state="failed")
+                    failed[model] = why
+                    print(f"{model}: {why}", file=sys.stderr)
+                    yield self.row(model, Status.FAILED, why, state="failed")
 
     def _refused(self, model: str, why: str, failed: dict[str, str]) -> Row:
         failed[model] = why

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastkernels.verify import phases
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import HostProcess, make_row, prompts_of, vocab_size
-from fk_bench.e2e.loads import Kind, Load, held_tokens
-from fk_bench.e2e.ratios import COMMAND, ENGINE, FIRST_SECONDS, INPUT, OUTPUT, STATES, summary, undo_rows
+from fk_bench.e2e.host import HostProcess, make_row, vocab_size
+from fk_bench.e2e.loads import Kind, Load
+from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT, STATES, summary, undo_rows
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 
-FIRST_TOKENS = 16  # of the first run of a load, which is not compared
 TRACED = 16  # decode steps of a traced run
 MOST_REPEATS = 20
-# Tokens of a prompt that hosts compute again although their cache holds it: the last block, and what rounding adds.
-AGAIN = 272
-INCOMPLETE = "not all tokens were generated"
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,6 @@ class Comparison:
         self.timeout, self.before, self.ops, self.env = timeout, before_construction, ops, env
         self.engine_settings = engine
         self._repeats, self._seed, self._case = dict[Load, int](), 0, dict[str, Any]()
-        self._held: list[
-            list[int]
-        ] = []  # tokens at the start of each request's prompts in loads with a cached part
         self.took: dict[str, float] = {}  # seconds of each part of the measurement
         self.process: HostProcess | None = None
         self.engine: HostProcess | None = None
@@ -107,10 +97,7 @@ class Comparison:
         """All rows of the model, as they are measured. Raises HostFailed."""
         blocks = 2 * extent.cycles + 1
         self._repeats, self._seed, self._case = dict.fromkeys(extent.loads, extent.repeats), seed, case
-        self._held = [
-            prompts_of(f"{seed} {self.model} held {i}", 1, length, self.vocab)[0]
-            for i, length in enumerate(held_tokens(extent.loads))
-        ]
+        self._prompts = Prompts(f"{seed} {self.model}", extent.loads, self.vocab)
         began = time.monotonic()
         made: list[Row] = []
         for block in range(blocks):
@@ -139,7 +126,7 @@ class Comparison:
         while due := [load for load in loads if number < self._repeats[load]]:
             for load in due:  # run -1 is the first of its load: it may compile or allocate
                 began = time.monotonic()
-                given = load if number >= 0 else _first(load)
+                given = load if number >= 0 else first_run(load)
                 where = {
                     "state": state,
                     "block": block,
@@ -152,11 +139,13 @@ class Comparison:
                 metrics, problem = self._run(self.process, given, prompts)
                 if number < 0:
                     metrics |= change
-                yield self._row(where, metrics, _cached(load, number, metrics) or problem)
+                yield self._row(where, metrics, too_little_cached(load, number, metrics) or problem)
                 if self.engine is not None and state == STATES[0]:
                     metrics, problem = self._run(self.engine, given, prompts)
                     where["state"] = ENGINE
-                    yield self._row(where, metrics, _cached(load, number, metrics) or problem, ENGINE)
+                    yield self._row(
+                        where, metrics, too_little_cached(load, number, metrics) or problem, ENGINE
+                    )
                 took[load] = time.monotonic() - began
                 self._spent(str(load), took[load])
             if number < 0:
@@ -227,43 +216,13 @@ class Comparison:
 
     def _answer(self, process: HostProcess | None, load: Load, seed: str, kind: str) -> dict[str, Any]:
         assert process is not None
-        work = {
-            "prompts": self._prompts(load, seed),
-            "output_len": load.output_len,
-            "arrivals": True,
-            kind: True,
-        }
-        if load.arriving:
-            arriving = prompts_of(f"{seed} arriving", load.arriving, load.arriving_input, self.vocab)
-            after = [(i + 1) * load.gap for i in range(load.arriving)]
-            work["later"] = {"prompts": arriving, "output_len": load.arriving_output, "after": after}
-        process.tell(work)
+        process.tell({**self._prompts.work(load, seed), kind: True})
         return process.answer(self.timeout)
-
-    def _prompts(self, load: Load, seed: str) -> list[list[int]]:
-        new = prompts_of(seed, load.requests, load.input_len - load.held, self.vocab)
-        return [self._held[i][: load.held] + rest for i, rest in enumerate(new)] if load.held else new
 
     def seconds(self) -> str:
         """The time of the model by parts, for people: '221 s: start 58, changes 71, 8x2048+8 12'."""
         parts = [f"{name} {took:.0f}" for name, took in self.took.items() if name != "total"]
         return f"{self.took.get('total', 0.0):.0f} s: {', '.join(parts)}"
-
-
-def _first(load: Load) -> Load:
-    """The first run of a load in a state: a few tokens are enough, except where prompts arrive during the decodes."""
-    return load if load.arriving else replace(load, output_len=min(FIRST_TOKENS, load.output_len))
-
-
-def _cached(load: Load, number: int, metrics: Mapping[str, float]) -> str:
-    """Why a run is no run of its load: the prefix cache held too little. The first run fills it."""
-    found = metrics.get("cached_tokens_per_prompt")
-    if number < 0 or not load.held or found is None or found + AGAIN >= load.held:
-        return ""
-    return (
-        f"the prefix cache held {found:.0f} tokens of a prompt, not {load.held}: more memory (--gpu-share), fewer or"
-        " shorter loads, or a model whose cache the host does not share"
-    )
 
 
 def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> dict[Load, int]:
@@ -276,44 +235,3 @@ def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> di
         load: max(most, min(MOST_REPEATS, math.ceil(extent.load_seconds / seconds)))
         for load, seconds in took.items()
     }
-
-
-def metrics_of(
-    arrivals: Sequence[Sequence[float]], load: Load, sent: Sequence[float] = (),
-    cached: Sequence[int | None] = (),
-) -> tuple[dict[str, float], str]:  # fmt: skip
-    """The metrics of a run, and what is wrong with it. arrivals: seconds to each token of each request.
-
-    A step is the time between two tokens of a request while every request decodes. With prompts that arrive later,
-    TTFT is theirs, from the time when they were sent; steps and TPOT are those of the decodes around them.
-
-    sent    seconds at which each request was sent (default: 0)
-    cached  tokens of each prompt that the prefix cache held, None if the host does not tell
-    """
-    lengths = [load.output_len] * load.requests + [load.arriving_output] * load.arriving
-    if len(arrivals) != len(lengths) or not all(arrivals):
-        return {}, INCOMPLETE
-    complete = all(len(a) == length for a, length in zip(arrivals, lengths, strict=True))
-    seconds = max(of_one[-1] for of_one in arrivals)
-    waits = [a[0] - since for a, since in zip(arrivals, sent or [0.0] * len(arrivals), strict=True)]
-    decodes = arrivals[: load.requests]
-    found = {
-        "seconds": seconds,
-        FIRST_SECONDS: max(of_one[:FIRST_TOKENS][-1] for of_one in decodes),
-        OUTPUT: sum(map(len, arrivals)) / seconds,
-        "ttft_ms": 1e3 * statistics.fmean(waits[load.requests :] or waits),
-    }
-    if load.kind in (Kind.PROMPTS, Kind.HITS):
-        found[INPUT] = load.input_tokens / max(of_one[0] for of_one in arrivals)
-    told = [tokens for tokens in cached[: load.requests] if tokens is not None]
-    if load.held and told:
-        found["cached_tokens_per_prompt"] = min(told)
-    per_token = [(a[-1] - a[0]) / (len(a) - 1) for a in decodes if len(a) > 1]
-    if per_token:
-        found["tpot_ms"] = 1e3 * statistics.fmean(per_token)
-    begin, end = max(a[0] for a in decodes), min(a[-1] for a in decodes)
-    steps = [b - a for one in decodes for a, b in itertools.pairwise(one) if a >= begin and b <= end]
-    if steps:
-        for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
-            found[f"step_ms_{name}"] = 1e3 * float(np.percentile(steps, share))
-    return found, "" if complete else INCOMPLETE

@@ -12,11 +12,12 @@ from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.e2e import asked, patch_compare, sharing
 from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import Asked, measure_one
-from fk_bench.e2e.comparison import Comparison, Extent, _cached, _first, metrics_of
+from fk_bench.e2e.comparison import Extent
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.loads import PRESETS, Kind, Load, held_tokens, parse_loads, room_for
 from fk_bench.e2e.offline import Sent, _step, requests_of
 from fk_bench.e2e.ratios import COMMAND, summary, undo_rows, undo_verdict
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 from fk_bench.serving.config import ConfigError
 from support.commands import fk_bench_here, last_json
 
@@ -61,14 +62,12 @@ def test_cached_prompts_are_prefixes_of_each_other() -> None:
     """The longest load fills the cache for the others; only what is not cached is new in a run."""
     loads = [Load.parse(text) for text in ("2x64@100+8", "1x128@100+8", "2x100@50+8", "3x10+5")]
     assert held_tokens(loads) == [128, 64]
-    one: Any = object.__new__(Comparison)
-    one.vocab, one._held = 1000, [list(range(128)), list(range(500, 564))]
-    assert (
-        one._prompts(loads[0], "a") == [list(range(64)), list(range(500, 564))] == one._prompts(loads[0], "b")
-    )
-    half = [one._prompts(loads[2], seed) for seed in "ab"]
+    one = Prompts("m", loads, 1000)
+    assert list(map(len, one.held)) == [128, 64]
+    assert one.of(loads[0], "a") == [one.held[0][:64], one.held[1]] == one.of(loads[0], "b")
+    half = [one.of(loads[2], seed) for seed in "ab"]
     assert [p[:50] for p in half[0]] == [p[:50] for p in half[1]] and half[0][0][50:] != half[1][0][50:]
-    assert all(len(p) == 100 for p in half[0]) and one._prompts(loads[3], "a") != one._prompts(loads[3], "b")
+    assert all(len(p) == 100 for p in half[0]) and one.of(loads[3], "a") != one.of(loads[3], "b")
 
 
 def test_cache_has_room_for_prompts_and_one_round() -> None:
@@ -101,14 +100,16 @@ def test_run_without_its_cached_prompts_is_wrong() -> None:
     load = Load.parse("2x4096@100+40")
     metrics, problem = metrics_of([[0.1] * 40] * 2, load, [0.0, 0.0], [4080, 64])
     assert not problem and metrics["cached_tokens_per_prompt"] == 64
-    assert "held 64 tokens of a prompt, not 4096" in _cached(load, 0, metrics)
-    assert not _cached(load, -1, metrics) and not _cached(load, 0, {"cached_tokens_per_prompt": 3968})
-    assert not _cached(load, 0, {})  # the host does not tell
+    assert "held 64 tokens of a prompt, not 4096" in too_little_cached(load, 0, metrics)
+    assert not too_little_cached(load, -1, metrics) and not too_little_cached(
+        load, 0, {"cached_tokens_per_prompt": 3968}
+    )
+    assert not too_little_cached(load, 0, {})  # the host does not tell
 
 
 def test_first_run_of_arrivals_is_whole() -> None:
-    assert _first(Load.parse(MIXED)) == Load.parse(MIXED)
-    assert _first(Load(1, 512, 128)) == Load(1, 512, 16)
+    assert first_run(Load.parse(MIXED)) == Load.parse(MIXED)
+    assert first_run(Load(1, 512, 128)) == Load(1, 512, 16)
 
 
 def test_arrivals_are_sent_after_tokens_of_the_first_request() -> None:

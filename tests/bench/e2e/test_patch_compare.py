@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import Row, Status, Subject, append, read
 from fk_bench.e2e import patch_compare, sharing
-from fk_bench.e2e.comparison import INCOMPLETE, Comparison, Extent, metrics_of, repeats_of
+from fk_bench.e2e.comparison import Comparison, Extent, repeats_of
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.loads import Load
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
+from fk_bench.e2e.runs import INCOMPLETE, metrics_of
 from fk_bench.serving.config import ConfigError
 from support.commands import fk_bench, fk_bench_here, last_json
 
