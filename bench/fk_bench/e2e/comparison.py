@@ -191,10 +191,11 @@ class Comparison:
 
     def _enter(self, state: str, block: int) -> dict[str, float]:
         """Bring the host into a state; the seconds of a live change, in all and of each phase."""
-        if block == 0:
-            return {}
         assert self.process is not None
         began = time.monotonic()
+        if block == 0:
+            self.process.tell({"memory": True})
+            return _memory(self.process.answer(self.timeout))
         if self.before:
             self.process.stop()
             self.process = self._started(state)
@@ -205,10 +206,9 @@ class Comparison:
         answer = self.process.answer(self.timeout)
         self._spent("changes", time.monotonic() - began)
         parts = {f"change_s {phase}": seconds for phase, seconds in answer["phases"].items()}
-        parts |= {f"memory_gib {kind}": size for kind, size in answer.get("memory", {}).items()}
         said = f"{state} after {answer['seconds']:.1f} s ({phases.line(answer['phases'])})"
         print(f"{self.model}: {said}", file=sys.stderr, flush=True)
-        return {"change_s": answer["seconds"], **parts}
+        return {"change_s": answer["seconds"], **parts, **_memory(answer)}
 
     def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], str]:
         answer = self._answer(process, load, seed, "arrivals")
@@ -223,6 +223,10 @@ class Comparison:
         """The time of the model by parts, for people: '221 s: start 58, changes 71, 8x2048+8 12'."""
         parts = [f"{name} {took:.0f}" for name, took in self.took.items() if name != "total"]
         return f"{self.took.get('total', 0.0):.0f} s: {', '.join(parts)}"
+
+
+def _memory(answer: Mapping[str, Any]) -> dict[str, float]:
+    return {f"memory_gib {kind}": size for kind, size in answer["memory"].items()}
 
 
 def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> dict[Load, int]:

@@ -248,6 +248,8 @@ class Toggled:
 
     def answer(self, work: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
+        if "memory" in work:
+            return {"memory": self._memory()}
         if "patch" in work:
             import fastkernels as library
 
@@ -328,7 +330,7 @@ def main() -> None:
     toggled: Toggled | None = None
     for line in sys.stdin:
         work = json.loads(line)
-        if {"arrivals", "patch", "undo"} & set(work):
+        if {"arrivals", "patch", "undo", "memory"} & set(work):
             tells = options["host"] == "vllm" and options["gpu"] and options["load_format"] == "dummy"
             toggled = toggled or Toggled(options["host"], engine, tells)
             print(json.dumps(toggled.answer(work)), file=answers, flush=True)

@@ -21,7 +21,7 @@ INCOMPLETE = "not all tokens were generated"
 
 
 class Prompts:
-    """The prompts of runs. What the prefix cache holds is the same in every run, and a prefix of the longest load's."""
+    """The prompts of runs. Tokens that the prefix cache holds are the same in every run and load."""
 
     def __init__(self, seed: str, loads: Sequence[Load], vocab: int):
         self.vocab = vocab

@@ -19,7 +19,7 @@ from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
 from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, machine, origin
 
-LOADS = "1x512+128", "8x512+128", "32x512+128", "64x512+128", "64x1024+128"
+LOADS = "1x512+128", "32x512+128", "64x1024+128"
 PROMPTS = tuple(PRESETS["prompts"].split(","))
 FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
 FORMAT_LOADS = "1x512+128", "8x512+128", "32x512+128", "64x1024+128"
