@@ -282,11 +282,9 @@ class Asked:
 
     def _comparison(self, model: str, one: Prepared) -> Comparison:
         most = max((load.requests + load.arriving for load in one.loads), default=1)
-        limit = context_of(one.path)
-        length = _longest(one.loads) if limit is None else min(_longest(one.loads), limit)
         settings: dict[str, Any] = {
-            "model": one.path, "dtype": self.dtype, "load_format": self.load_format, "max_model_len": length,
-            "max_num_seqs": max(most, 256 if self.gpu else 8), "kv_tokens": None, "gpu": self.gpu,
+            "model": one.path, "dtype": self.dtype, "load_format": self.load_format,
+            "max_model_len": longest_of(one.path, one.loads), "max_num_seqs": max(most, 256 if self.gpu else 8), "kv_tokens": None, "gpu": self.gpu,
             "gpu_share": self.gpu_share or (GPU_SHARE if self.gpu else CPU_SHARE),
             "tensor_parallel": self.tensor_parallel, "engine_args": {**self._cache(self.host), **self.engine_args},
         }  # fmt: skip
@@ -312,6 +310,11 @@ class Asked:
 
 def _longest(loads: Sequence[Load]) -> int:
     return max((load.longest for load in loads), default=0) + 16
+
+
+def longest_of(path: str, loads: Sequence[Load]) -> int:
+    """The max_model_len of an engine for these loads: with some room, if the model's context has it."""
+    return min(_longest(loads), context_of(path) or sys.maxsize)
 
 
 def context_of(path: str) -> int | None:

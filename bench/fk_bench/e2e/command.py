@@ -215,9 +215,11 @@ def e2e_command(
         show_starts(made, folder, json_only)
         return
     if plan:
+        from fk_bench.e2e.asked import longest_of
+
         plan = _fitting(model, plan, presets)
         counts = tuple(load.requests + load.arriving for load in plan)
-    longest = max(load.longest for load in plan) + 16 if plan else input_len + output_len + 16
+    longest = longest_of(model, plan) if plan else input_len + output_len + 16
     kv_tokens = (
         sharing.kv_tokens([(1, room_for(plan))], longest)
         if plan
