@@ -96,9 +96,8 @@ class Apart:
         if gpu:
             more, command = placed(command, [gpu], self._cores)
             env |= more
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
         self._running.add(process)
         tail: deque[str] = deque(maxlen=TAIL)
         echo = threading.Thread(target=_echo, args=(process, tail), daemon=True)

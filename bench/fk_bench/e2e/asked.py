@@ -7,8 +7,10 @@ output, and {"failed": reason} if it cannot be measured.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -200,7 +202,7 @@ class Asked:
                 continue
             for load, why in skipped.items():
                 print(f"{model}: skipped {why}", file=sys.stderr)
-                yield self.row(model, Status.SKIPPED, why, state="skipped", load=str(load))
+                yield self.row(model, Status.SKIPPED, why, state="skipped", skipped=str(load))
         groups = [{model: ready[model]} for model in ready]
         if at_once > 1 or self.with_engine:
             groups, refused = self._groups(ready, at_once)
@@ -284,7 +286,8 @@ class Asked:
         most = max((load.requests + load.arriving for load in one.loads), default=1)
         settings: dict[str, Any] = {
             "model": one.path, "dtype": self.dtype, "load_format": self.load_format,
-            "max_model_len": longest_of(one.path, one.loads), "max_num_seqs": max(most, 256 if self.gpu else 8), "kv_tokens": None, "gpu": self.gpu,
+            "max_model_len": longest_of(one.path, one.loads), "max_num_seqs": max(most, 256 if self.gpu else 8),
+            "kv_tokens": None, "gpu": self.gpu,
             "gpu_share": self.gpu_share or (GPU_SHARE if self.gpu else CPU_SHARE),
             "tensor_parallel": self.tensor_parallel, "engine_args": {**self._cache(self.host), **self.engine_args},
         }  # fmt: skip
@@ -345,7 +348,13 @@ def measure_one(text: str) -> Iterator[str]:
         yield json.dumps({"failed": reason})
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()  # until it is closed
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines are stopped
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for line in measure_one(sys.argv[1]):
         print(line, flush=True)

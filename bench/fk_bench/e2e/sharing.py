@@ -111,8 +111,8 @@ def capacity(gpu: bool) -> int:
 
 
 def limit(gpu: bool) -> int:
-    """Bytes that engines may share when nothing else runs: of a CPU those that are free now."""
-    return _of_gpu("total") if gpu else capacity(gpu)
+    """Bytes that engines may share when nothing else runs."""
+    return _of_gpu("total") if gpu else psutil.virtual_memory().total
 
 
 def _of_gpu(kind: str) -> int:

@@ -43,7 +43,7 @@ PAPER = {
 def text(files: Files) -> Iterator[Table]:
     """Text models: output throughput of patched vLLM and of our engine over stock vLLM's at each load, and of prompts.
 
-    Loads that no model has are left out; of each model, chip and load the newest run counts.
+    Of each model, chip and load the newest run counts.
     """
     models: dict[tuple[str, str], dict[str, tuple[str, list[Row]]]] = {}
     for (model, chip, load), newest in _newest(files, _is_text, ("load",)).items():
@@ -57,23 +57,22 @@ def text(files: Files) -> Iterator[Table]:
         for of, found in lines.items()
         if any(f"{OUTPUT}_{ENGINE}_ratio" in n for n in found.values())
     }
-    shown = [load for load in LOADS if any(load in found for found in lines.values())]
     prompts = [load for load in PROMPTS if any(load in found for found in lines.values())]
     cells, used = [], []
     for (model, chip), found in lines.items():
         file, newest_rows = max(models[model, chip].values(), key=lambda newest: _last(newest[1]))
         columns = [
-            _each([found.get(load, {}).get(name) for load in shown]) + _mean(found, prompts, name)
+            _each([found.get(load, {}).get(name) for load in LOADS]) + _mean(found, prompts, name)
             for name in (f"{OUTPUT}_ratio", f"{OUTPUT}_{ENGINE}_ratio")
         ]
         kind = PUBLIC[model][0] if model in PUBLIC else ""
         cells.append([hub_name(model), chip, *columns[0], *columns[1], *_source(kind, file, newest_rows)[:2]])
         used += [row for _, rows in models[model, chip].values() for row in rows]
     if cells:
-        names = [*map(_requests, shown), *(["prompts"] if prompts else [])]
+        names = [*map(_requests, LOADS), *(["prompts"] if prompts else [])]
         head = ["model", "chip", *(f"{who}, {name}" for who in ("patched", "our engine") for name in names)]
         more = f"; prompts: the geometric mean of {_at(prompts)}" if prompts else ""
-        title = f"Output tokens/s over stock vLLM's at {_at(shown)}; columns: requests{more} ({origin(used, files)}):"
+        title = f"Output tokens/s over stock vLLM's at {_at(LOADS)}; columns: requests{more} ({origin(used, files)}):"
         yield title, [*head, *SOURCE[:2]], cells
 
 

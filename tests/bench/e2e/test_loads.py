@@ -239,7 +239,7 @@ def test_load_beyond_the_context_is_refused(tmp_path: Path, without_host: None) 
 def test_load_beyond_the_memory_is_refused(
     tmp_path: Path, without_host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "capacity", lambda gpu: 6 * sharing.GIB)
+    monkeypatch.setattr(sharing, "limit", lambda gpu: 6 * sharing.GIB)
     model = config(tmp_path / "m", 1 << 20)
     done = fk_bench_here(
         COMMAND, model, "--loads", "1x100000+8", "--dtype", "bfloat16", "--out", tmp_path / "run"
@@ -264,12 +264,12 @@ def of_model(loads: str, folder: Path, **more: Any) -> Asked:
 def test_loads_of_a_preset_that_do_not_fit_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "capacity", lambda gpu: 8 * sharing.GIB)
+    monkeypatch.setattr(sharing, "limit", lambda gpu: 8 * sharing.GIB)
     model = str(config(tmp_path / "m", 16500))
     found, skipped = of_model("prompts,mixed", tmp_path).prepared(model)
     assert [str(load) for load in found.loads] == ["8x2048+8", "4x8192+8", MIXED]
     assert "has 32776 tokens, and the context" in skipped[Load.parse("1x32768+8")]
-    monkeypatch.setattr(sharing, "capacity", lambda gpu: int(5.3 * sharing.GIB))
+    monkeypatch.setattr(sharing, "limit", lambda gpu: int(5.3 * sharing.GIB))
     found, skipped = of_model("prompts", tmp_path).prepared(model)
     assert [str(load) for load in found.loads] == ["8x2048+8"]
     assert "GiB are left" in skipped[Load.parse("4x8192+8")]
@@ -277,7 +277,7 @@ def test_loads_of_a_preset_that_do_not_fit_are_skipped(
     assert [str(load) for load in found.loads] == ["8x2048+8", "4x8192+8"]
     with pytest.raises(ValueError, match="16600 tokens, and the context"):
         of_model("prompts,1x16592+8", tmp_path).prepared(model)
-    monkeypatch.setattr(sharing, "capacity", lambda gpu: int(8.6 * sharing.GIB))
+    monkeypatch.setattr(sharing, "limit", lambda gpu: int(8.6 * sharing.GIB))
     both, skipped = of_model("prompts", tmp_path, with_engine=True, kv_cache_dtype="fp8").prepared(model)
     assert both.need is not None and both.loads and Load.parse("4x8192+8") in skipped
 

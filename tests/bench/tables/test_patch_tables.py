@@ -111,10 +111,11 @@ def test_text_models_have_prompts_as_columns() -> None:
         for row in rows:
             row.run_id, row.case["with_engine"] = run, True
     ((title, columns, cells),) = speeds.text({"a": [*decode, *prompts]})
-    assert columns[2:6] == ["patched, 1", "patched, prompts", "our engine, 1", "our engine, prompts"]
-    assert cells[0][2:6] == ["1.250", "2.000", "2.000", "1.250"] and "prompts: the geometric mean of" in title
+    assert columns[4:6] == ["patched, 64", "patched, prompts"] and columns[9] == "our engine, prompts"
+    assert cells[0][2:10] == ["1.250", "", "", "2.000", "2.000", "", "", "1.250"]
+    assert "prompts: the geometric mean of" in title
     ((title, columns, _),) = speeds.text({"a": decode})
-    assert columns[2:4] == ["patched, 1", "our engine, 1"] and "prompts" not in title
+    assert columns[4:6] == ["patched, 64", "our engine, 1"] and "prompts" not in title
 
 
 def test_fp8_cache_is_a_model_of_its_own() -> None:
