@@ -296,7 +296,7 @@ def test_list_has_prompts_contexts_mixed_and_undo(tmp_path: Path) -> None:
         make_tiny_llama(tmp_path / "short", max_position_embeddings=200),
         make_tiny_llama(tmp_path / "m"),
     )
-    loads = ("2x64+8", "2x256@100+40", "2x200@50+8", "2x32+40/3x64+4")
+    loads = ("2x64+8", "2x256@100+40", "2x300@90+8", "2x32+40/3x64+4")
     command = [
         COMMAND, short, model, "--python", python, "--loads", ",".join(loads), "--alternations", "2", "--repeats", "2",
         "--load-seconds", "0", "--load-format", "auto", "--ops", "rms_norm", "--out", tmp_path / "run",
@@ -317,7 +317,7 @@ def test_list_has_prompts_contexts_mixed_and_undo(tmp_path: Path) -> None:
     ].metrics.keys()
     for row in mine:
         if row.case.get("run", -1) >= 0:
-            assert ("input_tokens_per_s" in row.metrics) is (row.case["load"] in ("2x64+8", "2x200@50+8"))
+            assert ("input_tokens_per_s" in row.metrics) is (row.case["load"] in ("2x64+8", "2x300@90+8"))
             held = row.metrics.get("cached_tokens_per_prompt")
             assert (held is not None and held >= 64) is ("@" in row.case["load"]), (row.case, held)
     undo = [row for row in mine if row.case["state"] == "undo"]
