@@ -38,8 +38,9 @@ from fk_bench.core.model_names import PUBLIC
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.e2e import sharing
-from fk_bench.e2e.comparison import Load, metrics_of
+from fk_bench.e2e.loads import Load
 from fk_bench.e2e.model_configs import load_config
+from fk_bench.e2e.runs import metrics_of
 from fk_bench.offline.host import HostFailed, HostProcess, make_row, prompts_of, vocab_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
@@ -175,9 +176,9 @@ def tokens_of(
 ) -> dict[str, float]:
     """Run a load once; its metrics. Raises HostFailed if not all tokens came."""
     process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True})
-    metrics, complete = metrics_of(process.answer(limit)["arrivals"], load)
-    if not complete:
-        raise HostFailed(f"{process.name}: not all tokens of {load} came")
+    metrics, problem = metrics_of(process.answer(limit)["arrivals"], load)
+    if problem:
+        raise HostFailed(f"{process.name}, {load}: {problem}")
     return metrics
 
 

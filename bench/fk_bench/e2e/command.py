@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,9 @@ from fk_bench.core import machine, rows
 from fk_bench.core.flags import ConfigError, comma_list, per_lane_env
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.e2e import sharing
+from fk_bench.e2e.loads import PRESETS, Load, parse_loads, room_for
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 from fk_bench.offline.host import (
     COMMAND,
     HOSTS,
@@ -54,6 +57,13 @@ def e2e_command(
     ] = "1,8",
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
     output_len: Annotated[int, typer.Option(help="tokens of an output")] = 32,
+    loads: Annotated[
+        str,
+        typer.Option(
+            help="in place of --requests, --input-len and --output-len: loads of patch-compare, as 8x2048+8, or "
+            f"{', '.join(PRESETS)}; adds TTFT, TPOT and input tokens/s"
+        ),
+    ] = "",
     rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
@@ -147,6 +157,11 @@ def e2e_command(
             raise ConfigError(f"--hosts {names[0]} is measured alone, without --startup and --scheduler-only")
         if names[0] not in IN_PROCESS and (image_size or lanes or ops):
             raise ConfigError(f"--image-size, --lanes and --ops are for --hosts {', '.join(IN_PROCESS)}")
+        if loads and (names[0] in IN_PROCESS or startup or scheduler_only or candidate is not None):
+            raise ConfigError(
+                "--loads is for hosts of text: it excludes --startup, --scheduler-only and --candidate"
+            )
+        plan, presets = parse_loads(loads) if loads else ([], frozenset())
         if candidate is not None:
             from_directory(candidate, blocks=names == ["fastkernels"])
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -199,8 +214,17 @@ def e2e_command(
             fail(str(error), 1)
         show_starts(made, folder, json_only)
         return
-    longest = input_len + output_len + 16
-    kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
+    if plan:
+        from fk_bench.e2e.asked import longest_of
+
+        plan = _fitting(model, plan, presets)
+        counts = tuple(load.requests + load.arriving for load in plan)
+    longest = longest_of(model, plan) if plan else input_len + output_len + 16
+    kv_tokens = (
+        sharing.kv_tokens([(1, room_for(plan))], longest)
+        if plan
+        else -(-max(counts) * longest * 33 // 32 // 16) * 16
+    )
     with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
     runs = [(name, files) for name in names for files in (None, *with_them)]
     settings: dict[str, Any] = {
@@ -217,7 +241,10 @@ def e2e_command(
             own = {**settings, "engine_args": extra.get(name, {})}
             started.append(HostProcess(name, pythons.get(name, sys.executable), own, folder, files))
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
-        for count in counts:
+        for row in _loaded(started, settings, plan, rounds, seed, vocab, timeout):
+            made.append(row)
+            rows.append(folder / "rows.jsonl", [row])
+        for count in () if plan else counts:
             for r in range(-1, rounds):  # round -1 is the warm-up
                 prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
                 for host in started:
@@ -231,6 +258,52 @@ def e2e_command(
         for host in started:
             host.stop()
     _show(made, folder, json_only)
+
+
+def _fitting(model: str, loads: Sequence[Load], presets: Collection[Load]) -> list[Load]:
+    """The loads that fit the model's context. Those of a preset that do not are skipped; others end the command."""
+    from fk_bench.e2e.asked import too_long
+
+    found = {load: too_long(model, model, load) for load in loads}
+    for load, why in found.items():
+        if why and load not in presets:
+            fail(why)
+        if why:
+            print(f"skipped {why}", file=sys.stderr)
+    kept = [load for load in loads if not found[load]]
+    if not kept:
+        fail(next(iter(found.values())))
+    return kept
+
+
+def _loaded(
+    started: Sequence[HostProcess], settings: dict[str, Any], loads: Sequence[Load], rounds: int, seed: int,
+    vocab: int, timeout: float,
+) -> Iterator[Row]:  # fmt: skip
+    """Rows of the loads, in rounds over the hosts; the first one warms up, and fills the prefix cache."""
+    prompts = Prompts(str(seed), loads, vocab)
+    for r in range(-1, rounds):
+        for load in loads:
+            work = prompts.work(load if r >= 0 else first_run(load), f"{seed} {load} {r}")
+            for host in started:
+                host.tell(work)
+                found = host.answer(timeout)
+                if r < 0:
+                    continue
+                metrics, problem = metrics_of(found["arrivals"], load, found["sent"], found["cached"])
+                problem = too_little_cached(load, r, metrics) or problem
+                case = {
+                    "kind": "offline",
+                    "load": str(load),
+                    "requests": load.requests,
+                    "kind of load": load.kind,
+                }
+                case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
+                yield make_row(
+                    host.name, case, metrics, round=r, subject=Subject(model=settings["model"], host=host.name),
+                    versions=machine.interpreter(host.python).versions,
+                    status=Status.WRONG if problem else Status.OK, reason=problem,
+                )  # fmt: skip
 
 
 def sizes_of(model: str, folder: Path) -> str:
@@ -291,25 +364,34 @@ def _round(
 
 
 def _show(made: Sequence[Row], folder: Path, json_only: bool) -> None:
-    found: dict[tuple[str, int, int], list[Row]] = {}
+    found: dict[tuple[str, str, int, int], list[Row]] = {}
     for row in made:
         lane = (row.subject.host or "") + (WITH if row.subject.candidate else "")
-        key = (lane, row.case["requests"], row.case.get("context", 0))
+        key = (lane, row.case.get("load", ""), row.case["requests"], row.case.get("context", 0))
         found.setdefault(key, []).append(row)
     lines = []
-    for (host, count, context), group in found.items():
-        medians = {m: statistics.median(r.metrics[m] for r in group) for m in group[0].metrics}
+    for (host, load, count, context), group in found.items():
+        medians = {
+            m: statistics.median(r.metrics[m] for r in group if m in r.metrics) for m in group[0].metrics
+        }
         line: dict[str, Any] = {
             "host": host,
-            "requests": count,
+            **({"load": load} if load else {"requests": count}),
             **({"context": context} if context else {}),
             **medians,
         }
         lines.append(line)
     ok = all(r.status is Status.OK for r in made)
     if not json_only:
-        keys = list(lines[0])
-        cells = [[f"{v:.1f}" if isinstance(v, float) else v for v in line.values()] for line in lines]
+        keys = [
+            key
+            for key in dict.fromkeys(key for line in lines for key in line)
+            if not key.startswith("step_ms")
+        ]
+        cells = [
+            [f"{v:.1f}" if isinstance(v, float) else v for v in (line.get(key, "") for key in keys)]
+            for line in lines
+        ]
         table("e2e, medians of the rounds", keys, cells)
         for last in (group[-1] for group in found.values() if "live" in group[-1].case):
             ran = ", ".join(f"{op} {n}" for op, n in last.case["live"].items())

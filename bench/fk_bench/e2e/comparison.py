@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,39 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastkernels.verify import phases
 from fk_bench.core import machine
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.ratios import COMMAND, ENGINE, FIRST_SECONDS, OUTPUT, STATES, summary
-from fk_bench.offline.host import HostProcess, make_row, prompts_of, vocab_size
+from fk_bench.e2e.loads import Kind, Load
+from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT, STATES, summary, undo_rows
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
+from fk_bench.offline.host import HostProcess, make_row, vocab_size
 
-FIRST_TOKENS = 16  # of the first run of a load, which is not compared
 TRACED = 16  # decode steps of a traced run
-LEAST_REPEATS, MOST_REPEATS = 2, 20
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that start together, tokens of each prompt, and tokens of each output."""
-
-    requests: int
-    input_len: int
-    output_len: int
-
-    @classmethod
-    def parse(cls, text: str) -> Load:
-        """From '8x512+128'. Raises ConfigError."""
-        count, _, lengths = text.partition("x")
-        parts = [count, *lengths.split("+")]
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            raise ConfigError(f"--loads: {text!r} is not REQUESTSxINPUT+OUTPUT, as in 8x512+128")
-        return cls(*map(int, parts))
-
-    def __str__(self) -> str:
-        return f"{self.requests}x{self.input_len}+{self.output_len}"
+MOST_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +28,7 @@ class Extent:
 
     cycles   times that the host is patched and undone
     repeats  runs of each load in each state, after one more
-    seconds  approximate limit of a model's runs, which reduces the repeats to two at least; 0: no limit
+    seconds  approximate limit of a model's runs, which reduces the repeats to `least`; 0: no limit
     load_seconds  a load that takes less time is repeated more often, until its runs take so long (at most 20 times)
     again    loads whose output throughput is less than so many times the stock host's are measured in one more cycle
     trace    the time of the GPU in a decode step is measured with a profiler
@@ -66,6 +41,7 @@ class Extent:
     load_seconds: float = 0.0
     again: float = 0.0
     trace: bool = False
+    least: int = 2
 
 
 class Comparison:
@@ -80,6 +56,7 @@ class Comparison:
         self.timeout, self.before, self.ops, self.env = timeout, before_construction, ops, env
         self.engine_settings = engine
         self._repeats, self._seed, self._case = dict[Load, int](), 0, dict[str, Any]()
+        self.took: dict[str, float] = {}  # seconds of each part of the measurement
         self.process: HostProcess | None = None
         self.engine: HostProcess | None = None
         self.versions = machine.interpreter(python).versions
@@ -120,6 +97,8 @@ class Comparison:
         """All rows of the model, as they are measured. Raises HostFailed."""
         blocks = 2 * extent.cycles + 1
         self._repeats, self._seed, self._case = dict.fromkeys(extent.loads, extent.repeats), seed, case
+        self._prompts = Prompts(f"{seed} {self.model}", extent.loads, self.vocab)
+        began = time.monotonic()
         made: list[Row] = []
         for block in range(blocks):
             for row in self._block(block, extent, extent.loads, block < 2, {}):
@@ -129,8 +108,14 @@ class Comparison:
         slow = {line["load"] for line in lines if line.get(f"{OUTPUT}_ratio", 1.0) < extent.again}
         if loads := [load for load in extent.loads if str(load) in slow]:
             for block in (blocks, blocks + 1):
-                yield from self._block(block, extent, loads, False, {"again": True})
-        yield self._row({"state": "end"}, {})
+                for row in self._block(block, extent, loads, False, {"again": True}):
+                    made.append(row)
+                    yield row
+        for where, metrics, intervals in () if self.before else undo_rows(made):
+            yield self._row({**where, "state": "undo"}, metrics, intervals=intervals)
+        seconds = {f"seconds {part}": took for part, took in self.took.items()}
+        self.took["total"] = time.monotonic() - began + self.took.get("start", 0.0)
+        yield self._row({"state": "end"}, {"seconds": self.took["total"], **seconds})
 
     def _block(
         self, block: int, extent: Extent, loads: Sequence[Load], trace: bool, more: dict[str, Any]
@@ -141,44 +126,54 @@ class Comparison:
         while due := [load for load in loads if number < self._repeats[load]]:
             for load in due:  # run -1 is the first of its load: it may compile or allocate
                 began = time.monotonic()
-                given = load if number >= 0 else replace(load, output_len=min(FIRST_TOKENS, load.output_len))
+                given = load if number >= 0 else first_run(load)
                 where = {
                     "state": state,
                     "block": block,
                     "run": number,
                     "load": str(load),
-                    **vars(load),
-                    **more,
+                    "kind of load": load.kind,
                 }
+                where |= {**vars(load), **more}
                 prompts = f"{self._seed} {self.model} {block} {number} {load}"
-                metrics, complete = self._run(self.process, given, prompts)
+                metrics, problem = self._run(self.process, given, prompts)
                 if number < 0:
                     metrics |= change
-                yield self._row(where, metrics, complete)
+                yield self._row(where, metrics, too_little_cached(load, number, metrics) or problem)
                 if self.engine is not None and state == STATES[0]:
-                    metrics, complete = self._run(self.engine, given, prompts)
-                    yield self._row({**where, "state": ENGINE}, metrics, complete, ENGINE)
+                    metrics, problem = self._run(self.engine, given, prompts)
+                    where["state"] = ENGINE
+                    yield self._row(
+                        where, metrics, too_little_cached(load, number, metrics) or problem, ENGINE
+                    )
                 took[load] = time.monotonic() - began
+                self._spent(str(load), took[load])
             if number < 0:
                 first_s = sum(took.values())
                 # Before the runs that are compared: what a profiler leaves behind is then in all of them.
                 if trace and extent.trace:
                     for load in loads:
-                        if load.output_len > TRACED:
+                        if load.output_len > TRACED and load.kind is not Kind.MIXED:
+                            began = time.monotonic()
                             yield self._traced(load, state, block)
+                            self._spent("profiles", time.monotonic() - began)
             elif number == 0 and block == 0:
                 self._repeats = repeats_of(extent, first_s, took)
             number += 1
 
+    def _spent(self, part: str, seconds: float) -> None:
+        self.took[part] = self.took.get(part, 0.0) + seconds
+
     def _row(
-        self, more: dict[str, Any], metrics: dict[str, float], complete: bool = True, host: str = ""
-    ) -> Row:
+        self, more: dict[str, Any], metrics: dict[str, float], problem: str = "", host: str = "",
+        intervals: Mapping[str, tuple[float, float]] | None = None,
+    ) -> Row:  # fmt: skip
         host = host or self.host
         return make_row(
             host, {"kind": "toggled", **self._case, **more}, metrics, command=COMMAND,
             subject=Subject(model=self.model, host=self.host, provider=ENGINE if host == ENGINE else None),
-            versions=self.versions, status=Status.OK if complete else Status.WRONG,
-            reason="" if complete else "not all tokens were generated",
+            versions=self.versions, status=Status.WRONG if problem else Status.OK, reason=problem,
+            ci95=intervals or {},
         )  # fmt: skip
 
     def _traced(self, load: Load, state: str, block: int) -> Row:
@@ -196,29 +191,42 @@ class Comparison:
 
     def _enter(self, state: str, block: int) -> dict[str, float]:
         """Bring the host into a state; the seconds of a live change, in all and of each phase."""
-        if block == 0:
-            return {}
         assert self.process is not None
+        began = time.monotonic()
+        if block == 0:
+            self.process.tell({"memory": True})
+            return _memory(self.process.answer(self.timeout))
         if self.before:
             self.process.stop()
             self.process = self._started(state)
             self.process.answer(self.timeout)
+            self._spent("start", time.monotonic() - began)
             return {}
         self.process.tell({"patch": self.ops} if state == "patched" else {"undo": True})
         answer = self.process.answer(self.timeout)
+        self._spent("changes", time.monotonic() - began)
         parts = {f"change_s {phase}": seconds for phase, seconds in answer["phases"].items()}
         said = f"{state} after {answer['seconds']:.1f} s ({phases.line(answer['phases'])})"
         print(f"{self.model}: {said}", file=sys.stderr, flush=True)
-        return {"change_s": answer["seconds"], **parts}
+        return {"change_s": answer["seconds"], **parts, **_memory(answer)}
 
-    def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], bool]:
-        return metrics_of(self._answer(process, load, seed, "arrivals")["arrivals"], load)
+    def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], str]:
+        answer = self._answer(process, load, seed, "arrivals")
+        return metrics_of(answer["arrivals"], load, answer["sent"], answer["cached"])
 
     def _answer(self, process: HostProcess | None, load: Load, seed: str, kind: str) -> dict[str, Any]:
         assert process is not None
-        prompts = prompts_of(seed, load.requests, load.input_len, self.vocab)
-        process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True, kind: True})
+        process.tell({**self._prompts.work(load, seed), kind: True})
         return process.answer(self.timeout)
+
+    def seconds(self) -> str:
+        """The time of the model by parts, for people: '221 s: start 58, changes 71, 8x2048+8 12'."""
+        parts = [f"{name} {took:.0f}" for name, took in self.took.items() if name != "total"]
+        return f"{self.took.get('total', 0.0):.0f} s: {', '.join(parts)}"
+
+
+def _memory(answer: Mapping[str, Any]) -> dict[str, float]:
+    return {f"memory_gib {kind}": size for kind, size in answer["memory"].items()}
 
 
 def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> dict[Load, int]:
@@ -226,34 +234,8 @@ def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> di
     most = extent.repeats
     if extent.seconds:
         left = extent.seconds / (2 * extent.cycles + 1) - first_s
-        most = max(min(LEAST_REPEATS, most), min(most, int(left / sum(took.values()))))
+        most = max(min(extent.least, most), min(most, int(left / sum(took.values()))))
     return {
         load: max(most, min(MOST_REPEATS, math.ceil(extent.load_seconds / seconds)))
         for load, seconds in took.items()
     }
-
-
-def metrics_of(arrivals: Sequence[Sequence[float]], load: Load) -> tuple[dict[str, float], bool]:
-    """The metrics of a run, and whether all tokens came. arrivals: seconds to each token of each request.
-
-    A step is the time between two tokens of a request while every request decodes.
-    """
-    complete = all(len(of_one) == load.output_len for of_one in arrivals)
-    if not all(arrivals):
-        return {}, False
-    seconds = max(of_one[-1] for of_one in arrivals)
-    found = {
-        "seconds": seconds,
-        FIRST_SECONDS: max(of_one[:FIRST_TOKENS][-1] for of_one in arrivals),
-        "output_tokens_per_s": sum(map(len, arrivals)) / seconds,
-        "ttft_ms": 1e3 * statistics.fmean(of_one[0] for of_one in arrivals),
-    }
-    per_token = [(a[-1] - a[0]) / (len(a) - 1) for a in arrivals if len(a) > 1]
-    if per_token:
-        found["tpot_ms"] = 1e3 * statistics.fmean(per_token)
-    begin, end = max(a[0] for a in arrivals), min(a[-1] for a in arrivals)
-    steps = [b - a for one in arrivals for a, b in itertools.pairwise(one) if a >= begin and b <= end]
-    if steps:
-        for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
-            found[f"step_ms_{name}"] = 1e3 * float(np.percentile(steps, share))
-    return found, complete

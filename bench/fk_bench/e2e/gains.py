@@ -13,10 +13,9 @@ from fk_bench.core.checkout import checkout_path
 from fk_bench.core.model_names import PUBLIC, public_name
 from fk_bench.core.rows import Row
 from fk_bench.e2e import ratios
-from fk_bench.e2e.comparison import Load
+from fk_bench.e2e.loads import DECODES, Kind, Load
 
 GROUP = "models-patched"  # of bench/results/tables.json
-DECODES = 32  # output tokens from which a load measures decoding; shorter ones measure prompts
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,16 @@ class Gain:
     def decoding(self) -> bool:
         return Load.parse(self.load).output_len >= DECODES
 
+    @property
+    def kind(self) -> Kind:
+        return Load.parse(self.load).kind
+
 
 def gains(found: Iterable[Row]) -> list[Gain]:
     """The gains in rows of patch-compare, sorted; of each model, chip, host and load those of the newest run."""
     runs: dict[tuple[str, str, str, str], dict[str, list[Row]]] = {}
     for row in found:
-        if row.command == ratios.COMMAND and row.case.get("load") and _fair(row):
+        if row.command == ratios.COMMAND and row.case.get("load") and _fair(row) and _usual_cache(row):
             key = (row.subject.model or "", _chip(row), str(row.subject.host), row.case["load"])
             runs.setdefault(key, {}).setdefault(row.run_id, []).append(row)
     made = []
@@ -87,6 +90,10 @@ def _fair(row: Row) -> bool:
     """Whether both states had routing of one kind, if the model has experts."""
     fields = PUBLIC.get(row.subject.model or "", ("", {}))[1]
     return "routing" in row.case or not any("experts" in name for name in fields)
+
+
+def _usual_cache(row: Row) -> bool:
+    return bool(row.case.get("kv_cache_dtype", "auto") == "auto")
 
 
 def _chip(row: Row) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status
-from fk_bench.core.stats import mean_of_means, paired_ratio
+from fk_bench.core.stats import mean_ci, mean_of_means, paired_ratio
+from fk_bench.e2e.loads import Load
 
 COMMAND = "patch-compare"
 STATES = "stock", "patched"
 ENGINE = "fastkernels"  # the state of a run in our engine
-OUTPUT, TPOT = "output_tokens_per_s", "tpot_ms"
+OUTPUT, INPUT, TPOT = "output_tokens_per_s", "input_tokens_per_s", "tpot_ms"
 FIRST_SECONDS = "first_tokens_s"  # until all requests have as many tokens as a first run generates
 METRICS = {  # metric: (title, whether more is better)
-    TPOT: ("TPOT", False), "ttft_ms": ("TTFT", False), OUTPUT: ("output tok/s", True),
+    TPOT: ("TPOT", False), "ttft_ms": ("TTFT", False), INPUT: ("input tok/s", True), OUTPUT: ("output tok/s", True),
 }  # fmt: skip
 DECODED = 16  # output tokens from which a load has a TPOT worth comparing
+MARGIN = 0.02  # by which the stock host may differ after an undo from before it
 BUSY = 0.85  # share of a step in which the GPU computes, from which its kernels decide about TPOT
 
 
@@ -27,9 +29,127 @@ def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
     """A line for each model and load: medians of the states, and ratios with their intervals."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in made:
-        if "load" in row.case and row.status is Status.OK:
-            groups.setdefault((row.subject.model or "", row.case["load"]), []).append(row)
+        if "load" in row.case and row.case["state"] in (*STATES, ENGINE) and row.status is Status.OK:
+            groups.setdefault((shown_model(row), row.case["load"]), []).append(row)
     return [{"model": model, "load": load, **_compared(group)} for (model, load), group in groups.items()]
+
+
+def shown_model(row: Row) -> str:
+    """The model of a row, with the type of its KV cache if that is not the host's default."""
+    model, dtype = row.subject.model or "", row.case.get("kv_cache_dtype", "auto")
+    return model if dtype == "auto" else f"{model}, KV cache {dtype}"
+
+
+def undo_rows(
+    made: Sequence[Row],
+) -> Iterator[tuple[dict[str, Any], dict[str, float], dict[str, tuple[float, float]]]]:
+    """(case, metrics, 95% intervals) of the stock host after an undo over before the patch: of each load, then of all.
+
+    Above 1 is faster after the undo. The value of an alternation is the mean of its runs' logarithms, and the interval
+    is Student's t over the alternations: what compiling again or another layout of memory changes is a sample each.
+    `first`: the stock host after all undos over the one that was never patched. `within`: the later half of the runs
+    of a stock state over the earlier half, which no patch is between.
+    """
+    stock = [
+        r
+        for r in made
+        if r.case.get("state") == STATES[0] and r.status is Status.OK and r.case.get("run", -1) >= 0
+    ]
+    loads = list(dict.fromkeys(row.case["load"] for row in stock))
+    every: dict[str, list[list[float]]] = {}
+    for load in loads:
+        of_load = [row for row in stock if row.case["load"] == load]
+        metrics: dict[str, float] = {}
+        intervals: dict[str, tuple[float, float]] = {}
+        for metric, (_, more) in METRICS.items():
+            if metric == TPOT and Load.parse(load).output_len < DECODED:
+                continue
+            found = _undone(of_load, metric, 1.0 if more else -1.0)
+            for name, logs in found.items():
+                _exponential(metrics, intervals, f"{metric}_{name}", logs)
+            if metric == OUTPUT:
+                for name, logs in found.items():
+                    every.setdefault(name, []).append(logs)
+        if metrics:
+            yield {"load": load, "alternations": len(found["undo_ratio"])}, metrics, intervals
+    metrics, intervals = {}, {}
+    for name, lists in every.items():
+        count = min(map(len, lists))
+        logs = [statistics.fmean(values[i] for values in lists) for i in range(count)]
+        _exponential(metrics, intervals, f"{OUTPUT}_{name}", logs)
+    if metrics:
+        yield {"loads": loads, "alternations": min(map(len, every["undo_ratio"]))}, metrics, intervals
+
+
+def _exponential(
+    metrics: dict[str, float], intervals: dict[str, tuple[float, float]], name: str, logs: Sequence[float]
+) -> None:
+    if logs:
+        mean, interval = mean_ci(logs)
+        metrics[name] = math.exp(mean)
+        if interval is not None:
+            intervals[name] = math.exp(interval[0]), math.exp(interval[1])
+
+
+def _undone(stock: Sequence[Row], metric: str, sign: float) -> dict[str, list[float]]:
+    """Logarithms of one metric's ratios, above 0 if better: after each undo, after all, and within a state."""
+    blocks: dict[int, dict[int, float]] = {}
+    for row in stock:
+        if metric in row.metrics:
+            blocks.setdefault(row.case["block"], {})[row.case["run"]] = sign * math.log(row.metrics[metric])
+    found: dict[str, list[float]] = {"undo_ratio": [], "undo_first_ratio": [], "undo_within_ratio": []}
+    for block, runs in sorted(blocks.items()):
+        for name, before in (("undo_ratio", block - 2), ("undo_first_ratio", 0)):
+            if both := sorted(runs.keys() & blocks.get(before, {}).keys()) if block else []:
+                found[name].append(statistics.fmean(runs[run] - blocks[before][run] for run in both))
+        if half := len(runs) // 2:
+            values = [runs[run] for run in sorted(runs)]
+            found["undo_within_ratio"].append(
+                statistics.fmean(values[-half:]) - statistics.fmean(values[:half])
+            )
+    return found
+
+
+def undo_verdict(row: Row) -> str:
+    """Whether the stock host has its speed back after an undo: of the row of all loads."""
+    name = f"{OUTPUT}_undo_ratio"
+    interval = row.ci95.get(name)
+    count = row.case["alternations"]
+    value = f"{shown_model(row)}: stock after undo over before: {row.metrics[name]:.3f}"
+    if interval is None:
+        return f"{value} in one alternation: no interval; --alternations 5 gives one"
+    within = interval[0] >= 1 - MARGIN and interval[1] <= 1 + MARGIN
+    said = f"{'' if within else 'not '}within {MARGIN:.0%} of 1"
+    if not within and interval[0] <= 1 <= interval[1]:
+        said += " (the interval includes 1: more alternations narrow it)"
+    first, apart = (row.metrics.get(f"{OUTPUT}_undo_{kind}_ratio", math.nan) for kind in ("first", "within"))
+    return (
+        f"{value} [{interval[0]:.3f}, {interval[1]:.3f}] over {count} alternations, output tok/s: {said};"
+        f" over never patched {first:.3f}, within a stock state {apart:.3f}"
+    )
+
+
+def show_undo(made: Sequence[Row]) -> None:
+    """Print the ratios of the stock host after undo over before it, by load, and a verdict for each model."""
+    found = [row for row in made if row.case.get("state") == "undo"]
+    used = [m for m in METRICS if any(f"{m}_undo_ratio" in row.metrics for row in found)]
+    cells = [
+        [shown_model(row), row.case["load"], *(_of_row(row, f"{m}_undo_ratio") for m in used)]
+        for row in found
+        if "load" in row.case
+    ]
+    if cells:
+        title = "stock after undo over before it: times better, with the 95% interval over the alternations"
+        table(title, ["model", "load", *(METRICS[m][0] for m in used)], cells)
+    for row in found:
+        if "load" not in row.case and f"{OUTPUT}_undo_ratio" in row.metrics:
+            print(undo_verdict(row))
+
+
+def _of_row(row: Row, name: str) -> str:
+    if name not in row.metrics:
+        return ""
+    return _with_interval({name: row.metrics[name], f"{name}_ci95": row.ci95.get(name)}, name)
 
 
 def _compared(group: Sequence[Row]) -> dict[str, Any]:
@@ -128,17 +248,25 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         print("nothing was measured")
         return
     states = (*STATES, ENGINE) if any(f"{ENGINE}_{TPOT}" in line for line in results) else STATES
-    columns = ["model", "load", *(f"{t} {' / '.join(states)}" for t, _ in METRICS.values())]
+    measured = {
+        m: title for m, (title, _) in METRICS.items() if any(f"stock_{m}" in line for line in results)
+    }
+    columns = ["model", "load", *(f"{title} {' / '.join(states)}" for title in measured.values())]
     cells = [
         [line["model"], line["load"]]
-        + [" / ".join(f"{line.get(f'{s}_{m}', math.nan):.4g}" for s in states) for m in METRICS]
+        + [
+            " / ".join(f"{line.get(f'{s}_{m}', math.nan):.4g}" for s in states)
+            if f"stock_{m}" in line
+            else ""
+            for m in measured
+        ]
         for line in results
     ]
     table("medians: TPOT and TTFT in ms", columns, cells)
-    columns = ["model", "load", *(h for t, _ in METRICS.values() for h in (t, "noise"))]
+    columns = ["model", "load", *(h for title in measured.values() for h in (title, "noise"))]
     cells = [
         [line["model"], line["load"]]
-        + [_with_interval(line, f"{m}_{k}") for m in METRICS for k in ("ratio", "noise")]
+        + [_with_interval(line, f"{m}_{k}") for m in measured for k in ("ratio", "noise")]
         for line in results
     ]
     table("times better when patched; noise: stock against stock", columns, cells)
@@ -151,9 +279,9 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     ]
     table("steps of decoding, stock / patched", ["model", "load", *used], cells)
     if len(states) > len(STATES):
-        columns = ["model", "load", *(t for t, _ in METRICS.values())]
+        columns = ["model", "load", *measured.values()]
         cells = [
-            [line["model"], line["load"], *(_with_interval(line, f"{m}_{ENGINE}_ratio") for m in METRICS)]
+            [line["model"], line["load"], *(_with_interval(line, f"{m}_{ENGINE}_ratio") for m in measured)]
             for line in results
         ]
         table(f"{ENGINE}: times better than the stock host", columns, cells)
@@ -189,7 +317,7 @@ def _show_latency(results: Sequence[dict[str, Any]]) -> None:
 
 def decoding(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of loads with enough output tokens for a TPOT."""
-    return [n for n in results if f"{TPOT}_ratio" in n and int(n["load"].rpartition("+")[2]) >= DECODED]
+    return [n for n in results if f"{TPOT}_ratio" in n and Load.parse(n["load"]).output_len >= DECODED]
 
 
 def tpot_ratios(results: Sequence[dict[str, Any]], load: str, busy: float = 0.0) -> list[float]:

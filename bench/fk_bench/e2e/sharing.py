@@ -44,26 +44,35 @@ class Need:
         return f"{self.total / GIB:.1f} GiB ({', '.join(f'{n} {b / GIB:.1f}' for n, b in parts)})"
 
 
-def need(model: str, path: str, dtype: str, tokens: int, gpu: bool) -> Need:
+def need(
+    model: str, path: str, dtype: str, tokens: int, gpu: bool, kv_bytes: int | None = None
+) -> Need:  # fmt: skip
     """The memory that an engine of the model needs with a KV cache of so many tokens.
 
-    model  its name; path: a folder with its config.json. Raises ValueError for an unknown architecture.
+    model     its name; path: a folder with its config.json
+    kv_bytes  of a number in the KV cache (default: those of `dtype`)
+
+    Raises ValueError for an unknown architecture.
     """
     import fastkernels
     from fastkernels.models.common import build
+    from fastkernels.models.common.plan import SIZES
 
     plan = fastkernels.plan(path, dtype)
     config: Any = build.load_config(Path(path))
     wide = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     activations = BATCHED_TOKENS * wide * 2 + SAMPLED * config.vocab_size * 10
     rest = FIXED + activations if gpu else FIXED_CPU
-    return Need(model, plan.weight_bytes, tokens, tokens * plan.kv_bytes_per_token, rest)
+    kv = tokens * plan.kv_bytes_per_token
+    if kv_bytes is not None:
+        kv = kv * kv_bytes // SIZES[plan.dtype]
+    return Need(model, plan.weight_bytes, tokens, kv, rest)
 
 
 def kv_tokens(sizes: Iterable[tuple[int, int]], longest: int, block: int = 16) -> int:
     """The tokens of a KV cache that holds any load without preemption. sizes: (requests, tokens of each)."""
     most = max((requests * -(-(tokens + 1) // block) * block for requests, tokens in sizes), default=0)
-    return -(-max(most * 17 // 16, 2 * longest) // block) * block
+    return -(-max(most * 17 // 16, longest + 2 * block) // block) * block
 
 
 def waves(needs: Sequence[Need], capacity: int, at_once: int, copies: int = 1) -> list[list[Need]]:
@@ -99,6 +108,11 @@ def capacity(gpu: bool) -> int:
     if not gpu:
         return psutil.virtual_memory().available // 2
     return _of_gpu("free")
+
+
+def limit(gpu: bool) -> int:
+    """Bytes that engines may share when nothing else runs."""
+    return _of_gpu("total") if gpu else psutil.virtual_memory().total
 
 
 def _of_gpu(kind: str) -> int:

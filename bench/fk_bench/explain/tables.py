@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from fk_bench.core.model_names import hub_name
 from fk_bench.core.rows import Row
-from fk_bench.e2e.comparison import Load
 from fk_bench.e2e.gains import Gain
+from fk_bench.e2e.loads import Load
 from fk_bench.kernels.judge.clock import roofline
 
 Table = tuple[str, list[str], list[list[str]]]

@@ -3,19 +3,22 @@
 It writes lines of JSON to the original standard output; the host's own output goes to standard error. The first line is
 {"kv_tokens": n, "ends": [[phase, end]], "engine": {...}}: the size of the KV cache, the ends of the startup phases by
 time.monotonic(), and our engine's own report. Then each input line {"prompts": [[token ids]], "output_len": n} is
-answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. Sizes that are None
-are the host's defaults. Imports only the engine that it runs, and the patcher if there are candidates. Random weights
-are of one kind in all hosts: fk_bench.offline.random_weights.
+answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. With "arrivals", it
+is answered with the seconds to each token; requests may arrive "later". Sizes that are None are the host's defaults.
+Imports only the engine that it runs, and the patcher if there are candidates. Random weights are of one kind in all
+hosts: fk_bench.offline.random_weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # A script's folder is on sys.path, where its modules would shadow packages of the same names.
@@ -130,91 +133,142 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     return generate, int(engine.get_server_info()["max_total_num_tokens"]), engine
 
 
-def vllm_arrivals(llm: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
-    """Generate, and return the seconds from the start to each token of each request."""
+@dataclass
+class Sent:
+    """A request, and what came of it. `after`: tokens of the first request after which it is sent.
+
+    Seconds count from the start of the run: `at` when it was sent, `tokens` when each token came. cached: tokens of
+    its prompt that the prefix cache held, None if the host does not tell.
+    """
+
+    prompt: list[int]
+    output_len: int
+    after: int = 0
+    at: float = 0.0
+    tokens: list[float] = field(default_factory=list)
+    cached: int | None = None
+
+
+def requests_of(work: dict[str, Any]) -> list[Sent]:
+    """The requests of a line of input: `prompts`, which start together, and `later`, which arrive meanwhile."""
+    made = [Sent(prompt, work["output_len"]) for prompt in work["prompts"]]
+    if later := work.get("later"):
+        pairs = zip(later["prompts"], later["after"], strict=True)
+        made += [Sent(prompt, later["output_len"], after) for prompt, after in pairs]
+    return made
+
+
+def vllm_arrivals(llm: Any, requests: Sequence[Sent]) -> None:
+    """Generate, and note the seconds from the start to each token of each request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )  # fmt: skip
-    return _arrivals(llm.llm_engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+    def params(output_len: int) -> Any:
+        return SamplingParams(
+            temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+
+    _step(llm.llm_engine, requests, lambda prompt: {"prompt_token_ids": prompt}, params)
 
 
-def _arrivals(engine: Any, prompts: Sequence[Any], params: Any) -> list[list[float]]:
+def _step(
+    engine: Any, requests: Sequence[Sent], given: Callable[[list[int]], Any], params: Callable[[int], Any]
+) -> None:
     """Step vLLM's engine, or ours, until all requests have ended."""
-    found: dict[str, list[float]] = {}
+    waiting = list(requests)
+    running: dict[str, Sent] = {}
     start = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        name = f"{start}-{i}"
-        found[name] = []
-        engine.add_request(name, prompt, params)
-    while engine.has_unfinished_requests():
+    while waiting or engine.has_unfinished_requests():
+        produced = len(requests[0].tokens) if engine.has_unfinished_requests() or not running else math.inf
+        while waiting and waiting[0].after <= produced:
+            request, name = waiting.pop(0), f"{start}-{len(running)}"
+            running[name], request.at = request, time.perf_counter() - start
+            engine.add_request(name, given(request.prompt), params(request.output_len))
         for output in engine.step():
-            seconds = time.perf_counter() - start
-            found[output.request_id] += [seconds] * len(output.outputs[0].token_ids)
-    return list(found.values())
+            seconds, request = time.perf_counter() - start, running[output.request_id]
+            request.tokens += [seconds] * len(output.outputs[0].token_ids)
+            cached = getattr(output, "num_cached_tokens", None)
+            request.cached = request.cached if cached is None else cached
 
 
-def sglang_arrivals(engine: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
+def sglang_arrivals(engine: Any, requests: Sequence[Sent]) -> None:
     """As `vllm_arrivals`."""
-    params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
     start = time.perf_counter()
 
-    async def one(prompt: list[int]) -> list[float]:
-        found: list[float] = []
-        async for part in await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
-            new = part["meta_info"]["completion_tokens"] - len(found)
-            found += [time.perf_counter() - start] * new
-        return found
+    async def one(request: Sent, moved: asyncio.Condition) -> None:
+        async with moved:
+            await moved.wait_for(lambda: len(requests[0].tokens) >= request.after)
+        params = {"temperature": 0, "max_new_tokens": request.output_len, "ignore_eos": True}
+        request.at = time.perf_counter() - start
+        stream = await engine.async_generate(input_ids=request.prompt, sampling_params=params, stream=True)
+        async for part in stream:
+            new = part["meta_info"]["completion_tokens"] - len(request.tokens)
+            request.tokens += [time.perf_counter() - start] * new
+            request.cached = part["meta_info"].get("cached_tokens", request.cached)
+            if request is requests[0] and requests[-1].after:
+                async with moved:
+                    moved.notify_all()
 
-    async def all_of_them() -> list[list[float]]:
-        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+    async def all_of_them() -> None:
+        moved = asyncio.Condition()
+        await asyncio.gather(*(one(request, moved) for request in requests))
 
-    return engine.loop.run_until_complete(all_of_them())
+    engine.loop.run_until_complete(all_of_them())
 
 
-def fastkernels_arrivals(llm: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
+def fastkernels_arrivals(llm: Any, requests: Sequence[Sent]) -> None:
     """As `vllm_arrivals`."""
     from fastkernels import SamplingParams
     from fastkernels.engine.sampling.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )  # fmt: skip
-    return _arrivals(llm.llm_engine, prompts, params)
+    def params(output_len: int) -> Any:
+        return SamplingParams(
+            temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+
+    _step(llm.llm_engine, requests, lambda prompt: prompt, params)
 
 
-ARRIVALS: dict[str, Callable[..., list[list[float]]]] = {
+ARRIVALS: dict[str, Callable[[Any, Sequence[Sent]], None]] = {
     "vllm": vllm_arrivals, "sglang": sglang_arrivals, "fastkernels": fastkernels_arrivals,
 }  # fmt: skip
 
 
 class Toggled:
-    """A host's engine, measured token by token, patched and undone on request."""
+    """A host's engine, measured token by token, patched and undone on request.
 
-    def __init__(self, host: str, engine: Any):
-        self.host, self.engine = host, engine
+    memory  the engine's worker tells of torch's allocator: vLLM's with random weights, on a GPU
+    """
+
+    def __init__(self, host: str, engine: Any, memory: bool = False):
+        self.host, self.engine, self.memory = host, engine, memory
         self.report: Any = None
 
     def answer(self, work: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
+        if "memory" in work:
+            return {"memory": self._memory()}
         if "patch" in work:
             import fastkernels as library
 
             self.report = library.patch(self.engine, ops=work["patch"])
             rows = [[row.op, row.state, row.modules, row.reason] for row in self.report.rows]
             seconds = time.perf_counter() - start
-            return {"seconds": seconds, "phases": self.report.seconds, "rows": rows}
+            return {"seconds": seconds, "phases": self.report.seconds, "memory": self._memory(), "rows": rows}
         if "undo" in work:
             self.report.undo()
-            return {"seconds": time.perf_counter() - start, "phases": self.report.seconds}
+            seconds = time.perf_counter() - start
+            return {"seconds": seconds, "phases": self.report.seconds, "memory": self._memory()}
         if "traced" in work:
             self._call("trace_start")
-        arrivals = ARRIVALS[self.host](self.engine, work["prompts"], work["output_len"])
-        found: dict[str, Any] = {"arrivals": arrivals}
+        requests = requests_of(work)
+        ARRIVALS[self.host](self.engine, requests)
+        found: dict[str, Any] = {
+            "arrivals": [r.tokens for r in requests], "sent": [r.at for r in requests],
+            "cached": [r.cached for r in requests],
+        }  # fmt: skip
         if "traced" in work:
             (reply, *_) = self._call("trace_stop")
             found |= {"busy_us": reply["busy_us"], "us": reply["us"], "launches": reply["kernels"]}
@@ -222,6 +276,13 @@ class Toggled:
                 n for name, n in reply["kernels"].items() if name.startswith("cu") and "Malloc" in name
             )
         return found
+
+    def _memory(self) -> dict[str, float]:
+        """GiB of torch's allocator in the first worker."""
+        if not self.memory:
+            return {}
+        (of_first, *_) = self.engine.collective_rpc("allocator_gib")
+        return dict(of_first)
 
     def _call(self, action: str) -> list[dict[str, Any]]:
         if self.host == "fastkernels":  # its runner is in this process
@@ -269,8 +330,9 @@ def main() -> None:
     toggled: Toggled | None = None
     for line in sys.stdin:
         work = json.loads(line)
-        if {"arrivals", "patch", "undo"} & set(work):
-            toggled = toggled or Toggled(options["host"], engine)
+        if {"arrivals", "patch", "undo", "memory"} & set(work):
+            tells = options["host"] == "vllm" and options["gpu"] and options["load_format"] == "dummy"
+            toggled = toggled or Toggled(options["host"], engine, tells)
             print(json.dumps(toggled.answer(work)), file=answers, flush=True)
             continue
         start = time.perf_counter()

@@ -84,7 +84,15 @@ def _draw_quantized(name: str, tensor: torch.Tensor, generator: torch.Generator)
 
 
 class VllmWorker:
-    """A method for vLLM's workers, which `worker_extension_cls` adds."""
+    """Methods for vLLM's workers, which `worker_extension_cls` adds."""
+
+    def allocator_gib(self) -> dict[str, float]:
+        """The memory of torch's allocator on this worker's GPU."""
+        found = torch.cuda.memory_stats()
+        return {
+            kind: found[f"{kind}_bytes.all.current"] / (1 << 30)
+            for kind in ("allocated", "reserved", "inactive_split")
+        }
 
     def draw_random_weights(self) -> None:
         worker: Any = self

@@ -44,6 +44,10 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "models": (patch.models, "models"),
     "throughput": (patch.throughput, "models"),
     "engines": (patch.engines, "engines"),
+    "prompts": (patch.prompts, "models"),
+    "contexts": (patch.contexts, "models"),
+    "mixed": (patch.mixed, "models"),
+    "undone": (patch.undone, "models"),
     "text-models": (speeds.text, "engines"),
     "formats": (speeds.formats, "engines"),
     "image-models": (speeds.images, "engines"),  # not part of `make bench-h200`: its markers name files
@@ -53,7 +57,16 @@ OTHERS = {
     "serve-compare": ("hosts", "tails", "loads", "engine"),
     "skinny_linear": ("linear",),
     "decode_attention": ("attention",),
-    "patch-compare": ("models", "throughput", "engines", "text-models"),
+    "patch-compare": (
+        "models",
+        "throughput",
+        "engines",
+        "text-models",
+        "prompts",
+        "contexts",
+        "mixed",
+        "undone",
+    ),
     "formats": ("formats",),
     "e2e": ("image-models",),
 }

@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape
 
 from fk_bench.core.flags import ConfigError
 from fk_bench.core.model_names import hub_name
-from fk_bench.e2e.comparison import Load
 from fk_bench.e2e.gains import Gain, gains
+from fk_bench.e2e.loads import Kind, Load
 from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, flat, machine
 
@@ -94,12 +94,12 @@ def figure(files: Files) -> str:
 
 def _groups(files: Files) -> dict[tuple[str, str], list[Gain]]:
     """{(host, work): gains}, vLLM first, decoding before prompts."""
-    groups: dict[tuple[int, bool, int, str, str], list[Gain]] = {}
+    groups: dict[tuple[int, int, int, str, str], list[Gain]] = {}
     for gain in gains(flat(files)):
-        requests = Load.parse(gain.load).requests if gain.decoding else 0
-        work = f"{requests} request{'s' if requests > 1 else ''}" if gain.decoding else "prompts"
+        requests = Load.parse(gain.load).requests if gain.kind is Kind.DECODE else 0
+        work = f"{requests} request{'s' if requests > 1 else ''}" if requests else gain.kind.value
         order = list(HOSTS).index(gain.host) if gain.host in HOSTS else len(HOSTS)
-        key = order, not gain.decoding, requests, HOSTS.get(gain.host, gain.host), work
+        key = order, list(Kind).index(gain.kind), requests, HOSTS.get(gain.host, gain.host), work
         groups.setdefault(key, []).append(gain)
     return {(host, work): found for (_, _, _, host, work), found in sorted(groups.items())}
 

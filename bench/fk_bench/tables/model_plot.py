@@ -11,7 +11,7 @@ from fk_bench.explain.tables import Table
 from fk_bench.tables import speeds
 from fk_bench.tables.origin import Files
 
-COLORS = ("#3b6fb6", "#e08a3c", "#5a9a5a", "#8c8c8c", "#b05ab0", "#c0504d")
+COLORS = ("#3b6fb6", "#e08a3c", "#5a9a5a", "#8c8c8c", "#b05ab0", "#c0504d", "#4db3b3", "#8a6d3b")
 LEFT, TOP, LINE, PLOT, RIGHT, BOTTOM = 300, 78, 22, 430, 20, 30
 STEP = 0.2  # between grid lines
 TEXT = 'font-family="system-ui, sans-serif" fill="#24292f"'

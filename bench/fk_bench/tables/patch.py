@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fk_bench.core.rows import Row
 from fk_bench.e2e import ratios
-from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT, TPOT
+from fk_bench.e2e.loads import Kind, Load
+from fk_bench.e2e.ratios import COMMAND, ENGINE, INPUT, OUTPUT, TPOT
 from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, flat, origin
 
@@ -37,6 +38,73 @@ def _made(
 def _load(line: Line) -> list[str]:
     requests, _, lengths = line["load"].partition("x")
     return [line["model"], requests, lengths.replace("+", ", ")]
+
+
+def prompts(files: Files) -> Iterator[Table]:
+    """Prompts: input throughput, time to the first token, and the ratios, a line for each model and load."""
+    yield from _kinds(files, "Prompts", (Kind.PROMPTS, Kind.HITS), (INPUT, "ttft_ms"))
+
+
+def contexts(files: Files) -> Iterator[Table]:
+    """Decodes at long contexts: the time per output token."""
+    yield from _kinds(files, "Decodes whose prompts the prefix cache holds", (Kind.CONTEXT,), (TPOT, OUTPUT))
+
+
+def mixed(files: Files) -> Iterator[Table]:
+    """Prompts that arrive during decodes: TPOT of the decodes, TTFT of the prompts, and output throughput."""
+    yield from _kinds(files, "Prompts that arrive during decodes", (Kind.MIXED,), (TPOT, "ttft_ms", OUTPUT))
+
+
+def _kinds(files: Files, title: str, kinds: Sequence[Kind], metrics: Sequence[str]) -> Iterator[Table]:
+    """A table of the loads of these kinds: each metric's medians, and the ratios of patched host and our engine."""
+
+    def lines(results: list[Line]) -> tuple[list[str], list[list[str]]]:
+        mine = [line for line in results if Load.parse(line["load"]).kind in kinds and "ratios" in line]
+        states = [
+            s for s in ("stock", "patched", ENGINE) if any(f"{s}_{metrics[0]}" in line for line in mine)
+        ]
+        cells = [
+            [line["model"], line["load"]]
+            + [
+                cell
+                for metric in metrics
+                for cell in (
+                    " / ".join(
+                        f"{line[f'{s}_{metric}']:.4g}" if f"{s}_{metric}" in line else "-" for s in states
+                    ),
+                    _interval(line, f"{metric}_ratio"),
+                    *([_interval(line, f"{metric}_{ENGINE}_ratio")] if ENGINE in states else []),
+                )
+            ]
+            for line in mine
+        ]
+        columns = ["Model", "Load"]
+        for metric in metrics:
+            name = ratios.METRICS[metric][0] + (", ms" if metric.endswith("_ms") else "")
+            columns += [f"{name}: {' / '.join(states)}", "patched, times better"]
+            columns += ["our engine, times better"] if ENGINE in states else []
+        return columns, cells
+
+    yield from _made(files, title, lines)
+
+
+def undone(files: Files) -> Iterator[Table]:
+    """The stock host after an undo over before the patch, of each model over all its loads."""
+    found = [row for row in flat(files) if row.command == COMMAND and row.case.get("state") == "undo"]
+    used = [row for row in found if "load" not in row.case and f"{OUTPUT}_undo_ratio" in row.metrics]
+    cells = []
+    for row in used:
+        name = f"{OUTPUT}_undo_ratio"
+        line = {name: row.metrics[name], f"{name}_ci95": row.ci95.get(name)}
+        alternations = str(row.case["alternations"])
+        cells.append(
+            [ratios.shown_model(row), alternations, str(len(row.case["loads"])), _interval(line, name)]
+        )
+    if cells:
+        title = (
+            f"Output tokens/s of the stock host after an undo over before the patch ({origin(used, files)})."
+        )
+        yield title, ["Model", "Alternations", "Loads", "Ratio (95%)"], cells
 
 
 def models(files: Files) -> Iterator[Table]:
@@ -112,5 +180,7 @@ def _number(value: float | None) -> str:
 
 
 def _interval(line: Mapping[str, Any], name: str) -> str:
+    if name not in line:
+        return ""
     interval = line.get(f"{name}_ci95")
     return f"{line[name]:.3f}" + ("" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})")

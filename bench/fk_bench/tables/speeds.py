@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fk_bench.core.model_names import PUBLIC, hub_name
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e import ratios
+from fk_bench.e2e.loads import PRESETS
 from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
 from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, machine, origin
 
 LOADS = "1x512+128", "32x512+128", "64x1024+128"
+PROMPTS = tuple(PRESETS["prompts"].split(","))
 FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
 FORMAT_LOADS = "1x512+128", "8x512+128", "32x512+128", "64x1024+128"
 PUBLISHED = (
@@ -39,27 +41,44 @@ PAPER = {
 
 
 def text(files: Files) -> Iterator[Table]:
-    """Text models: stock vLLM's output throughput at three loads, and the ratios of patched vLLM and our engine."""
+    """Text models: output throughput of patched vLLM and of our engine over stock vLLM's at each load, and of prompts.
+
+    Of each model, chip and load the newest run counts.
+    """
+    models: dict[tuple[str, str], dict[str, tuple[str, list[Row]]]] = {}
+    for (model, chip, load), newest in _newest(files, _is_text, ("load",)).items():
+        models.setdefault((model, chip), {})[load] = newest
+    lines = {
+        of: {load: ratios.summary(found)[0] for load, (_, found) in loads.items() if ratios.summary(found)}
+        for of, loads in models.items()
+    }
+    lines = {
+        of: found
+        for of, found in lines.items()
+        if any(f"{OUTPUT}_{ENGINE}_ratio" in n for n in found.values())
+    }
+    prompts = [load for load in PROMPTS if any(load in found for found in lines.values())]
     cells, used = [], []
-    for (model, chip), (file, found) in _newest(files, _is_text).items():
-        lines = {line["load"]: line for line in ratios.summary(found)}
-        if not any(f"{OUTPUT}_{ENGINE}_ratio" in line for line in lines.values()):
-            continue
-        of_loads = [lines.get(load, {}) for load in LOADS]
-        kind = PUBLIC[model][0] if model in PUBLIC else ""
-        cells.append([
-            hub_name(model), chip, *_each([line.get(f"{OUTPUT}_ratio") for line in of_loads]),
-            *_each([line.get(f"{OUTPUT}_{ENGINE}_ratio") for line in of_loads]), *_source(kind, file, found)[:2],
-        ])  # fmt: skip
-        used += found
-    if cells:
-        at = _at(LOADS)
+    for (model, chip), found in lines.items():
+        file, newest_rows = max(models[model, chip].values(), key=lambda newest: _last(newest[1]))
         columns = [
-            "model", "chip", *(f"patched, {_requests(load)}" for load in LOADS),
-            *(f"our engine, {_requests(load)}" for load in LOADS), *SOURCE[:2],
-        ]  # fmt: skip
-        title = f"Output tokens/s over stock vLLM's at {at}; columns: requests ({origin(used, files)}):"
-        yield title, columns, cells
+            _each([found.get(load, {}).get(name) for load in LOADS]) + _mean(found, prompts, name)
+            for name in (f"{OUTPUT}_ratio", f"{OUTPUT}_{ENGINE}_ratio")
+        ]
+        kind = PUBLIC[model][0] if model in PUBLIC else ""
+        cells.append([hub_name(model), chip, *columns[0], *columns[1], *_source(kind, file, newest_rows)[:2]])
+        used += [row for _, rows in models[model, chip].values() for row in rows]
+    if cells:
+        names = [*map(_requests, LOADS), *(["prompts"] if prompts else [])]
+        head = ["model", "chip", *(f"{who}, {name}" for who in ("patched", "our engine") for name in names)]
+        more = f"; prompts: the geometric mean of {_at(prompts)}" if prompts else ""
+        title = f"Output tokens/s over stock vLLM's at {_at(LOADS)}; columns: requests{more} ({origin(used, files)}):"
+        yield title, [*head, *SOURCE[:2]], cells
+
+
+def _mean(lines: Mapping[str, Mapping[str, Any]], loads: Sequence[str], name: str) -> list[str]:
+    """Return the cell with the geometric mean of these loads; none without a load."""
+    return _ratios([lines.get(load, {}).get(name) for load in loads])[-1:] if loads else []
 
 
 def formats(files: Files) -> Iterator[Table]:
@@ -148,7 +167,8 @@ def _is_text(row: Row) -> bool:
     fair = "routing" in row.case or not any("experts" in name for name in fields)
     return (
         row.command == COMMAND
-        and row.case.get("load") in LOADS
+        and row.case.get("load") in (*LOADS, *PROMPTS)
+        and row.case.get("kv_cache_dtype", "auto") == "auto"
         and row.case.get("with_engine", False)
         and fair
     )

@@ -33,6 +33,31 @@ def test_offline_run(tmp_path: Path) -> None:
     assert [(r["host"], r["requests"]) for r in results] == [("fastkernels", 1), ("fastkernels", 3)]
 
 
+def test_loads_have_prompts_contexts_and_arrivals(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny", max_position_embeddings=400)
+    loads = ("2x16+3", "1x320@100+34", "1x8+6/2x9+2")
+    done = fk_bench(
+        "e2e", model, "--loads", f"{','.join(loads)},prompts", "--rounds", "1", "--out", tmp_path / "run",
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("skipped ") == 3  # prompts of the preset are longer than the context
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert [row.case["load"] for row in rows] == list(loads)
+    prompts, context, mixed = (row.metrics for row in rows)
+    assert prompts["input_tokens_per_s"] > 0 and "cached_tokens_per_prompt" not in prompts
+    assert 300 <= context["cached_tokens_per_prompt"] < 320 and context["tpot_ms"] > 0
+    assert mixed["output_tokens_per_s"] == pytest.approx((6 + 2 * 2) / mixed["seconds"])
+    done = fk_bench_here("e2e", model, "--loads", "1x400+8", "--out", tmp_path / "run")
+    assert (
+        done.returncode == 2
+        and "has 408 tokens, and the context of" in done.stderr
+        and "has 400" in done.stderr
+    )
+
+
 @pytest.mark.slow
 def test_host_runs_with_and_without_candidates(tmp_path: Path) -> None:
     from support.tiny import make_tiny_llama
@@ -141,6 +166,8 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
         (["--python", "vllm"], "HOST=VALUE"),
         (["--candidate", "/no/such"], "there is no folder /no/such"),
         (["--startup", "--scheduler-only"], "--startup excludes --candidate"),
+        (["--startup", "--loads", "prompts"], "--loads is for hosts of text"),
+        (["--loads", "8x5"], "'8x5' is not REQUESTSxINPUT"),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -80,3 +80,13 @@ def test_explain_prints_the_nearest_measured_models(
     line = json.loads(text.splitlines()[-1])
     assert not end.value.code and "Measured gains of the nearest models" in text
     assert line["measured"][0]["host"] == "vllm" and line["measured"][0]["model"].startswith("qwen3-")
+
+
+def test_groups_are_by_kind_of_load() -> None:
+    made = [
+        row
+        for load in ("1x512+128", "8x2048+8", "1x65536@100+128", "32x512+128/8x2048+128", "8x16384@90+8")
+        for row in compared("qwen3-4b", load, 100.0, 125.0)
+    ]
+    (_, _, cells), *_ = tables.table({"file": made})
+    assert [row[1] for row in cells] == ["1 request", "prompts", "long context", "prefix hits", "mixed"]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from fk_bench.core.flags import ConfigError
-from fk_bench.core.rows import Row, Subject, append, read
+from fk_bench.core.rows import Row, Status, Subject, append, read
 from fk_bench.e2e import patch_compare, sharing
-from fk_bench.e2e.comparison import Comparison, Extent, Load, metrics_of, repeats_of
+from fk_bench.e2e.comparison import Comparison, Extent, repeats_of
+from fk_bench.e2e.loads import Load
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
+from fk_bench.e2e.runs import INCOMPLETE, metrics_of
 from fk_bench.offline.host import make_row
 from support.commands import fk_bench, fk_bench_here, last_json
 
@@ -21,16 +23,16 @@ LOAD = Load(2, 4, 3)
 
 
 def test_metrics_are_those_of_the_arrivals() -> None:
-    metrics, complete = metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3, 0.5]], LOAD)
-    assert complete
+    metrics, problem = metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3, 0.5]], LOAD)
+    assert not problem
     assert metrics["ttft_ms"] == pytest.approx(150) and metrics["tpot_ms"] == pytest.approx(125)
     assert metrics["output_tokens_per_s"] == pytest.approx(12)
     assert metrics["step_ms_max"] == pytest.approx(100)  # both requests decode from 0.2 to 0.3
 
 
 def test_missing_token_is_noticed() -> None:
-    assert not metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3]], LOAD)[1]
-    assert metrics_of([[0.1], []], LOAD) == ({}, False)
+    assert "not all tokens" in metrics_of([[0.1, 0.2, 0.3], [0.2, 0.3]], LOAD)[1]
+    assert metrics_of([[0.1], []], LOAD) == ({}, INCOMPLETE)
 
 
 @pytest.mark.parametrize("text", ["8", "0x5+5", "8x512", "8x512+-1", "ax1+1"])
@@ -105,12 +107,19 @@ def test_rows_have_the_phases_of_a_change(capsys: pytest.CaptureFixture[str]) ->
             assert work == {"patch": None}
 
         def answer(self, timeout: float) -> Any:
-            return {"seconds": 27.0, "phases": {"compile model": 20.0, "rest": 0.01}}
+            return {
+                "seconds": 27.0,
+                "phases": {"compile model": 20.0, "rest": 0.01},
+                "memory": {"reserved": 9.0},
+            }
 
     one: Any = object.__new__(Comparison)
     one.process, one.before, one.ops, one.model, one.timeout = Process(), False, None, "m", 1.0
+    one.took = {}
     found = one._enter("patched", 1)
-    assert found == {"change_s": 27.0, "change_s compile model": 20.0, "change_s rest": 0.01}
+    assert found == {
+        "change_s": 27.0, "change_s compile model": 20.0, "change_s rest": 0.01, "memory_gib reserved": 9.0,
+    }  # fmt: skip
     assert capsys.readouterr().err == "m: patched after 27.0 s (20.0 s: compile model 20.0)\n"
 
 
@@ -189,7 +198,10 @@ def test_real_vllm_is_patched_and_undone_in_turn(tmp_path: Path, before: bool) -
     done = fk_bench(*command, timeout=400)
     assert done.returncode == 0, done.stderr
     rows, _ = read(out / "rows.jsonl")
-    assert [r.case["state"] for r in rows] == [*["stock"] * 6, *["patched"] * 6, *["stock"] * 6, "end"]
+    undo = [] if before else ["undo"] * 3  # two loads, and both
+    assert [r.case["state"] for r in rows] == [
+        *["stock"] * 6, *["patched"] * 6, *["stock"] * 6, *undo, "end",
+    ]  # fmt: skip
     changes = {name for r in rows for name in r.metrics if name.startswith("change_s")}
     assert changes >= (set() if before else {"change_s", "change_s swap modules", "change_s trial step"})
     assert bool(changes) is not before
@@ -269,3 +281,50 @@ def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path, without_
     )
     assert done.returncode == 1 and "-vllm.log" in done.stderr
     assert last_json(done)["failed"] == [str(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_list_has_prompts_contexts_mixed_and_undo(tmp_path: Path) -> None:
+    """Each model in a process of its own; one of them has a context that is too short."""
+    from support.tiny import make_tiny_llama
+
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-vllm: run `make setup`")
+    short, model = (
+        make_tiny_llama(tmp_path / "short", max_position_embeddings=200),
+        make_tiny_llama(tmp_path / "m"),
+    )
+    loads = ("2x64+8", "2x256@100+40", "2x300@90+8", "2x32+40/3x64+4")
+    command = [
+        COMMAND, short, model, "--python", python, "--loads", ",".join(loads), "--alternations", "2", "--repeats", "2",
+        "--load-seconds", "0", "--load-format", "auto", "--ops", "rms_norm", "--out", tmp_path / "run",
+    ]  # fmt: skip
+    done = fk_bench(*command, timeout=500)
+    assert done.returncode == 1 and last_json(done)["failed"] == [str(short)]
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    (failed,) = [row for row in rows if row.subject.model == str(short)]
+    assert (
+        failed.status is Status.UNSUPPORTED
+        and "has 296 tokens" in failed.reason
+        and "has 200" in failed.reason
+    )
+    mine = [row for row in rows if row.subject.model == str(model)]
+    assert all(row.status is Status.OK for row in mine) and mine[-1].case["state"] == "end"
+    assert {"seconds start", "seconds changes", *(f"seconds {load}" for load in loads)} <= mine[
+        -1
+    ].metrics.keys()
+    for row in mine:
+        if row.case.get("run", -1) >= 0:
+            assert ("input_tokens_per_s" in row.metrics) is (row.case["load"] in ("2x64+8", "2x300@90+8"))
+            held = row.metrics.get("cached_tokens_per_prompt")
+            assert (held is not None and held >= 64) is ("@" in row.case["load"]), (row.case, held)
+    undo = [row for row in mine if row.case["state"] == "undo"]
+    assert [row.case.get("load") for row in undo] == [*loads, None] and undo[-1].case["alternations"] == 2
+    low, high = undo[-1].ci95["output_tokens_per_s_undo_ratio"]
+    assert low < undo[-1].metrics["output_tokens_per_s_undo_ratio"] < high
+    assert "stock after undo over before: " in done.stdout and "within 2% of 1" in done.stdout
+    again = fk_bench(*command, timeout=100)  # only the failed model is tried again
+    now, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert again.returncode == 1 and [row for row in now if row.subject.model == str(model)] == mine

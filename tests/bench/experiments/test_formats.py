@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from fk_bench.core.rows import Row
-from fk_bench.e2e.comparison import Load
+from fk_bench.e2e.loads import Load
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 from experiments.checkpoints import formats

@@ -6,7 +6,7 @@ from typing import Any
 
 from fk_bench.core.rows import Row, Subject
 from fk_bench.offline.host import make_row
-from fk_bench.tables import patch
+from fk_bench.tables import patch, speeds
 
 
 def measured(
@@ -69,3 +69,69 @@ def test_hosts_have_tables_of_their_own() -> None:
     assert [title.split(",")[0] for title, _, _ in patch.models({"a": made})] == [
         "Time per output token: vLLM", "Time per output token: SGLang",
     ]  # fmt: skip
+
+
+def loaded(load: str, patched: float, **more: float) -> list[Row]:
+    """As `measured`, with metrics of prompts; more: other metrics, the same in all states."""
+    made = measured("m", patched, 8.0, load)
+    for row in made:
+        if "tpot_ms" in row.metrics:
+            row.metrics |= {
+                "input_tokens_per_s": 1e6 / row.metrics["tpot_ms"],
+                "ttft_ms": row.metrics["tpot_ms"],
+                **more,
+            }
+    return made
+
+
+def test_prompts_contexts_and_mixed_loads_have_their_tables() -> None:
+    made = [*loaded("8x2048+8", 8.0), *loaded("1x65536@100+64", 5.0), *loaded("32x512+256/8x2048+8", 4.0)]
+    files = {"a": [*made, *measured("m", 8.0, 5.0)]}
+    ((title, columns, cells),) = patch.prompts(files)
+    assert title.startswith("Prompts: vLLM, patched live")
+    assert columns[2] == "input tok/s: stock / patched / fastkernels"
+    assert cells == [[
+        "m", "8x2048+8", "1e+05 / 1.25e+05 / 1.25e+05", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
+        "10 / 8 / 8", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
+    ]]  # fmt: skip
+    ((_, columns, cells),) = patch.contexts(files)
+    assert columns[2].startswith("TPOT, ms") and [row[1:4] for row in cells] == [
+        ["1x65536@100+64", "10 / 5 / 8", "2.000 (2.000 to 2.000)"]
+    ]
+    ((_, columns, cells),) = patch.mixed(files)
+    assert [name.split(":")[0] for name in columns[2::3]] == ["TPOT, ms", "TTFT, ms", "output tok/s"]
+    assert cells[0][:4] == ["m", "32x512+256/8x2048+8", "10 / 4 / 8", "2.500 (2.500 to 2.500)"]
+    assert not list(patch.prompts({"a": measured("m", 8.0, 5.0)}))
+
+
+def test_text_models_have_prompts_as_columns() -> None:
+    """Loads of two runs are joined; without prompts the columns are the old ones."""
+    decode, prompts = measured("m", 8.0, 5.0, "1x512+128"), loaded("8x2048+8", 5.0)
+    for run, rows in (("a", decode), ("b", prompts)):
+        for row in rows:
+            row.run_id, row.case["with_engine"] = run, True
+    ((title, columns, cells),) = speeds.text({"a": [*decode, *prompts]})
+    assert columns[4:6] == ["patched, 64", "patched, prompts"] and columns[9] == "our engine, prompts"
+    assert cells[0][2:10] == ["1.250", "", "", "2.000", "2.000", "", "", "1.250"]
+    assert "prompts: the geometric mean of" in title
+    ((title, columns, _),) = speeds.text({"a": decode})
+    assert columns[4:6] == ["patched, 64", "our engine, 1"] and "prompts" not in title
+
+
+def test_fp8_cache_is_a_model_of_its_own() -> None:
+    half = loaded("8x2048+8", 5.0)
+    for row in half:
+        row.case["kv_cache_dtype"] = "fp8"
+    ((_, _, cells),) = patch.prompts({"a": [*loaded("8x2048+8", 8.0), *half]})
+    assert [row[0] for row in cells] == ["m", "m, KV cache fp8"]
+
+
+def test_undo_has_a_table() -> None:
+    name = "output_tokens_per_s_undo_ratio"
+    case = {"state": "undo", "loads": ["1x8+8", "8x8+8"], "alternations": 5}
+    subject = Subject(model="m", host="vllm")
+    row = make_row(
+        "vllm", case, {name: 1.001}, command="patch-compare", subject=subject, ci95={name: (0.99, 1.01)}
+    )
+    ((_, _, cells),) = patch.undone({"a": [row]})
+    assert cells == [["m", "5", "2", "1.001 (0.990 to 1.010)"]]
