@@ -17,7 +17,7 @@ from fastkernels.overrides.dense_attention.attention_dense import attention_dens
 
 
 def _mix(heads: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """heads: [B, N, H, 2 * keys + D] queries, keys and values. Returns their attention and the values, [B, N, H * D]."""
+    """heads: [B, N, H, 2 * keys + D]. Returns the attention of its parts, and the values, [B, N, H * D]."""
     size = heads.shape[-1] - 2 * keys
     q, k, v = heads.split((keys, keys, size), -1)
     if (
@@ -35,7 +35,10 @@ def _image(tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 class UltralyticsAttention(nn.Module):
-    """ultralytics.nn.modules.block.Attention: x [B, dim, H, W] to the same; keys have attn_ratio of a head's channels."""
+    """ultralytics.nn.modules.block.Attention: x [B, dim, H, W] to the same.
+
+    attn_ratio: the share of a head's channels that keys have
+    """
 
     format = None
 

@@ -1,7 +1,7 @@
 """The class of a live object, together with the methods of it that its host has bound to it.
 
-ultralytics' `fuse()` sets `module.forward = module.forward_fuse`, and removed hooks of accelerate leave a bound `forward`
-behind: an attribute of the object, which a change of its class alone would not reach.
+ultralytics' `fuse()` sets `module.forward = module.forward_fuse`, and removed hooks of accelerate leave a bound
+`forward` behind: an attribute of the object, which a change of its class alone would not reach.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ultralytics: the torch module of a model, or a `YOLO` whose `predict` has run. Training and exports stay the library's."""
+"""ultralytics: the torch module of a model, or a `YOLO` whose `predict` has run. Training stays the library's."""
 
 from __future__ import annotations
 

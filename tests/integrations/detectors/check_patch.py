@@ -63,7 +63,7 @@ def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 def state(model: Any) -> list[Any]:
-    """What undo must bring back: classes, and functions that an object has of its own."""
+    """Classes, and functions that an object has of its own: undo must bring them back."""
     own = (
         [(n, getattr(v, "__func__", None)) for n, v in vars(m).items() if callable(v)]
         for m in model.modules()
