@@ -30,6 +30,7 @@ BANNED = (
     "torchrec",
     "torch_geometric",
     "diffusion_policy_3d",
+    "ultralytics",
 )
 SERVERS = ("vllm", "sglang")
 
@@ -460,6 +461,8 @@ def of_transformers(ns: Any) -> list[Any]:
 def attention_dense(ns: Any) -> list[Any]:
     if ns.host == "transformers":
         return of_transformers(ns)
+    if ns.host == "ultralytics":
+        return [filled(getattr(ns, name)(24, 3))(randn(2, 24, 5, 3)) for name in ns.classes]
     if ns.host == "diffusers":
         joint = filled(JointAttentionLayer()), randn(2, 5, 24), randn(2, 3, 24)
         mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -553,6 +556,10 @@ def conv_norm_act(ns: Any) -> list[Any]:
             made = cls(**{k: v for k, v in sizes.items() if k in taken})
             found.append(filled(made)(randn(2, 8, 5, 3)))
         return found
+    if ns.host == "ultralytics":
+        sizes_of = {"RepVGGDW": (8,)}
+        made = [filled(getattr(ns, name)(*sizes_of.get(name, (8, 8, 3)))) for name in ns.classes]
+        return [call(randn(2, 8, 5, 3)) for m in made for call in (m, m.forward_fuse)]
     for name in ns.classes:
         options: dict[str, Any] = {"layer_scale_init_value": None} if name.startswith("Universal") else {}
         sizes = (8,) if name == "ConvNeXtBlock" else (8, 8, 3) if name.startswith("Conv") else (8, 8)

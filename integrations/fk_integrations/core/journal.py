@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from fk_integrations.core.instance_class import change_class
+
 log = logging.getLogger("fastkernels")
 ABSENT = object()
 
@@ -30,10 +32,10 @@ class Journal:
 
         def back() -> None:
             if type(instance) is cls:  # else changed since, e.g. for a parametrization
-                vars(object)["__class__"].__set__(instance, before)
+                change_class(instance, before)
 
         self.add(back)
-        instance.__class__ = cls
+        change_class(instance, cls)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute; the way back starts from this value alone."""

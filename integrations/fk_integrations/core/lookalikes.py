@@ -19,6 +19,7 @@ PACKAGES = (
     "torchrec",
     "torch_geometric",
     "openfold3",
+    "ultralytics",
     "diffusion_policy_3d",
 )  # hosts whose models may contain each other's
 

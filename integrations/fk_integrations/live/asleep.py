@@ -14,9 +14,10 @@ from weakref import WeakSet
 import torch
 from torch._dynamo.callback import callback_handler
 
+from fk_integrations.core.instance_class import change_class, is_bound_method
+
 FIRST_CALL = "_fastkernels_first_call"  # the decisions of a module
 TALLY = "_fastkernels_calls"
-_CLASS: Any = vars(object)["__class__"]
 _groups: WeakSet[Group] = WeakSet()
 
 
@@ -52,7 +53,7 @@ class Group:
         live: Any = type(holder)
         kept = {key: vars(holder)[key] for key in (FIRST_CALL, TALLY) if key in vars(holder)}
         self.asleep[id(holder)] = _Sleeper(holder, live, live.__mro__[1], kept)
-        _CLASS.__set__(holder, live.__mro__[1])
+        change_class(holder, live.__mro__[1])
         for key in kept:
             del vars(holder)[key]
 
@@ -62,9 +63,10 @@ class Group:
         Hooks of CPU offload, for example, set a `forward` of the object, which calls that of the host's class.
         """
         for key, sleeper in list(self.asleep.items()):
-            if type(sleeper.holder) is sleeper.host and "forward" not in vars(sleeper.holder):
-                vars(sleeper.holder).update(sleeper.kept)
-                _CLASS.__set__(sleeper.holder, sleeper.live)
+            holder, own = sleeper.holder, vars(sleeper.holder).get("forward")
+            if type(holder) is sleeper.host and (own is None or is_bound_method(holder, own)):
+                vars(holder).update(sleeper.kept)
+                change_class(holder, sleeper.live)
             self.asleep.pop(key, None)
 
 

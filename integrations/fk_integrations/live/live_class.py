@@ -19,6 +19,7 @@ from fastkernels.core import candidate
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
+from fk_integrations.core.instance_class import bind_methods, change_class
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.decorated import host_function, plain_function, redecorated
 from fk_integrations.live.tally import Tally, calling, counted
@@ -130,6 +131,7 @@ def _rebuilt(host: type, of: Any, state: dict[str, Any] | None, memo: dict[int, 
     memo[id(of)] = made
     state = copy.deepcopy(_without_ours(vars(of)), memo) if state is None else _without_ours(state)
     getattr(made, "__setstate__", vars(made).update)(state)
+    bind_methods(made, type(of), host)
     return made
 
 
@@ -152,7 +154,7 @@ def _host_of(cls: type) -> type:
 def _as_host(made: Any) -> Any:
     """An object that the host's own method has copied, of the host's class."""
     if is_ours(type(made)):
-        _CLASS.__set__(made, _host_of(type(made)))
+        change_class(made, _host_of(type(made)))
     if hasattr(made, "__dict__"):
         kept = _without_ours(vars(made))
         vars(made).clear()
@@ -188,7 +190,7 @@ def replace_attribute(
 
     def back() -> None:
         # The user may hold ours, to put it back later: unfuse_qkv_projections does.
-        _CLASS.__set__(new, type(old))
+        change_class(new, type(old))
         kept = {key: value for key, value in vars(new).items() if not key.startswith("_fastkernels")}
         same = kept.keys() == vars(old).keys() and all(kept[key] is vars(old)[key] for key in kept)
         found = getattr(holder, name)
@@ -397,7 +399,7 @@ def restore(model: Any) -> bool:
     for module in model.modules():
         for found in (module, vars(module).get("processor")):
             while is_ours(type(found)):
-                _CLASS.__set__(found, type(found).__mro__[1])
+                change_class(found, type(found).__mro__[1])
                 changed = True
     return changed
 

@@ -23,6 +23,7 @@ from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.instance_class import is_bound_method
 from fk_integrations.core.journal import Journal
 from fk_integrations.live import asleep, trials
 from fk_integrations.live.engine_counts import EngineCounts
@@ -513,7 +514,10 @@ def _patched_by_others(module: Any) -> Reason | None:
     methods = [
         name
         for name, value in vars(module).items()
-        if name.startswith("forward") and callable(value) and hasattr(type(module), name)
+        if name.startswith("forward")
+        and callable(value)
+        and hasattr(type(module), name)
+        and not is_bound_method(module, value)
     ]
     return Reason(Kind.REPLACED, f"its {methods[0]} was replaced by other code") if methods else None
 

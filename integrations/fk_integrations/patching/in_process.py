@@ -10,6 +10,7 @@ from typing import Any
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.instance_class import is_bound_method
 from fk_integrations.core.journal import Journal
 from fk_integrations.live import asleep
 from fk_integrations.live.live_class import restore
@@ -158,11 +159,8 @@ def _check_wrapped(model: Any) -> None:
     wrapped = []
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        if own is None or not hasattr(type(module), "fastkernels"):
-            continue
-        if getattr(own, "__func__", None) is type(module).forward:
-            del module.forward  # removed hooks leave the method behind, bound to the instance
-        else:
+        ours = own is not None and hasattr(type(module), "fastkernels")
+        if ours and not is_bound_method(module, own):
             wrapped.append(name)
     if wrapped:
         raise PatchError(

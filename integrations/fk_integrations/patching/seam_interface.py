@@ -12,6 +12,7 @@ from typing import Any
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import Target
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.instance_class import change_class
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import with_reason
 from fk_integrations.live import trials
@@ -88,7 +89,7 @@ def set_live_class(swap: Swap) -> None:
     if swap.tally is not None:
         swap.tally.add(swap.module, swap.module, swap.journal)
     if swap.trial is not None:
-        back = partial(setattr, swap.module, "__class__", swap.host_class)
+        back = partial(change_class, swap.module, swap.host_class)
         swap.trial.begin(swap.module, trials.sizes_of(swap.module), back, swap.journal)
 
 

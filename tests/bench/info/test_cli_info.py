@@ -107,7 +107,7 @@ def test_list_of_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) ->
             ["rms_norm", "--host", "keras"],
             "unknown host 'keras'. Known: diffusers, diffusion_policy_3d, fla, gsplat, openfold3, sglang, timm,"
             " torch_geometric,"
-            " torchrec, transformers, vllm.",
+            " torchrec, transformers, ultralytics, vllm.",
         ),
         (["gelu", "--host", "torch"], "classes of torch.nn have no fork to be put into"),
         (

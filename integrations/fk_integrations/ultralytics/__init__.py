@@ -1,0 +1,1 @@
+"""Detectors of ultralytics: convolutions with norm and activation, and attention, before and after `fuse()`."""
