@@ -2,7 +2,9 @@
 
     fit.py ROWS... [--write] [--json regret.json]
 
-ROWS are files of sweep.py; for experts, also of moe_tiles.py (1646bd59). The regret of a choice is its time over the time of the fastest measured set, less one. Each
+ROWS are files of sweep.py; for experts, also of moe_tiles.py (1646bd59).
+
+The regret of a choice is its time over the time of the fastest measured set, less one. Each
 model in turn is left out with all shapes that it has, so that a shape of two models is new to both. --write fits to all
 points and writes fastkernels/tuned/selection/OP.json.
 """
@@ -64,7 +66,11 @@ CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candid
 }
 # Models of moe_tiles.py, and the scales of its kinds of weights
 TILED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b": QWEN3_30B}
-SCALES: dict[str, dict[str, int]] = {"bf16": {}, "tensor": {"block": 0, "act": 0}, "block": {"block": 128, "act": 128}}
+SCALES: dict[str, dict[str, int]] = {
+    "bf16": {},
+    "tensor": {"block": 0, "act": 0},
+    "block": {"block": 128, "act": 128},
+}
 
 
 class Point(NamedTuple):

@@ -37,22 +37,23 @@ def _expert_of(ids_ptr, map_ptr, pair, E, EVERYWHERE, HAS_MAP: tl.constexpr):
     return expert, there
 
 
+# N: the intermediate size
 @triton.jit
 def gate_up_kernel(
-    x_ptr, w_ptr, ids_ptr, map_ptr, scale_ptr, out_ptr, I, E, EVERYWHERE, x_row, w_expert, w_row,
+    x_ptr, w_ptr, ids_ptr, map_ptr, scale_ptr, out_ptr, N, E, EVERYWHERE, x_row, w_expert, w_row,
     K: tl.constexpr, TOPK: tl.constexpr, HAS_MAP: tl.constexpr, ON_INPUT: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     pair = tl.program_id(1)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < I
+    inside = cols < N
     expert, there = _expert_of(ids_ptr, map_ptr, pair, E, EVERYWHERE, HAS_MAP)
     if there:
         ks = tl.arange(0, DEPTH)
         x_at = x_ptr + (pair // TOPK).to(tl.int64) * x_row + ks
         gate_at = w_ptr + expert * w_expert + cols.to(tl.int64)[:, None] * w_row + ks[None, :]
-        up_at = w_ptr + expert * w_expert + (cols + I).to(tl.int64)[:, None] * w_row + ks[None, :]
+        up_at = w_ptr + expert * w_expert + (cols + N).to(tl.int64)[:, None] * w_row + ks[None, :]
         gate = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
         up = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
         for k in tl.range(0, K, DEPTH, num_stages=STAGES):
@@ -69,7 +70,7 @@ def gate_up_kernel(
         g = g.to(out_ptr.dtype.element_ty).to(tl.float32)
         u = u.to(out_ptr.dtype.element_ty).to(tl.float32)
         act = (g / (1 + tl.exp(-g))).to(out_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(out_ptr + pair.to(tl.int64) * I + cols, (act * u).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + pair.to(tl.int64) * N + cols, (act * u).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

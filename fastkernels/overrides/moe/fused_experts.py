@@ -25,10 +25,13 @@ from fastkernels.overrides.moe.few_pairs import PARAMS as FEW_PARAMS
 from fastkernels.overrides.moe.few_pairs import few_pairs, unsupported_few
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
+from fastkernels.overrides.moe.selection import propose_experts
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 # The key of a call in tuned tables; `here` is the number of experts on this rank.
 SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)
+# Numbers of tokens at which a patch measures the experts, the most frequent first
+POINTS = (1,), (8,), (32,), (64,), (2048,), (256,), (8192,)
 
 
 def check_sizes(
@@ -302,6 +305,7 @@ fused_experts = define(
     ),
     key=Key(
         shape=(*SHAPE, "dtype"), sizes=SIZES, of=_key, dims=lambda dtype, **sizes: dims_of_key(**sizes),
+        propose=propose_experts, points=POINTS,
     ),
 )  # fmt: skip
 

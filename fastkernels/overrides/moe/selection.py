@@ -15,16 +15,39 @@ import torch
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
-from fastkernels.overrides.moe.moe_tiles import SHARED, Tiles, fits, parsed, sets
+from fastkernels.overrides.moe.few_pairs import MOST_TOKENS, PARAMS
+from fastkernels.overrides.moe.moe_tiles import LEAST, SHARED, Tiles, fits, parsed
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
-TRITON = "triton"
-FLOPS = 989e12 / 132  # operations per second of an SM's tensor cores in 16 bits, on an H200; twice as many in float8
+TRITON, FEW, TILED = "triton", "triton-few", "cuda-tiled-fp8"
+# Tiles that were the fastest of their block_m somewhere (2026-11-22-h200-moe-tiles), by bytes of a weight. Of the other
+# sets it is known only that they lost, so that the model would guess.
+WON = {
+    2: (
+        "16/64/128/1/4/4", "16/64/128/1/4/4/e", "16/64/64/1/4/5", "16/128/128/1/4/3", "16/128/128/16/4/5",
+        "16/64/256/1/4/3", "16/128/128/1/4/4/s", "32/128/128/16/4/3", "32/128/128/1/4/4/s", "64/128/64/8/4/3",
+        "64/128/64/8/4/4", "64/128/128/1/8/4", "64/256/64/8/8/4", "128/256/64/1/8/4", "128/256/64/8/8/3",
+        "128/256/64/8/8/4",
+    ),
+    1: (
+        "16/64/128/1/4/4/s", "16/64/128/1/4/4/se", "16/64/128/1/4/6/s", "16/128/128/1/4/4/s", "16/128/128/1/4/5/se",
+        "16/64/256/1/4/4/s", "32/64/128/1/4/5/s", "32/128/128/1/4/4/s", "64/128/128/1/4/3", "64/128/128/1/4/4",
+        "64/128/128/16/4/4", "128/128/128/1/8/4", "128/128/128/16/8/4", "128/256/128/16/8/3", "128/256/128/16/8/4",
+    ),
+}  # fmt: skip
+FLOPS = (
+    989e12 / 132
+)  # operations per second of an SM's tensor cores in 16 bits, on an H200; twice as many in float8
 REGISTERS, WARPS = 65536, 64  # of an SM
 
 
 class Call(NamedTuple):
-    """A call's sizes. here: the experts of this rank; itemsize: bytes of a weight; of_blocks: see moe_tiles.tiles_fp8."""
+    """A call's sizes.
+
+    here       the experts of this rank
+    itemsize   bytes of a weight
+    of_blocks  see moe_tiles.tiles_fp8
+    """
 
     experts: int
     here: int
@@ -117,7 +140,7 @@ def candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
         return ()
     rows = call.pairs // call.experts
     found = []
-    suited = [p["gate_up"] for p in sets(call.itemsize) if fits(p, rows, call.of_blocks)]
+    suited = [text for text in WON[call.itemsize] if fits({"gate_up": text}, rows, call.of_blocks)]
     for first, second in product(suited, repeat=2):
         a, b = parsed(first), parsed(second)
         if a.block_m == b.block_m:
@@ -143,6 +166,36 @@ def propose_experts_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Ch
 
 @lru_cache(maxsize=4096)
 def _proposed(op: str, call: Call, chip: Chip) -> Proposals:
+    if min(call[:6]) < 1:
+        return ()
+    others = _not_modelled(call)
     if chip.capability[0] != HOPPER:  # the kernel's own choice, which fits the shared memory of other chips
-        return ((TRITON, {}),) if min(call[:6]) >= 1 else ()
-    return model(op).proposals(candidates(call, chip), MOST)
+        return (*(each for each in others if each[0] != TILED), (TRITON, {}))[:MOST]
+    every = candidates(call, chip)
+    return (*others, *_unlike(model(op).best(every, len(every)), MOST - len(others)))
+
+
+def _not_modelled(call: Call) -> list[tuple[str, dict[str, Any]]]:
+    """Return kernels of other kinds that suit a call, to try in any case."""
+    if (
+        call.itemsize == 2 and call.tokens <= MOST_TOKENS and call.pairs <= call.experts
+    ):  # few pairs share an expert
+        return [(FEW, dict(p)) for p in PARAMS[: 2 if call.tokens == 1 else 1]]
+    return [(TILED, {})] if call.of_blocks and call.pairs >= LEAST * call.experts else []
+
+
+def _unlike(best: list[Candidate], most: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return at most so many of these: the fastest, then those that differ most from it.
+
+    The model's error is larger than the difference of similar tiles, so these are worth less than another block_m.
+    """
+    chosen = best[:1]
+    for differs in (
+        lambda c: parsed(c.params["gate_up"]).block_m,
+        lambda c: c.params["gate_up"],
+        lambda c: c.kernel,
+    ):
+        for candidate in best:
+            if len(chosen) < most and differs(candidate) not in map(differs, chosen):
+                chosen.append(candidate)
+    return [(c.provider, dict(c.params)) for c in chosen]
