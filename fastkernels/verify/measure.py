@@ -234,8 +234,9 @@ def _measure_point(
 ) -> None:  # fmt: skip
     said: dict[str, str] = {}
     right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
+    known_host = point.live is not None and point.live.host is not None
     if (
-        own and calls and (point.live is None or point.live.host is None)
+        own and calls and not known_host
     ):  # which runs another kernel where production's does not support the call
         every = host.provider, *registry.get(point.op).op.providers
         there = (p for p in every if p.unavailable(device.type) is None)

@@ -4,9 +4,9 @@
 
 ROWS are files of sweep.py; for experts, also of moe_tiles.py (1646bd59).
 
-The regret of a choice is its time over the time of the fastest measured set, less one. Each
-model in turn is left out with all shapes that it has, so that a shape of two models is new to both. --write fits to all
-points and writes fastkernels/tuned/selection/OP.json.
+The regret of a choice is its time over the time of the fastest measured set, less one. Each model in turn
+is left out with all shapes that it has, so that a shape of two models is new to both. --write fits to all points and
+writes fastkernels/tuned/selection/OP.json.
 """
 
 from __future__ import annotations
