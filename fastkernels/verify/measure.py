@@ -147,7 +147,8 @@ def production(op: str, device: str) -> Provider | None:
     """
     spec = registry.get(op)
     there = [p for p in spec.op.providers if p.unavailable(device) is None]
-    usual = [p for p in there if spec.baseline in (p.name, p.twin)] or (there[:1] if device == "cpu" else [])
+    usual = [p for p in there if p.name != "reference" and spec.baseline in (p.name, p.twin)]
+    usual = usual or (there[:1] if device == "cpu" else [])
     return usual[0] if usual else None
 
 
