@@ -169,7 +169,7 @@ def host_of(point: Point, device: str, own: bool) -> Subject | None:
 
 
 def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
-    """At most three available subjects for a point, without the production kernel itself."""
+    """At most three available subjects for a point, without the production kernel as it is."""
     op = registry.get(point.op).op
     found = []
     for name, params in list(op.key.propose(point.shape, point.sizes, chip))[:MOST_PROPOSALS]:
@@ -177,7 +177,8 @@ def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
         if provider is None:
             names = ", ".join(p.name for p in op.providers)
             raise ValueError(f"{point.op}: a proposal names the provider {name!r}; known: {names}")
-        if provider.unavailable(device) is None and provider is not production(point.op, device):
+        usual_call = provider is production(point.op, device) and not params
+        if provider.unavailable(device) is None and not usual_call:
             found.append(Subject(provider, params))
     return found
 
