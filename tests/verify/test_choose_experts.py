@@ -125,6 +125,8 @@ def test_memory_of_a_call_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reference_is_no_production_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry.get("fused_experts").op
-    monkeypatch.setattr(op, "providers", tuple(replace(p, devices=("cuda",), module=None) for p in op.providers))
+    monkeypatch.setattr(
+        op, "providers", tuple(replace(p, devices=("cuda",), module=None) for p in op.providers)
+    )
     assert measure.production("fused_experts", "cuda") is None  # a host's layer is what counts
     assert measure.usual("fused_experts", "cuda", own=True).name == "triton"  # type: ignore[union-attr]

@@ -30,6 +30,7 @@ from fastkernels.overrides.attention.selection import decode_candidates, preferr
 from fastkernels.overrides.kit.selection import FOLDER, MOST, Candidate, Model
 from fastkernels.overrides.linear.selection import linear_candidates, linear_fp8_candidates
 from fastkernels.overrides.moe.cases import MIXTRAL, QWEN3_30B
+from fastkernels.overrides.moe.moe_tiles import parsed
 from fastkernels.overrides.moe.selection import Call as ExpertsCall
 from fastkernels.overrides.moe.selection import candidates as experts_candidates
 
@@ -64,6 +65,7 @@ CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candid
     "fused_experts": _experts,
     "fused_experts_fp8": _experts,
 }
+EXPERTS = "fused_experts", "fused_experts_fp8"
 # Models of moe_tiles.py, and the scales of its kinds of weights
 TILED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b": QWEN3_30B}
 SCALES: dict[str, dict[str, int]] = {
@@ -171,6 +173,19 @@ def fit(op: str, found: Collection[Point], **told: Any) -> Model:
     return Model(op, weights, told)
 
 
+def winners(found: Collection[Point]) -> list[str]:
+    """Return the tiles of experts that are the fastest of their block_m at a point: others are not proposed."""
+    tiles: dict[str, None] = {}
+    for point in found:
+        best: dict[int, tuple[float, Candidate]] = {}
+        for candidate, us in point.times:
+            if candidate.provider == "triton":
+                rows = parsed(candidate.params["gate_up"]).block_m
+                best[rows] = min(best.get(rows, (us, candidate)), (us, candidate), key=lambda each: each[0])
+        tiles |= dict.fromkeys(t for _, c in best.values() for t in c.params.values())
+    return sorted(tiles)
+
+
 def regret(model: Model, point: Point, most: int) -> float:
     """Return by how much the best of the first `most` proposals is slower than the best set."""
     us = {(c.provider, c.kernel): us for c, us in reversed(point.times)}
@@ -226,6 +241,8 @@ def main() -> None:
                 "rows": [stem(path) for path in options.rows], "points": len(found), "chip": H200.name,
                 "models": len(unseen), "regret_percent": total,
             }  # fmt: skip
+            if op in EXPERTS:
+                told["tiles"] = winners(found)
             FOLDER.mkdir(exist_ok=True)
             (FOLDER / f"{op}.json").write_text(fit(op, found, **told).to_json())
     if not table:

@@ -6,6 +6,7 @@ Bytes and tiles are those expected of a router that chooses all experts equally 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,25 +17,10 @@ from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.moe.few_pairs import MOST_TOKENS, PARAMS
-from fastkernels.overrides.moe.moe_tiles import LEAST, SHARED, Tiles, fits, parsed
+from fastkernels.overrides.moe.moe_tiles import LEAST, SHARED, Tiles, fits, parsed, sets
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 TRITON, FEW, TILED = "triton", "triton-few", "cuda-tiled-fp8"
-# Tiles that were the fastest of their block_m somewhere (2026-11-22-h200-moe-tiles), by bytes of a weight. Of the other
-# sets it is known only that they lost, so that the model would guess.
-WON = {
-    2: (
-        "16/64/128/1/4/4", "16/64/128/1/4/4/e", "16/64/64/1/4/5", "16/128/128/1/4/3", "16/128/128/16/4/5",
-        "16/64/256/1/4/3", "16/128/128/1/4/4/s", "32/128/128/16/4/3", "32/128/128/1/4/4/s", "64/128/64/8/4/3",
-        "64/128/64/8/4/4", "64/128/128/1/8/4", "64/256/64/8/8/4", "128/256/64/1/8/4", "128/256/64/8/8/3",
-        "128/256/64/8/8/4",
-    ),
-    1: (
-        "16/64/128/1/4/4/s", "16/64/128/1/4/4/se", "16/64/128/1/4/6/s", "16/128/128/1/4/4/s", "16/128/128/1/4/5/se",
-        "16/64/256/1/4/4/s", "32/64/128/1/4/5/s", "32/128/128/1/4/4/s", "64/128/128/1/4/3", "64/128/128/1/4/4",
-        "64/128/128/16/4/4", "128/128/128/1/8/4", "128/128/128/16/8/4", "128/256/128/16/8/3", "128/256/128/16/8/4",
-    ),
-}  # fmt: skip
 FLOPS = (
     989e12 / 132
 )  # operations per second of an SM's tensor cores in 16 bits, on an H200; twice as many in float8
@@ -133,20 +119,43 @@ def _terms(call: Call, first: Tiles, second: Tiles, chip: Chip) -> tuple[float, 
     return 1.0, between, *(a + b for a, b in zip(*both, strict=True))
 
 
+def few_terms(call: Call, p: Mapping[str, int], chip: Chip) -> tuple[float, ...]:
+    """Return the terms of few_pairs.py with a set of its parameters."""
+    half = max(p["columns"] // 2, 1)
+    width = [call.itemsize * k for _, k in call.products]
+    first = -(-call.pairs * -(-call.intermediate // p["columns"]) // chip.sms) * 2 * p["columns"] * width[0]
+    second = -(-call.tokens * -(-call.hidden // half) // chip.sms) * call.topk * half * width[1]
+    hit, pairs = expected(call, 1)[0], call.pairs
+    read = call.itemsize * 3 * call.hidden * call.intermediate
+    return (
+        1.0,
+        memory_us(hit * read, chip),
+        memory_us(max(pairs - hit, 0.0) * read, chip),  # again, partly from L2
+        sm_us(first + second),
+        -(-call.hidden // p["depth"]) + call.topk * -(-call.intermediate // (2 * p["depth"])),  # waits
+    )
+
+
 @lru_cache(maxsize=1024)
-def candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
-    """Return the pairs of tiles for the two products, of one block_m each, that suit a call."""
+def candidates(call: Call, chip: Chip, tiles: tuple[str, ...] | None = None) -> tuple[Candidate, ...]:
+    """Return the sets that suit a call: pairs of tiles for the two products, of one block_m each, and few_pairs.PARAMS.
+
+    tiles: of these only; None: all
+    """
     if min(call[:6]) < 1:
         return ()
-    rows = call.pairs // call.experts
-    found = []
-    suited = [text for text in WON[call.itemsize] if fits({"gate_up": text}, rows, call.of_blocks)]
+    rows, found = call.pairs // call.experts, []
+    known = [p["gate_up"] for p in sets(call.itemsize)] if tiles is None else tiles
+    suited = [text for text in known if fits({"gate_up": text}, rows, call.of_blocks)]
     for first, second in product(suited, repeat=2):
         a, b = parsed(first), parsed(second)
         if a.block_m == b.block_m:
             kind = f"triton {'many' if a.block_m >= 64 else 'few'}"
             params = {"gate_up": first, "down": second}
             found.append(Candidate(TRITON, params, kind, _terms(call, a, b, chip), (first, second)))
+    if call.itemsize == 2 and call.tokens <= MOST_TOKENS:
+        for p in PARAMS:
+            found.append(Candidate(FEW, p, FEW, few_terms(call, p, chip), tuple(p.values())))
     return tuple(found)
 
 
@@ -168,19 +177,18 @@ def propose_experts_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Ch
 def _proposed(op: str, call: Call, chip: Chip) -> Proposals:
     if min(call[:6]) < 1:
         return ()
-    others = _not_modelled(call)
+    known = model(op)
+    others = _not_modelled(call, FEW in known.weights)
     if chip.capability[0] != HOPPER:  # the kernel's own choice, which fits the shared memory of other chips
         return (*(each for each in others if each[0] != TILED), (TRITON, {}))[:MOST]
-    every = candidates(call, chip)
-    return (*others, *_unlike(model(op).best(every, len(every)), MOST - len(others)))
+    every = candidates(call, chip, tuple(known.fitted["tiles"]))
+    return (*others, *_unlike(known.best(every, len(every)), MOST - len(others)))
 
 
-def _not_modelled(call: Call) -> list[tuple[str, dict[str, Any]]]:
-    """Return kernels of other kinds that suit a call, to try in any case."""
-    if (
-        call.itemsize == 2 and call.tokens <= MOST_TOKENS and call.pairs <= call.experts
-    ):  # few pairs share an expert
-        return [(FEW, dict(p)) for p in PARAMS[: 2 if call.tokens == 1 else 1]]
+def _not_modelled(call: Call, few_known: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Return kernels without weights in the model that suit a call, to try in any case."""
+    if not few_known and call.itemsize == 2 and call.tokens <= MOST_TOKENS and call.pairs <= call.experts:
+        return [(FEW, dict(p)) for p in PARAMS[: 2 if call.tokens == 1 else 1]]  # few pairs share an expert
     return [(TILED, {})] if call.of_blocks and call.pairs >= LEAST * call.experts else []
 
 
@@ -190,12 +198,13 @@ def _unlike(best: list[Candidate], most: int) -> list[tuple[str, dict[str, Any]]
     The model's error is larger than the difference of similar tiles, so these are worth less than another block_m.
     """
     chosen = best[:1]
-    for differs in (
-        lambda c: parsed(c.params["gate_up"]).block_m,
-        lambda c: c.params["gate_up"],
-        lambda c: c.kernel,
-    ):
+    for differs in (_rows, lambda c: next(iter(c.params.values())), lambda c: c.kernel):
         for candidate in best:
             if len(chosen) < most and differs(candidate) not in map(differs, chosen):
                 chosen.append(candidate)
     return [(c.provider, dict(c.params)) for c in chosen]
+
+
+def _rows(candidate: Candidate) -> int:
+    """Return the rows of a candidate's tiles; 0: of few_pairs.py."""
+    return parsed(candidate.params["gate_up"]).block_m if candidate.provider == TRITON else 0

@@ -25,7 +25,9 @@ TOKENS = 1, 2, 8, 32, 64, 256, 2048, 8192
 BLOCKS, TENSOR = (128, 128), (0, 2)
 
 
-def proposed(shape: tuple[int, ...], tokens: int, chip: Chip = H200, scales: tuple[int, int] | None = None) -> Any:
+def proposed(
+    shape: tuple[int, ...], tokens: int, chip: Chip = H200, scales: tuple[int, int] | None = None
+) -> Any:
     if scales is None:
         return selection.propose_experts((*shape, torch.bfloat16), (tokens,), chip)
     return selection.propose_experts_fp8((*shape, *scales, torch.bfloat16), (tokens,), chip)
@@ -105,7 +107,10 @@ def test_regret_on_models_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = read(ROOT / "bench/results/2026-11-22-h200-moe-tiles.jsonl.xz")[0]
     found = fit.points(rows)
-    assert {op: len(several) for op, several in found.items()} == {"fused_experts": 14, "fused_experts_fp8": 14}
+    assert {op: len(several) for op, several in found.items()} == {
+        "fused_experts": 14,
+        "fused_experts_fp8": 14,
+    }
     op = "fused_experts"
     unseen = fit.left_out(op, found[op])
     assert set(unseen) == {"mixtral-8x7b", "qwen3-30b"}
