@@ -112,7 +112,8 @@ def arguments(
     if "block" not in point.shape:
         return x, *layer, topk_weights, ids
     block = [128, 128] if point.shape["block"] == 128 else None
-    return x, *layer, topk_weights, ids, None, None, point.shape["act"] == 1, block
+    powers_of_two = block is not None  # as in vLLM
+    return x, *layer, topk_weights, ids, None, None, point.shape["act"] == 1, block, powers_of_two
 
 
 def compiled(point: Point, candidate: Candidate) -> None:
@@ -131,9 +132,10 @@ def compiled(point: Point, candidate: Candidate) -> None:
 def reference(*args: Any) -> torch.Tensor:
     """Return the result of our kernel with its default tiles, which the judge compares with float64.
 
-    The reference itself takes seconds for a call with many experts.
+    The reference itself, which runs on a CPU, takes seconds for a call with many experts.
     """
-    return provider(fused_experts if len(args) == 5 else fused_experts_fp8, moe.TRITON).fn(*args)
+    op = fused_experts if len(args) == 5 else fused_experts_fp8
+    return provider(op, moe.TRITON if args[0].is_cuda else "reference").fn(*args)
 
 
 def provider(op: Op, name: str) -> Any:
