@@ -21,7 +21,6 @@ from fk_integrations.core.journal import Journal
 from fk_integrations.live.live_class import is_ours, parts
 from fk_integrations.live.tally import Counts, Tally, add_new, counted, parts_of
 
-
 _counts = attrgetter("calls", "fallbacks", "left", "owned", "plain")
 
 
