@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ TRITON, FEW, TILED = "triton", "triton-few", "cuda-tiled-fp8"
 FLOPS = (
     989e12 / 132
 )  # operations per second of an SM's tensor cores in 16 bits, on an H200; twice as many in float8
+DECODE = 64  # tokens up to which launches take a notable part of the time
 REGISTERS, WARPS = 65536, 64  # of an SM
 
 
@@ -182,7 +184,16 @@ def _proposed(op: str, call: Call, chip: Chip) -> Proposals:
     if chip.capability[0] != HOPPER:  # the kernel's own choice, which fits the shared memory of other chips
         return (*(each for each in others if each[0] != TILED), (TRITON, {}))[:MOST]
     every = candidates(call, chip, tuple(known.fitted["tiles"]))
-    return (*others, *_unlike(known.best(every, len(every)), MOST - len(others)))
+    found = (*others, *_unlike(known.best(every, len(every)), MOST - len(others)))
+    tiled = [params for name, params in found if name == TRITON]
+    if call.tokens > DECODE or len(tiled) < 2 or (early := _early(tiled[0])) in tiled:
+        return found
+    return (*found[: MOST - 1], (TRITON, early))
+
+
+def _early(params: dict[str, str]) -> dict[str, str]:
+    """Return tiles whose products start while the kernel before them ends, of which the model knows nothing."""
+    return {which: str(replace(parsed(text), early=True)) for which, text in params.items()}
 
 
 def _not_modelled(call: Call, few_known: bool) -> list[tuple[str, dict[str, Any]]]:
