@@ -172,7 +172,8 @@ def propose_experts(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) 
 def propose_experts_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
     """Return up to three (provider, params) for `fused_experts_fp8`, the best first."""
     *where, block, _, _ = shape
-    return _proposed("fused_experts_fp8", Call(*where, *sizes, 1, block == BLOCK), chip)
+    call = Call(*where, *sizes)._replace(itemsize=1, of_blocks=block == BLOCK)
+    return _proposed("fused_experts_fp8", call, chip)
 
 
 @lru_cache(maxsize=4096)

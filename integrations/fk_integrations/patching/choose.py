@@ -103,7 +103,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
         own = modules_of(adapter, model, spec)
         here, more = adapter.of(op.name), []
         if name == op.name:
-            own += [(m, here.whole_shape(op, m)) for m in here.callers(op, model)]
+            callers = ((m, here.whole_shape(op, m)) for m in here.callers(op, model))
+            own += [(m, shape) for m, shape in callers if shape is not None]
             more = [(m, here.whole_shape(op, m)) for m in here.heads(model)]
         for into, several in ((found, own), (heads, more)):
             for module, shape in several:

@@ -69,7 +69,7 @@ def quant_info_of(module: Any) -> Any:
     return found[0]
 
 
-def _dispatched(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
+def _dispatched(x: torch.Tensor, weights: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> Any:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -89,7 +89,7 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
     config = module.moe_runner_config
     if config.routed_scaling_factor not in (None, 1.0):
         return Reason(Kind.LEFT_TO_HOST, FACTOR)
-    text = unsupported_call(_dispatched(module.w2_weight, None, None), quant_info_of(module), None)
+    text = unsupported_call(_dispatched(module.w2_weight), quant_info_of(module), None)
     if text is not None:
         return Reason(Kind.LEFT_TO_HOST, text)
     return shape_of(op, module, _arguments, config.top_k, config.params_dtype)
@@ -108,7 +108,7 @@ def live(op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
         module = layer_of(w1)
         weights, ids = others[2:4] if in_float8(module) else others[:2]
         runner = runners[id(module)]
-        own = next(c for c in type(runner).__mro__ if path_of(c) == RUNNER)
+        own: Any = next(c for c in type(runner).__mro__ if path_of(c) == RUNNER)
         return own.run(runner, _dispatched(x, weights, ids), infos[id(module)]).hidden_states
 
     return live_calls(shape, modules, _arguments, "sglang", host)

@@ -70,7 +70,7 @@ def live(op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
         kernel = experts(module)
         everywhere = w1.shape[0] if module.expert_map is None else module.expert_map.numel()
         # of the class: an instance of ours would choose
-        own = next(c for c in type(kernel).__mro__ if path_of(c) == KERNEL)
+        own: Any = next(c for c in type(kernel).__mro__ if path_of(c) == KERNEL)
         return own.apply(kernel, x, w1, w2, ids, weights, module.activation, everywhere, module.expert_map)
 
     return live_calls(shape, modules, arguments, "vllm", host)
