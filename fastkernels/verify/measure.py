@@ -239,7 +239,7 @@ def _measure_point(
     known_host = point.live is not None and point.live.host is not None
     if (
         own and calls and not known_host
-    ):  # which runs another kernel where production's does not support the call
+    ):  # it runs another kernel where production's does not support the call
         every = host.provider, *registry.get(point.op).op.providers
         there = (p for p in every if p.unavailable(device.type) is None)
         host = Subject(next(p for p in there if p.supports is None or p.supports(*calls[0]) is None), {})
@@ -262,9 +262,7 @@ def _measure_point(
         return
     shape, sizes = point.named()
     low, high = round(ratio.low, 4), round(ratio.high, 4)
-    known = {
-        p.name for p in registry.get(point.op).op.providers
-    }  # of the host's code, only a name may be known
+    known = {p.name for p in registry.get(point.op).op.providers}  # the host's code may be none of them
     provider = best.provider.name if best.provider.name in known else None
     outcome.said[str(point)] = said
     outcome.entries.append(

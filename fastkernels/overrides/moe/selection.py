@@ -22,9 +22,8 @@ from fastkernels.overrides.moe.moe_tiles import LEAST, SHARED, Tiles, fits, pars
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 TRITON, FEW, TILED = "triton", "triton-few", "cuda-tiled-fp8"
-FLOPS = (
-    989e12 / 132
-)  # operations per second of an SM's tensor cores in 16 bits, on an H200; twice as many in float8
+# Operations per second of an SM's tensor cores in 16 bits, on an H200; in float8 they have twice as many
+FLOPS = 989e12 / 132
 DECODE = 64  # tokens up to which launches take a notable part of the time
 REGISTERS, WARPS = 65536, 64  # of an SM
 

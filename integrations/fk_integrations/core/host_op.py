@@ -22,6 +22,9 @@ class HostOp:
     The defaults suit ops of plain modules. `op` is the functional op, whose key the shapes and sizes belong to.
     """
 
+    # Whether the tables compare with this host's kernels: shapes that they list are not measured.
+    in_tables = True
+
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""
         return op.key.module(module) if op.key is not None and op.key.module is not None else None

@@ -110,7 +110,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             for module, shape in several:
                 if shape is None:
                     continue
-                if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
+                place = Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place
+                if place not in listed or not here.in_tables:
                     into.setdefault((op.name, shape), []).append(module)
     last = {place: modules for place, modules in heads.items() if place not in found}
     points = [

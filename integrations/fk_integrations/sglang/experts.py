@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry
+from fastkernels.core import registry, tuning
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_fp8 import unsupported_scales
 from fastkernels.overrides.moe.sglang import call_of, quant_of, unsupported_config, unsupported_quant
 from fastkernels.overrides.routing.arguments import unsupported_argument
-from fastkernels.verify.measure import Live
+from fastkernels.verify.measure import Live, named_shape
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import (
     by_weights,
@@ -37,7 +37,9 @@ _MOE = "sglang.srt.layers.moe"
 RUNNER = f"{_MOE}.moe_runner.runner:MoeRunner"
 # The function of runners with weights in the checkpoint's order: [E, 2 I, H] with the gates first, and [E, H, I]
 PLAIN = f"{_MOE}.moe_runner.triton:fused_experts_none_to_triton"
+NAME = "sglang"  # of its kernels, as the baseline of a choice
 NOT_FASTER = "a number of tokens at which ours was not measured to be faster"
+NOT_MEASURED = "ours was not measured next to SGLang's kernels at this shape; the tables compare with vLLM's"
 FACTOR = "SGLang's kernels multiply by routed_scaling_factor, which ours would need a launch for"
 
 
@@ -95,6 +97,13 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
     return shape_of(op, module, _arguments, config.top_k, config.params_dtype)
 
 
+def measured(op: Any, shape: tuple[Any, ...], device: str) -> bool:
+    """Whether a patch has compared the kernels with SGLang's own at this shape."""
+    named = named_shape(op.name, shape)
+    entries = tuning.verified(tuning.chip_of(device))
+    return any((e.op, e.baseline, dict(e.shape)) == (op.name, NAME, named) for e in entries)
+
+
 def live(op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
     """The calls of these layers, next to SGLang's own kernels with the configuration that it has for them."""
     layer_of = by_weights(modules)
@@ -111,7 +120,7 @@ def live(op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
         own: Any = next(c for c in type(runner).__mro__ if path_of(c) == RUNNER)
         return own.run(runner, _dispatched(x, weights, ids), infos[id(module)]).hidden_states
 
-    return live_calls(shape, modules, _arguments, "sglang", host)
+    return live_calls(shape, modules, _arguments, NAME, host)
 
 
 def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:

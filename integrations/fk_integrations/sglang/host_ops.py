@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Reason
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.verify.measure import Live
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
@@ -42,8 +42,17 @@ class Attention(_OfRunner):
 class Experts(_OfRunner):
     """Mixtures of experts."""
 
+    in_tables = False
+
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
-        return experts.shape(op, module)
+        found = experts.shape(op, module)
+        if isinstance(found, Reason) or experts.measured(op, found, module.w2_weight.device.type):
+            return found
+        return Reason(Kind.LEFT_TO_HOST, experts.NOT_MEASURED)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        found = experts.shape(op, module)
+        return None if isinstance(found, Reason) else found
 
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
         most = getattr(getattr(self.model_runner, "server_args", None), "chunked_prefill_size", None) or -1

@@ -192,6 +192,23 @@ def test_experts_that_win_nowhere_stay_sglangs(monkeypatch, tmp_path, host_in_to
     assert type(layer.runner) is MoeRunner
 
 
+def test_vllms_tables_decide_nothing_here(monkeypatch, tmp_path, host_in_torch):
+    shape = {"experts": E, "here": E, "topk": K, "hidden": H, "intermediate": INNER, "dtype": "float32"}
+    won = {"speedup": 1.3, "ci95": (1.2, 1.4)}
+    entry = tuning.Entry("fused_experts", shape, {"tokens": 8}, "reference", "vllm", "r1", **won)
+    (tmp_path / "own.json").write_text(tuning.Table("cpu", {"r1": {}}, (entry,)).to_json())
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
+    tuning._by_op.cache_clear()
+    patched = patch(layer := Layer(), ops=None)
+    row = next(r for r in patched.rows if r.op == "fused_experts")
+    assert (row.state, row.reason) == ("off", f"1 left to the host: {experts.NOT_MEASURED}")
+    assert type(layer.runner) is MoeRunner
+    seen = measured_faster(monkeypatch, tmp_path, "fused_experts", (8,))
+    patch(Layer(), ops=None)
+    assert [size for size, _ in seen] == [1, 8, 32]
+    tuning._by_op.cache_clear()
+
+
 def test_a_factor_of_the_experts_stays_sglangs(monkeypatch, tmp_path, host_in_torch):
     seen = measured_faster(monkeypatch, tmp_path, "fused_experts", (8,))
     layer = Layer(routed_scaling_factor=2.5)
