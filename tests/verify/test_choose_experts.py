@@ -130,3 +130,31 @@ def test_reference_is_no_production_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert measure.production("fused_experts", "cuda") is None  # a host's layer is what counts
     assert measure.usual("fused_experts", "cuda", own=True).name == "triton"  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "rows", "blocks"])
+def test_gpu_measures_all_points_in_time(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    method = None if kind == "bfloat16" else KINDS[kind][0]
+    name = "fused_experts" if method is None else KINDS[kind][1]
+    # A shape that no table lists
+    described = Experts(40, 8, 512)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"), weights_as(lambda prefix: method if prefix.endswith("experts") else None):
+            model = nn.ModuleList(DecoderExperts(described, 1536, f"layers.{i}") for i in range(4))
+    finally:
+        torch.set_default_dtype(before)
+    for key, parameter in model.named_parameters():
+        values = torch.rand_like(parameter, dtype=torch.float32)
+        small = 1e-3 * (values + 0.5) if "scale" in key else 0.1 * (values - 0.5)
+        parameter.data.copy_(
+            (100 * small if parameter.dtype == torch.float8_e4m3fn else small).to(parameter.dtype)
+        )
+    found = choose.verify(FastKernelsAdapter(Runner()), model, Request("patch"), torch.device("cuda"))
+    lines = found.measured[name]
+    with capsys.disabled():
+        print(kind, found.seconds, *lines, sep="\n  ")
+    assert len(lines) == 6 and not any("not measured" in line or "differs" in line for line in lines)
+    assert sum(found.seconds.values()) < 90
