@@ -211,6 +211,16 @@ def _experiments(a: Settings) -> list[Part]:
         one("step", 60, "decode_step/decode_step", "decode-step", "--rows",
             a.file("skinny-linear.jsonl"), after=("linear",)),
     ]  # fmt: skip
+    if "vllm" in a.hosts:  # next to vLLM's experts
+        check = experiment(
+            "selection/experts_check", "--out", a.file("experts.jsonl"), python=a.hosts["vllm"]
+        )
+        made.append(Part("experts-choice", (check,), 180))
+        sweep = experiment(
+            "selection/sweep", "--op", "fused_experts,fused_experts_fp8", "--tokens", "1,8,32,64,2048", "--seconds",
+            "110", "--out", a.file("experts-selection.jsonl"), python=a.hosts["vllm"],
+        )  # fmt: skip
+        made.append(Part("experts-selection", (sweep,), 120))
     if "vllm" in a.hosts:  # next to vLLM's Marlin
         int4 = experiment("linear/linear_int4", "--out", a.file("linear-int4.jsonl"), python=a.hosts["vllm"])
         made.append(Part("linear-int4", (int4,), 300))

@@ -134,6 +134,11 @@ class Entry:
         """Whether ours is faster than the baseline."""
         return self.provider is not None and self.provider != self.baseline
 
+    @property
+    def chosen(self) -> bool:
+        """Whether another kernel runs than without the entry: ours, or the baseline with other parameters."""
+        return self.faster or bool(self.params)
+
     def __str__(self) -> str:
         sizes = {**self.shape, **self.sizes}
         return f"{self.op} " + " ".join(f"{name}={value}" for name, value in sizes.items())

@@ -42,13 +42,31 @@ class NoRoom(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Live:
+    """Calls of an op as a host's own layers make them, for weights that are too large to be made again.
+
+    calls  calls(sizes, count, generator) -> the arguments of so many calls, on different layers if there are as many
+    name   of the host's code, as the baseline of an entry
+    host   what the host's layer runs for such arguments; None: the op's production kernel
+    """
+
+    calls: Callable[[tuple[int, ...], int, torch.Generator], list[list[Any]]]
+    name: str = ""
+    host: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class Point:
-    """One shape of an op at one set of sizes, and the modules of the model that have it."""
+    """One shape of an op at one set of sizes, and the modules of the model that have it.
+
+    live  their calls, in place of calls made up for the shape
+    """
 
     op: str
     shape: tuple[Any, ...]
     sizes: tuple[int, ...]
     modules: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    live: Live | None = field(default=None, compare=False, repr=False)
 
     def named(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Shape and sizes as a table has them."""
@@ -129,7 +147,8 @@ def production(op: str, device: str) -> Provider | None:
     """
     spec = registry.get(op)
     there = [p for p in spec.op.providers if p.unavailable(device) is None]
-    usual = [p for p in there if spec.baseline in (p.name, p.twin)] or (there[:1] if device == "cpu" else [])
+    usual = [p for p in there if p.name != "reference" and spec.baseline in (p.name, p.twin)]
+    usual = usual or (there[:1] if device == "cpu" else [])
     return usual[0] if usual else None
 
 
@@ -141,8 +160,16 @@ def usual(op: str, device: str, own: bool) -> Provider | None:
     return found
 
 
+def host_of(point: Point, device: str, own: bool) -> Subject | None:
+    """Return what proposals for a point are compared with: the code of the host's own layers, else see `usual`."""
+    if point.live is not None and point.live.host is not None:
+        return Subject(Provider(point.live.name, point.live.host, devices=(device,)), {})
+    found = usual(point.op, device, own)
+    return None if found is None else Subject(found, {})
+
+
 def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
-    """At most three available subjects for a point, without the production kernel itself."""
+    """At most three available subjects for a point, without the production kernel as it is."""
     op = registry.get(point.op).op
     found = []
     for name, params in list(op.key.propose(point.shape, point.sizes, chip))[:MOST_PROPOSALS]:
@@ -150,7 +177,8 @@ def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
         if provider is None:
             names = ", ".join(p.name for p in op.providers)
             raise ValueError(f"{point.op}: a proposal names the provider {name!r}; known: {names}")
-        if provider.unavailable(device) is None and provider is not production(point.op, device):
+        usual_call = provider is production(point.op, device) and not params
+        if provider.unavailable(device) is None and not usual_call:
             found.append(Subject(provider, params))
     return found
 
@@ -165,8 +193,8 @@ def measure(
     own  for our engine: where production has no kernel for a call, the op's first that does is the one to beat
     """
     end, outcome = time.monotonic() + seconds, Outcome()
-    hosts = {op: usual(op, device.type, own) for op in {point.op for point in points}}
-    points = [point for point in points if hosts[point.op] is not None]
+    hosts = {p: host for p in points if (host := host_of(p, device.type, own)) is not None}
+    points = list(hosts)
     rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
     subjects = {point: proposals(point, device.type, chip) for point in points}
     generator = torch.Generator(device).manual_seed(0)
@@ -180,7 +208,7 @@ def measure(
                         outcome.stopped = f"the limit of {seconds:.0f} s was reached"
                         break
                     try:
-                        host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
+                        host = hosts[point]
                         _measure_point(
                             point, host, found, failed, run, device, chip, generator, rounds, outcome, own
                         )
@@ -208,7 +236,10 @@ def _measure_point(
 ) -> None:  # fmt: skip
     said: dict[str, str] = {}
     right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
-    if own and calls:  # which runs another kernel where production's does not support the call
+    known_host = point.live is not None and point.live.host is not None
+    if (
+        own and calls and not known_host
+    ):  # it runs another kernel where production's does not support the call
         every = host.provider, *registry.get(point.op).op.providers
         there = (p for p in every if p.unavailable(device.type) is None)
         host = Subject(next(p for p in there if p.supports is None or p.supports(*calls[0]) is None), {})
@@ -231,9 +262,11 @@ def _measure_point(
         return
     shape, sizes = point.named()
     low, high = round(ratio.low, 4), round(ratio.high, 4)
+    known = {p.name for p in registry.get(point.op).op.providers}  # the host's code may be none of them
+    provider = best.provider.name if best.provider.name in known else None
     outcome.said[str(point)] = said
     outcome.entries.append(
-        Entry(point.op, shape, sizes, best.provider.name, host.provider.name, run, dict(best.params),
+        Entry(point.op, shape, sizes, provider, host.provider.name, run, dict(best.params),
               round(ratio.value, 4), (low, high), source="verified on this chip")
     )  # fmt: skip
 
@@ -245,11 +278,13 @@ def arguments(
 
     Where one call reads more than that, all are the same call. Raises NoRoom.
     """
-    spec = registry.get(point.op)
+    spec, case = registry.get(point.op), _case(point)
     key = spec.op.key
-    shape, sizes = point.named()
-    dims = key.dims(**dict(zip(key.shape, point.shape, strict=True)), **sizes)
-    case = Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
+    if point.live is not None:
+        moved = spec.bytes_moved(case)
+        _leave_room(device, moved)  # more than the activations of a call
+        several = min(max(-(-cold_bytes // max(moved, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
+        return point.live.calls(point.sizes, several, generator)
     _leave_room(device, cold_bytes + spec.bytes_moved(case))
     made = spec.inputs(case, device.type if device.index is None else str(device), generator)
     own = [key.own(m, made) for m in point.modules] if key.own is not None else []
@@ -265,6 +300,14 @@ def arguments(
         else:
             calls.append([t.clone() if isinstance(t, torch.Tensor) else t for t in calls[i]])
     return calls[:count]
+
+
+def _case(point: Point) -> Case:
+    spec = registry.get(point.op)
+    key = spec.op.key
+    shape, sizes = point.named()
+    dims = key.dims(**dict(zip(key.shape, point.shape, strict=True)), **sizes)
+    return Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
 
 
 def _leave_room(device: torch.device, needed: int) -> None:
@@ -283,7 +326,8 @@ def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str
         return f"unsupported: {reason}"
     got, want = subject(*args), host(*args)
     spec = registry.get(point.op)
-    limit = spec.tolerance_for(spec.case_of(args, "verified"), want.dtype)
+    case = spec.case_of(args, "verified") if point.live is None else _case(point)
+    limit = spec.tolerance_for(case, want.dtype)
     return None if close(got, want, limit) else "its result differs from the production kernel's"
 
 

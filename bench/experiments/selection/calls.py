@@ -11,6 +11,8 @@ from experiments.attention.decode_attention import Caches, Timed
 from experiments.attention.decode_attention_check import Layout
 from experiments.common.graph_clock import Run
 from experiments.linear.linear_fp8 import KINDS, values, weight_scales, x_of
+from experiments.selection import experts
+from experiments.selection.experts import Point, provider
 from experiments.selection.models import attention_shapes, linear_shapes
 
 from fastkernels.core.dispatch import Op
@@ -28,19 +30,13 @@ from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear import reference as linear_reference
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8 import reference as fp8_reference
+from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8
 
 COLD = 256 << 20  # bytes that the calls of a graph read, so that L2 holds none of them; at least two calls
 MOST = 64  # calls in a graph
 LARGE = 300_000_000  # weights from this size on are two in a graph, and measured last
 CHANNELS = 1 << 28  # of all keys, at most: larger calls leave nothing to choose
-
-
-class Point(NamedTuple):
-    """A call to measure, without its tensors."""
-
-    shape: dict[str, Any]
-    sizes: dict[str, int]
-    models: list[str]
 
 
 class Subject(NamedTuple):
@@ -52,6 +48,7 @@ class Subject(NamedTuple):
     compiled    the kernel of a candidate, compiled
     hosts       providers that stand for the host's kernel, timed if installed; none compiles at each shape
     error       the largest relative error of a right result
+    kernel      equal for points and candidates that run the same kernel
     """
 
     op: Op
@@ -62,6 +59,15 @@ class Subject(NamedTuple):
     reference: Callable[..., torch.Tensor]
     hosts: tuple[str, ...]
     error: float
+    kernel: Callable[[Point, Candidate], Any]
+
+
+def kernel_of(point: Point, candidate: Candidate) -> Any:
+    """Return `Subject.kernel`: one plan serves many shapes of linear layers, other kernels depend on the shape."""
+    shape, sizes = tuple(point.shape.values()), tuple(point.sizes.values())
+    if isinstance(candidate.kernel, wgmma.Plan):
+        return candidate.kernel, shape[2:]
+    return candidate.kind, candidate.kernel, shape, sizes
 
 
 def depth(size: int) -> int:
@@ -166,24 +172,28 @@ def compile_decode(point: Point, candidate: Candidate) -> None:
     fn(q, cache, cache, lens, table, point.sizes["context"], head_size**-0.5, **candidate.params)
 
 
-def provider(op: Op, name: str) -> Any:
-    return next(p for p in op.providers if p.name == name)
-
-
 def subjects(scales: list[str], batches: list[int], contexts: list[int]) -> dict[str, Subject]:
     """Return the ops that can be measured. `points` of the linear layers takes numbers of tokens."""
     assert max(contexts) <= attention_decode_cuda.TYPICAL
     return {
         "linear": Subject(
             linear, linear_points, linear_candidates, linear_calls, compile_linear, linear_reference, ("cublas",),
-            4e-3,
+            4e-3, kernel_of,
         ),
         "linear_fp8": Subject(
             linear_fp8, partial(fp8_points, scales=scales), fp8_candidates, fp8_calls, compile_fp8, fp8_reference,
-            ("cutlass", "sgl_kernel", "cublas"), 1e-2,
+            ("cutlass", "sgl_kernel", "cublas"), 1e-2, kernel_of,
         ),
         "attention_decode": Subject(
             attention_decode, lambda _: decode_points(batches, contexts), decode_candidates, decode_calls,
-            compile_decode, decode_reference, ("fa3",), 8e-3,
+            compile_decode, decode_reference, ("fa3",), 8e-3, kernel_of,
+        ),
+        "fused_experts": Subject(
+            fused_experts, experts.points, experts.candidates, experts.calls, experts.compiled, experts.reference,
+            ("vllm",), 1e-2, experts.kernel_of,
+        ),
+        "fused_experts_fp8": Subject(
+            fused_experts_fp8, partial(experts.points, scales=scales), experts.candidates, experts.calls,
+            experts.compiled, experts.reference, ("vllm", "cutlass", "deepgemm"), 6e-2, experts.kernel_of,
         ),
     }  # fmt: skip

@@ -2,9 +2,11 @@
 
     fit.py ROWS... [--write] [--json regret.json]
 
-ROWS are files of sweep.py. The regret of a choice is its time over the time of the fastest measured set, less one. Each
-model in turn is left out with all shapes that it has, so that a shape of two models is new to both. --write fits to all
-points and writes fastkernels/tuned/selection/OP.json.
+ROWS are files of sweep.py; for experts, also of moe_tiles.py (1646bd59).
+
+The regret of a choice is its time over the time of the fastest measured set, less one. Each model in turn
+is left out with all shapes that it has, so that a shape of two models is new to both. --write fits to all points and
+writes fastkernels/tuned/selection/OP.json.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ from fastkernels.overrides.attention.selection import Call as DecodeCall
 from fastkernels.overrides.attention.selection import decode_candidates, preferred
 from fastkernels.overrides.kit.selection import FOLDER, MOST, Candidate, Model
 from fastkernels.overrides.linear.selection import linear_candidates, linear_fp8_candidates
+from fastkernels.overrides.moe.cases import MIXTRAL, QWEN3_30B
+from fastkernels.overrides.moe.moe_tiles import parsed
+from fastkernels.overrides.moe.selection import Call as ExpertsCall
+from fastkernels.overrides.moe.selection import candidates as experts_candidates
 
 # As torch describes it: 132 SMs, 6144 bits at 3201 MHz, two a cycle
 H200 = Chip("NVIDIA H200", 132, 4.917e12, 50 << 20)
@@ -41,6 +47,14 @@ def _decode(shape: dict[str, Any], sizes: dict[str, int]) -> tuple[Candidate, ..
     )
 
 
+def _experts(shape: dict[str, Any], sizes: dict[str, int]) -> tuple[Candidate, ...]:
+    block = shape.get("block")
+    where = (shape[name] for name in ("experts", "here", "topk", "hidden", "intermediate"))
+    return experts_candidates(
+        ExpertsCall(*where, sizes["tokens"], 2 if block is None else 1, block == 128), H200
+    )
+
+
 # {op: candidates of (values of Key.shape, values of Key.sizes)}
 CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candidate]]] = {
     "linear": lambda shape, sizes: linear_candidates(sizes["M"], shape["N"], shape["K"], H200),
@@ -48,6 +62,16 @@ CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candid
         sizes["M"], shape["N"], shape["K"], shape["block"], H200
     ),
     "attention_decode": _decode,
+    "fused_experts": _experts,
+    "fused_experts_fp8": _experts,
+}
+EXPERTS = "fused_experts", "fused_experts_fp8"
+# Models of moe_tiles.py, and the scales of its kinds of weights
+TILED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b": QWEN3_30B}
+SCALES: dict[str, dict[str, int]] = {
+    "bf16": {},
+    "tensor": {"block": 0, "act": 0},
+    "block": {"block": 128, "act": 128},
 }
 
 
@@ -75,9 +99,10 @@ def points(rows: Iterable[Row]) -> dict[str, list[Point]]:
     cases: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         if row.status is Status.OK and row.kind == "time" and row.subject.op in CANDIDATES:
-            where = row.subject.op, json.dumps({**row.case["shape"], **row.case["sizes"]})
-            cases[where] = row.case
-            for params, us in row.metrics.items():
+            case, metrics = _of_tiles(row) if "tiles" in row.case else (row.case, row.metrics)
+            where = row.subject.op, json.dumps({**case["shape"], **case["sizes"]})
+            cases[where] = case
+            for params, us in metrics.items():
                 found[where][_label(row.subject.provider or "", json.loads(params))] = us
     made: dict[str, list[Point]] = defaultdict(list)
     for (op, where), measured in found.items():
@@ -94,6 +119,16 @@ def points(rows: Iterable[Row]) -> dict[str, list[Point]]:
                 offered = preferred(offered)
             made[op].append(Point(where, models, tuple(times), tuple(offered)))
     return made
+
+
+def _of_tiles(row: Row) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return case and metrics, as sweep.py writes them, of a row of moe_tiles.py."""
+    name, _, kind = row.case["model"].partition("/")
+    shape = {**TILED[name], "here": TILED[name]["experts"], **SCALES[kind], "dtype": "bfloat16"}
+    tiles = str(row.case["tiles"]).split()
+    params = {"gate_up": tiles[0], "down": tiles[-1]} if row.subject.provider == "triton" else {}
+    case = {"models": [f"{name}:experts"], "shape": shape, "sizes": {"tokens": row.case["tokens"]}}
+    return case, {json.dumps(params): row.metrics["us"]}
 
 
 def _label(provider: str, params: Any) -> str:
@@ -136,6 +171,19 @@ def fit(op: str, found: Collection[Point], **told: Any) -> Model:
         terms, us, weight = (np.array(column, dtype=float) for column in zip(*each, strict=True))
         weights[kind] = tuple(float(f"{w:.4g}") for w in least_squares(terms, us, weight))
     return Model(op, weights, told)
+
+
+def winners(found: Collection[Point]) -> list[str]:
+    """Return the tiles of experts that are the fastest of their block_m at a point: others are not proposed."""
+    tiles: dict[str, None] = {}
+    for point in found:
+        best: dict[int, tuple[float, Candidate]] = {}
+        for candidate, us in point.times:
+            if candidate.provider == "triton":
+                rows = parsed(candidate.params["gate_up"]).block_m
+                best[rows] = min(best.get(rows, (us, candidate)), (us, candidate), key=lambda each: each[0])
+        tiles |= dict.fromkeys(t for _, c in best.values() for t in c.params.values())
+    return sorted(tiles)
 
 
 def regret(model: Model, point: Point, most: int) -> float:
@@ -193,6 +241,8 @@ def main() -> None:
                 "rows": [stem(path) for path in options.rows], "points": len(found), "chip": H200.name,
                 "models": len(unseen), "regret_percent": total,
             }  # fmt: skip
+            if op in EXPERTS:
+                told["tiles"] = winners(found)
             FOLDER.mkdir(exist_ok=True)
             (FOLDER / f"{op}.json").write_text(fit(op, found, **told).to_json())
     if not table:

@@ -57,3 +57,21 @@ def attention_shapes() -> dict[tuple[int, int, int], list[str]]:
     for model, s in MODELS.items():
         found.setdefault((s.heads, s.kv_heads, s.head_size), []).append(f"{model}:attention")
     return found
+
+
+class Mixture(NamedTuple):
+    experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+
+
+# No table or test has the shapes of the last three.
+MIXTURES = {
+    "olmoe-1b-7b": Mixture(64, 8, 2048, 1024),
+    "qwen1.5-moe": Mixture(60, 4, 2048, 1408),
+    "qwen3-30b": Mixture(128, 8, 2048, 768),
+    "granite-3-3b": Mixture(40, 8, 1536, 512),
+    "phi-3.5-moe": Mixture(16, 2, 4096, 6400),
+    "ernie-4.5-21b": Mixture(64, 6, 2560, 1536),
+}

@@ -1,7 +1,8 @@
 """Time every parameter set of an op at the layer shapes of many models: the points of the selection model.
 
-    sweep.py --out points.jsonl --op linear,linear_fp8,attention_decode [--seconds 300] [--tokens 1,8,16,32,64]
-        [--scales row,block] [--batch 1,8,32,64] [--context 256,1024,4096] [--compile-only]
+    sweep.py --out points.jsonl --op linear,linear_fp8,attention_decode,fused_experts,fused_experts_fp8
+        [--seconds 300] [--tokens 1,8,16,32,64] [--scales row,block] [--batch 1,8,32,64] [--context 256,1024,4096]
+        [--compile-only]
 
 Compiles in parallel, checks each kernel against the op's reference on its first use of a shape, and times it against
 the host's kernel in CUDA graphs over memory that exceeds L2, in three interleaved rounds. The same command continues a
@@ -46,13 +47,7 @@ def compile_share(subject: Subject, tokens: list[int], part: int, parts: int) ->
     found: dict[Any, tuple[Point, Candidate]] = {}
     for point in subject.points(tokens):
         for candidate in subject.candidates(point, chip):
-            # One plan serves many shapes of linear layers; other kernels depend on the shape.
-            shape, sizes = tuple(point.shape.values()), tuple(point.sizes.values())
-            of_plan = isinstance(candidate.kernel, tuple)
-            key = (
-                (candidate.kernel, shape[2:]) if of_plan else (candidate.kind, candidate.kernel, shape, sizes)
-            )
-            found.setdefault(key, (point, candidate))
+            found.setdefault(subject.kernel(point, candidate), (point, candidate))
     for point, candidate in list(found.values())[part::parts]:
         with contextlib.suppress(Exception):  # reported where it runs
             subject.compiled(point, candidate)

@@ -69,6 +69,22 @@ def routing(call: Call) -> Mapping[str, torch.Tensor]:
     return {**found, "topk_ids": ids.to(getattr(torch, call["ids"]))}
 
 
+def router_choice(
+    tokens: int, experts: int, topk: int, skewed: bool, generator: torch.Generator, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return topk_weights and topk_ids [tokens, topk] of a random router.
+
+    skewed: the hottest of 8 experts has 1.5 times the mean load, of 128 about 2.5 times, as trained routers have it
+    (docs/reports/2026-11-routing.md).
+    """
+    logits = torch.randn(tokens, experts, generator=generator, device=device)
+    if skewed:
+        order = torch.randperm(experts, generator=generator, device=device)
+        logits += torch.linspace(-0.6, 0.6, experts, device=device)[order]
+    weights, ids = logits.softmax(-1).topk(topk)
+    return weights / weights.sum(-1, keepdim=True), ids.int()
+
+
 def extremes(weights_at: int) -> dict[str, Callable[[list[Any]], None]]:
     """Return OpSpec.extremes of an op with topk_weights at position `weights_at`, topk_ids behind it, and w1 at 1."""
 

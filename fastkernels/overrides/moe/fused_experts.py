@@ -21,12 +21,17 @@ from fastkernels.overrides.moe.cases import (
     routing,
 )
 from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_experts_vllm, supports_vllm
+from fastkernels.overrides.moe.few_pairs import PARAMS as FEW_PARAMS
+from fastkernels.overrides.moe.few_pairs import few_pairs, unsupported_few
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
+from fastkernels.overrides.moe.selection import propose_experts
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 # The key of a call in tuned tables; `here` is the number of experts on this rank.
 SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)
+# Numbers of tokens at which a patch measures the experts, the most frequent first
+POINTS = (1,), (8,), (32,), (64,), (2048,), (256,), (8192,)
 
 
 def check_sizes(
@@ -164,6 +169,38 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
+def _supports_few(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+) -> str | None:
+    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
+    return unsupported_few(hidden_states, w1, w2, topk_ids)
+
+
+def _few(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    columns: int = 16,
+    depth: int = 256,
+    num_warps: int = 4,
+) -> torch.Tensor:
+    """columns, depth, num_warps: one of few_pairs.PARAMS."""
+    check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
+    routed = (topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
+    return few_pairs(hidden_states, w1, w2, *routed, columns, depth, num_warps)
+
+
 def _torch(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -257,13 +294,18 @@ fused_experts = define(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(2),
             fits=lambda params, *args: fits_call(params, *_key(*args)),
         ),
-        # only where a tuned table names it
+        # The next two run only where a table or a measurement names them.
+        Provider(
+            "triton-few", _few, devices=("cuda",), supports=_supports_few, params=FEW_PARAMS,
+            fits=lambda params, *args: _supports_few(*args) is None,
+        ),
         Provider("vllm", for_any_ids(fused_experts_vllm, 3), module="vllm", supports=supports_vllm),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
     key=Key(
         shape=(*SHAPE, "dtype"), sizes=SIZES, of=_key, dims=lambda dtype, **sizes: dims_of_key(**sizes),
+        propose=propose_experts, points=POINTS,
     ),
 )  # fmt: skip
 

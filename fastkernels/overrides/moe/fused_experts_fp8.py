@@ -30,6 +30,7 @@ from fastkernels.overrides.moe.cases import (
     routing,
 )
 from fastkernels.overrides.moe.fused_experts import (
+    POINTS,
     SHAPE,
     SIZES,
     check_sizes,
@@ -39,7 +40,8 @@ from fastkernels.overrides.moe.fused_experts import (
     local_ids,
 )
 from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sum_over_experts
-from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles_fp8, wide
+from fastkernels.overrides.moe.moe_tiles import LEAST, chosen, sets, tiles_fp8, wide
+from fastkernels.overrides.moe.selection import propose_experts_fp8
 from fastkernels.overrides.moe.sorted_pairs import gather, sort_pairs
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
@@ -47,7 +49,6 @@ from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 T = torch.Tensor
 # Kinds of activation scales, in addition to BLOCK.
 GIVEN, TOKEN, FOUND = 0, 1, 2
-LEAST = 32  # rows of an expert, on average, from which tiles of 128 rows are faster
 
 
 class Kind(NamedTuple):
@@ -367,7 +368,10 @@ fused_experts_fp8 = define(
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     # block and act are the fields of Kind.
-    key=Key(shape=(*SHAPE, "block", "act", "dtype"), sizes=SIZES, of=_key, dims=_dims_of_key),
+    key=Key(
+        shape=(*SHAPE, "block", "act", "dtype"), sizes=SIZES, of=_key, dims=_dims_of_key, propose=propose_experts_fp8,
+        points=POINTS,
+    ),
 )  # fmt: skip
 
 

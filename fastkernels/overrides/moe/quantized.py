@@ -51,12 +51,18 @@ class Fp8ExpertsMethod:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Do nothing: the op uses the tensors as they were loaded."""
 
-    def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def arguments(
+        self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Return the op's arguments."""
         inputs = (layer.w13_input_scale, layer.w2_input_scale) if self.static else (None, None)
-        return fused_experts_fp8(
+        return (
             x, layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale, weights, ids, *inputs,
             not (self.static or self.block), [BLOCK, BLOCK] if self.block else None, False, layer.expert_map,
         )  # fmt: skip
+
+    def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return fused_experts_fp8(*self.arguments(layer, x, weights, ids))
 
 
 class Int4ExpertsMethod:

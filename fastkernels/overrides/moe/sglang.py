@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Target
 from fastkernels.overrides.linear.sglang import SGLangReplicatedLinear
 from fastkernels.overrides.moe.fused_experts import fused_experts
@@ -72,15 +73,27 @@ def _computed(
     if (reason := unsupported_config(config)) is not None:
         raise ValueError(reason)
     topk_weights, topk_ids, _ = topk_output
-    factor = getattr(config, "routed_scaling_factor", None)
     on_input = getattr(config, "apply_router_weight_on_input", False)
-    if fp8:
-        out = fused_experts_fp8(
-            hidden_states, w1, w2, quant["w1_scale"], quant["w2_scale"], topk_weights, topk_ids, quant["a1_scale"],
-            quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False, None, on_input,
-        )  # fmt: skip
-    else:
-        out = fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, None, on_input)
+    op, args = call_of(hidden_states, w1, w2, topk_weights, topk_ids, fp8, quant, on_input)
+    return scaled(op(*args), config)
+
+
+def call_of(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, fp8: bool, quant: dict[str, Any], on_input: bool = False,
+) -> tuple[Op, tuple[Any, ...]]:  # fmt: skip
+    """Return (op, its arguments) for a call whose arguments are supported; fp8, quant: see `quant_of`."""
+    if not fp8:
+        return fused_experts, (hidden_states, w1, w2, topk_weights, topk_ids, None, on_input)
+    return fused_experts_fp8, (
+        hidden_states, w1, w2, quant["w1_scale"], quant["w2_scale"], topk_weights, topk_ids, quant["a1_scale"],
+        quant["a2_scale"], bool(quant["per_channel_quant"]), quant["block_shape"], False, None, on_input,
+    )  # fmt: skip
+
+
+def scaled(out: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the experts' sum times the runner's factor."""
+    factor = getattr(config, "routed_scaling_factor", None)
     return out if factor in (None, 1.0) else out * factor
 
 

@@ -70,10 +70,14 @@ class UnquantizedExpertsMethod:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Do nothing: the op uses the tensors as they were loaded."""
 
+    def arguments(
+        self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Return the op's arguments."""
+        return x, layer.w13_weight, layer.w2_weight, weights, ids, layer.expert_map, False
+
     def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return experts.fused_experts(
-            x, layer.w13_weight, layer.w2_weight, weights, ids, layer.expert_map, False
-        )
+        return experts.fused_experts(*self.arguments(layer, x, weights, ids))
 
 
 class Experts(nn.Module):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from fastkernels.overrides.moe.cases import router_choice
+from fastkernels.verify.measure import Live
 
 
 def method_of(module: Any) -> Any:
@@ -33,3 +37,45 @@ def unusual(module: Any, dtype: torch.dtype, fp8: bool) -> str | None:
     if w1.stride(-1) != 1 or w2.stride(-1) != 1:
         return f"weights have strides {w1.stride()} and {w2.stride()}"
     return None
+
+
+def shape_of(
+    op: Any, module: Any, arguments: Callable[..., Sequence[Any]], topk: int, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Values of op.key.shape for a layer's calls; arguments: see live_calls."""
+    w = module.w2_weight
+    x = torch.empty(1, w.shape[1], dtype=dtype, device=w.device)
+    choice = torch.ones(1, topk, device=w.device), torch.zeros(1, topk, dtype=torch.int32, device=w.device)
+    shape: tuple[Any, ...] = op.key.of(*arguments(module, x, *choice))[0]
+    return shape
+
+
+def live_calls(
+    shape: tuple[Any, ...], modules: Sequence[Any], arguments: Callable[..., Sequence[Any]], name: str = "",
+    host: Callable[..., Any] | None = None,
+) -> Live:  # fmt: skip
+    """Calls on the layers' own weights, by turns with routing that is uniform and that is skewed.
+
+    shape      values of the op's key
+    arguments  arguments(module, x, topk_weights, topk_ids) -> those of the op
+    name, host  of Live
+    """
+    experts, _, topk, hidden, *_, dtype = shape
+
+    def calls(sizes: tuple[int, ...], count: int, generator: torch.Generator) -> list[list[Any]]:
+        made = []
+        for i in range(count):
+            module = modules[i % len(modules)]
+            device = module.w13_weight.device
+            x = torch.randn(sizes[0], hidden, generator=generator, device=device).to(dtype)
+            choice = router_choice(sizes[0], experts, topk, bool(i % 2), generator, device)
+            made.append(list(arguments(module, x, *choice)))
+        return made
+
+    return Live(calls, name, host)
+
+
+def by_weights(modules: Sequence[Any]) -> Callable[[torch.Tensor], Any]:
+    """A function that finds the layer with these w13_weight."""
+    found = {m.w13_weight.data_ptr(): m for m in modules}
+    return lambda weight: found[weight.data_ptr()]

@@ -10,6 +10,7 @@ from fk_integrations.core.journal import Journal
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Op
+    from fastkernels.verify.measure import Live
 
 # Decodes whose attention a patch measures, the most important first: graphs are captured for the longest context.
 BATCHES = 1, 8, 32, 16, 64, 4
@@ -20,6 +21,9 @@ class HostOp:
 
     The defaults suit ops of plain modules. `op` is the functional op, whose key the shapes and sizes belong to.
     """
+
+    # Whether the tables compare with this host's kernels: shapes that they list are not measured.
+    in_tables = True
 
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""
@@ -37,6 +41,14 @@ class HostOp:
     def heads(self, model: Any) -> Sequence[Any]:
         """The LM heads whose product is this op: measured as its modules are, and not replaced."""
         return ()
+
+    def callers(self, op: Op, model: Any) -> Sequence[Any]:
+        """Modules that call this op themselves: measured, and not replaced."""
+        return ()
+
+    def live(self, op: Op, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
+        """The calls of these modules, which have one shape, for a measurement; None: calls are made up."""
+        return None
 
     def runner(self, module: Any) -> Any:
         """The object that runs the op for a layer, if the layer's own class does not; None for any other module."""

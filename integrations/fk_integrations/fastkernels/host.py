@@ -22,8 +22,10 @@ from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify.measure import Live
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone
+from fk_integrations.core.expert_layers import live_calls, shape_of
 from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.patching import choose
 from fk_integrations.patching.apply import Patched, apply, change
@@ -51,6 +53,8 @@ class FastKernelsAdapter(Adapter):
     def of(self, op: str) -> HostOp:
         if op == "attention_decode":
             return _Attention(self.runner)
+        if op in ("fused_experts", "fused_experts_fp8"):
+            return _Experts(self.runner)
         return _Linear() if op == "linear" else super().of(op)
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
@@ -98,6 +102,36 @@ class _Linear(HostOp):
 
         head = getattr(model, "lm_head", None)
         return [head] if isinstance(getattr(head, "quant_method", None), UnquantizedEmbedding) else []
+
+
+class _Experts(HostOp):
+    """Mixtures of experts: their layers call the op."""
+
+    def __init__(self, model_runner: Any):
+        self.model_runner = model_runner
+
+    def callers(self, op: Any, model: Any) -> Sequence[Any]:
+        from fastkernels.models.common.decoder import DecoderExperts
+
+        found = [m for m in model.modules() if isinstance(m, DecoderExperts)]
+        return [m for m in found if m.experts.quant_method.op == op.name]
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        made = module.experts
+        return shape_of(
+            op, made, made.quant_method.arguments, module.described.top_k, module.gate.weight.dtype
+        )
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        most = self.model_runner.config.max_num_batched_tokens
+        return [sizes for sizes in super().points(op) if sizes[0] <= most]
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
+        def arguments(module: Any, *call: Any) -> tuple[Any, ...]:
+            found: tuple[Any, ...] = module.quant_method.arguments(module, *call)
+            return found
+
+        return live_calls(shape, [m.experts for m in modules], arguments)
 
 
 def _is_attention(module: Any) -> bool:

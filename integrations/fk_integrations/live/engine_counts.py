@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,8 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.live_class import is_ours, parts
 from fk_integrations.live.tally import Counts, Tally, add_new, counted, parts_of
+
+_counts = attrgetter("calls", "fallbacks", "left", "owned", "plain")
 
 
 class EngineCounts(Counts):
@@ -62,32 +65,47 @@ class EngineCounts(Counts):
         if self._running or self.steps is None:
             yield
             return
-        before = [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self._ops]
+        ops = self._ops
+        before = [*map(_counts, ops)]
         self._running = True
         try:
             yield
         finally:
-            self._running = False
-            for op, calls, owned, plain, fallbacks, left in before:
-                if op.calls == calls and op.fallbacks is fallbacks and op.left is left:
-                    continue
-                found = self.steps.setdefault(op.name, Counters(op.name))
-                runs = max(op.calls - calls, 0)
-                op.owned = owned + runs
-                found.calls += runs
-                found.plain += max(op.plain - plain, 0)
-                add_new(found.fallbacks, op.fallbacks, fallbacks)
-                add_new(found.left, op.left, left)
+            self._end(ops, before)
 
     def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method whose calls are `running`."""
+        """A method whose calls are `running`, without the cost of a context: small models wait for this code."""
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.running():
+            if self._running or self.steps is None:
                 return method(*args, **kwargs)
+            ops = self._ops
+            before = [*map(_counts, ops)]
+            self._running = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._end(ops, before)
 
         return run
+
+    def _end(self, ops: list[Op], before: list[Any]) -> None:
+        """Add what ops counted since `before`: nothing in a step that replays a graph."""
+        self._running = False
+        assert self.steps is not None
+        if [*map(_counts, ops)] == before:
+            return
+        for op, (calls, fallbacks, left, owned, plain) in zip(ops, before, strict=True):
+            if op.calls == calls and op.fallbacks is fallbacks and op.left is left:
+                continue
+            found = self.steps.setdefault(op.name, Counters(op.name))
+            runs = max(op.calls - calls, 0)
+            op.owned = owned + runs
+            found.calls += runs
+            found.plain += max(op.plain - plain, 0)
+            add_new(found.fallbacks, op.fallbacks, fallbacks)
+            add_new(found.left, op.left, left)
 
     def clear(self) -> None:
         super().clear()

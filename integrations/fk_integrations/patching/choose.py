@@ -26,7 +26,7 @@ from fk_integrations.patching import seam_interface
 
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
-TRIED = "linear", "attention_decode"
+TRIED = "linear", "attention_decode", "fused_experts", "fused_experts_fp8"
 SECONDS = 85.0  # of a measurement, with compiling
 WAIT_S = SECONDS + 60  # that other ranks wait for it
 
@@ -101,19 +101,24 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
         own = modules_of(adapter, model, spec)
-        here = adapter.of(op.name)
-        more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
+        here, more = adapter.of(op.name), []
+        if name == op.name:
+            callers = ((m, here.whole_shape(op, m)) for m in here.callers(op, model))
+            own += [(m, shape) for m, shape in callers if shape is not None]
+            more = [(m, here.whole_shape(op, m)) for m in here.heads(model)]
         for into, several in ((found, own), (heads, more)):
             for module, shape in several:
                 if shape is None:
                     continue
-                if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
+                place = Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place
+                if place not in listed or not here.in_tables:
                     into.setdefault((op.name, shape), []).append(module)
     last = {place: modules for place, modules in heads.items() if place not in found}
     points = [
-        (part is last, i, Point(op, shape, sizes, tuple(modules)))
+        (part is last, i, Point(op, shape, sizes, tuple(modules), live))
         for part in (found, last)
         for (op, shape), modules in part.items()
+        for live in (adapter.of(op).live(registry.get(op).op, shape, modules),)
         for i, sizes in enumerate(adapter.of(op).points(registry.get(op).op))
     ]
     return [point for *_, point in sorted(points, key=lambda each: each[:2])]
@@ -193,7 +198,7 @@ def _measure(
     made = Table(facts["chip"], {run: {"facts": facts, "measured": outcome.said}}, tuple(outcome.entries))
     if outcome.entries:
         cache.keep(made, facts)
-    won = sum(e.faster for e in outcome.entries)
+    won = sum(e.chosen for e in outcome.entries)
     log.info(
         "ours is faster at %d of %d points: measured in %s", won, len(points), phases.line(outcome.seconds)
     )
@@ -206,6 +211,6 @@ def line(entry: Entry, said: dict[str, str], own: bool = False) -> str:
     own: in our engine the usual kernel takes the place of the host's.
     """
     whose = "as usual" if own else "the host's"
-    winner = entry.provider if entry.faster else f"{entry.baseline}, {whose}"
+    winner = entry.provider if entry.chosen else f"{entry.baseline}, {whose}"
     tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
     return f"{entry}: {winner} ({tried})"

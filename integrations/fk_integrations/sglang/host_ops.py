@@ -7,6 +7,7 @@ from typing import Any
 
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.verify.measure import Live
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention, experts
@@ -41,14 +42,30 @@ class Attention(_OfRunner):
 class Experts(_OfRunner):
     """Mixtures of experts."""
 
+    in_tables = False
+
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
-        return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
+        found = experts.shape(op, module)
+        if isinstance(found, Reason) or experts.measured(op, found, module.w2_weight.device.type):
+            return found
+        return Reason(Kind.LEFT_TO_HOST, experts.NOT_MEASURED)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        found = experts.shape(op, module)
+        return None if isinstance(found, Reason) else found
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        most = getattr(getattr(self.model_runner, "server_args", None), "chunked_prefill_size", None) or -1
+        return [sizes for sizes in super().points(op) if most < 0 or sizes[0] <= most]
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
+        return experts.live(op, shape, modules)
 
     def runner(self, module: Any) -> Any:
         return experts.experts(module)
 
     def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        return experts.swap_experts(module, ours, self.version, journal)
+        return experts.swap_experts(module, ours, self.version, journal, by_table)
 
 
 SPECIAL: dict[str, type[_OfRunner]] = {

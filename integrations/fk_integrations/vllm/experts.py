@@ -7,6 +7,7 @@ weights becomes an instance of a subclass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,8 +15,9 @@ from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_fp8 import kind_of, unsupported_scales
 from fastkernels.overrides.moe.vllm import call_of, in_fp8, unsupported_activation, unsupported_quant
+from fastkernels.verify.measure import Live
 from fk_integrations.core import versions
-from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
+from fk_integrations.core.expert_layers import by_weights, in_float8, live_calls, method_of, path_of, unusual
 from fk_integrations.core.journal import Journal
 
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -49,6 +51,29 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
         config = experts(module).fused_experts.quant_config
         kind = kind_of(w1, config.w1_scale, config.a1_scale, config.per_act_token_quant, config.block_shape)
     return (*sizes, *kind, module.moe_config.in_dtype)
+
+
+def live(op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
+    """The calls of these layers, next to vLLM's own kernels with the configuration that it has for them."""
+    layer_of = by_weights(modules)
+
+    def arguments(module: Any, x: Any, weights: Any, ids: Any) -> tuple[Any, ...]:
+        kernel = experts(module)
+        return call_of(
+            x, module.w13_weight, module.w2_weight, weights, ids, -1, module.expert_map, False,
+            kernel.fused_experts.quant_config, _powers_of_two(kernel),
+        )[1]  # fmt: skip
+
+    def host(x: Any, w1: Any, w2: Any, *others: Any) -> Any:
+        module = layer_of(w1)
+        weights, ids = others[2:4] if in_float8(module) else others[:2]
+        kernel = experts(module)
+        everywhere = w1.shape[0] if module.expert_map is None else module.expert_map.numel()
+        # of the class: an instance of ours would choose
+        own: Any = next(c for c in type(kernel).__mro__ if path_of(c) == KERNEL)
+        return own.apply(kernel, x, w1, w2, ids, weights, module.activation, everywhere, module.expert_map)
+
+    return live_calls(shape, modules, arguments, "vllm", host)
 
 
 def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:

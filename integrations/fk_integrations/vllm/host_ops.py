@@ -7,6 +7,7 @@ from typing import Any
 
 from fastkernels.core.reasons import Reason
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.verify.measure import Live
 from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.vllm import attention, experts, fusions, mla
@@ -53,6 +54,15 @@ class Experts(_OfWorker):
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         return experts.shape(op, module)
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if self.worker is None:
+            return super().points(op)
+        most = self.worker.vllm_config.scheduler_config.max_num_batched_tokens
+        return [sizes for sizes in super().points(op) if sizes[0] <= most]
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
+        return experts.live(op, shape, modules)
 
     def runner(self, module: Any) -> Any:
         return experts.experts(module)

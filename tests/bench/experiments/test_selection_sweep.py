@@ -12,8 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.common.graph_clock import Run
-from experiments.selection import calls, sweep
-from experiments.selection.models import MODELS
+from experiments.selection import calls, experts, sweep
+from experiments.selection.models import MIXTURES, MODELS
 
 from fastkernels.core.tuning import Chip
 
@@ -26,7 +26,7 @@ def test_every_model_has_points_with_candidates(op: str) -> None:
     subject = SUBJECTS[op]
     points = list(subject.points([1, 64]))
     models = {name.partition(":")[0] for point in points for name in point.models}
-    assert models == set(MODELS)
+    assert models == set(MIXTURES if "experts" in op else MODELS)
     assert len({json.dumps([p.shape, p.sizes]) for p in points}) == len(points)
     assert all(subject.candidates(p, CHIP) for p in points)
 
@@ -41,6 +41,7 @@ def test_calls_of_the_smallest_point_are_right(
     op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "depth", lambda size: 2)
+    monkeypatch.setattr(experts, "MEMORY", 0)  # one layer's weights for all calls
     options = argparse.Namespace(device="cpu", quick=True, out=tmp_path / "rows.jsonl", seconds=1.0)
     run, subject = Run("test", op, options), SUBJECTS[op]
     point = min(subject.points([1]), key=size_of)

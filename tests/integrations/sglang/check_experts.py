@@ -2,6 +2,7 @@
 of the same attributes calls them here, as SGLang's on a GPU does, and the host's Triton kernel is not called.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,11 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import nn
 
+from fastkernels.core import registry, tuning
 from fastkernels.overrides.moe import fused_experts, fused_experts_fp8
 from fastkernels.overrides.moe.sglang import SGLangMoeRunner
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify import cache, measure
 
 E, K, H, INNER, T = 4, 2, 128, 96, 9
 
@@ -88,15 +91,130 @@ def test_the_hosts_method_runs_ours_on_its_own_weights(options):
     assert type(runner) is MoeRunner and "run" not in vars(runner)
 
 
-def test_experts_stay_the_hosts_unless_requested(monkeypatch):
-    from fk_integrations.patching import apply as apply_module
+HOST = "sglang.srt.layers.moe.moe_runner.triton:fused_experts_none_to_triton"
 
-    monkeypatch.setattr(apply_module, "_by_table", lambda spec, model: spec.name == "fused_experts")
-    monkeypatch.setattr(apply_module.tuning, "untuned", lambda op, device: None)
-    rows = patch(layer := Layer(), ops=None).rows
-    row = next(r for r in rows if r.op == "fused_experts")
+
+@pytest.fixture
+def host_in_torch(monkeypatch):
+    """SGLang's function of its runner, computed in PyTorch: its kernels need a GPU."""
+    calls = []
+
+    def fused(dispatched, info, config):
+        x, topk = dispatched.hidden_states, dispatched.topk_output
+        calls.append(len(x))
+        w13, w2 = info.w13_weight, info.w2_weight
+        if info.use_fp8_w8a8:
+            quant = (info.w13_scale, info.w2_scale)
+            out = fused_experts_fp8.reference(
+                x, w13, w2, *quant, topk.topk_weights, topk.topk_ids, info.a13_scale, info.a2_scale,
+                info.per_channel_quant, info.block_shape,
+            )  # fmt: skip
+        else:
+            out = fused_experts.reference(x, w13, w2, topk.topk_weights, topk.topk_ids)
+        return StandardCombineInput(x.copy_(out) if config.inplace else out)
+
+    module, _, name = HOST.partition(":")
+    fused.__module__, fused.__qualname__ = module, name
+    monkeypatch.setattr(MoeRunner, "__init__", with_function(MoeRunner.__init__, fused))
+    return calls
+
+
+def with_function(init, fused):
+    def made(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.fused_func = fused
+
+    return made
+
+
+def measured_faster(monkeypatch, tmp_path, op, tokens):
+    """A clock by which ours wins at these numbers of tokens only; what it ran."""
+    seen = []
+
+    def interleaved(subjects, calls, device, rounds, first=0):
+        size = len(calls[0][0])
+        seen.append((size, [c[0] for c in calls]))
+        for subject in subjects:
+            subject(*calls[0])
+        return [[1.0] * rounds] + [[0.8 if size in tokens else 1.2] * rounds for _ in subjects[1:]]
+
+    monkeypatch.setattr(SglangAdapter, "ranks", lambda self: None)
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "interleaved", interleaved)
+    found = registry.get(op).op
+    key = dataclasses.replace(found.key, propose=lambda *_: [("reference", {})], points=((1,), (8,), (32,)))
+    monkeypatch.setattr(found, "key", key)
+    found.reset()
+    cache.compile_cache.folder.cache_clear()
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def no_choices_afterwards():
+    yield
+    tuning.set_verified("cpu", ())
+    for name in ("fused_experts", "fused_experts_fp8"):
+        registry.get(name).op.reset()
+    cache.compile_cache.folder.cache_clear()
+
+
+def test_ours_only_where_it_was_measured_faster_than_sglangs(monkeypatch, tmp_path, host_in_torch):
+    seen = measured_faster(monkeypatch, tmp_path, "fused_experts", (8,))
+    layer = Layer()
+    before = layer.w13_weight.clone()
+    patched = patch(layer, ops=None)
+    assert [size for size, _ in seen] == [1, 8, 32] and torch.equal(layer.w13_weight, before)
+    assert all(torch.isfinite(x).all() and x.abs().max() < 10 for _, several in seen for x in several)
+    (row,) = [r for r in patched.rows if r.op == "fused_experts"]
+    assert (row.state, row.modules) == ("active", 1)
+    assert "tokens=8: reference (reference: 1.25" in "\n".join(row.measured)
+    assert "tokens=1: sglang, the host's (reference: 0.83" in "\n".join(row.measured)
+    host_in_torch.clear()
+    x, weights, ids = arguments()
+    want = fused_experts.reference(x, layer.w13_weight, layer.w2_weight, weights, ids)
+    few = layer(x[:5].clone(), weights[:5], ids[:5]).hidden_states
+    assert host_in_torch == []
+    torch.testing.assert_close(few, want[:5])
+    many = layer(x.clone(), weights, ids).hidden_states  # 9 tokens: the entry of 32, which the host won
+    assert host_in_torch == [9]
+    torch.testing.assert_close(many, want)
+    assert next(r for r in patched.report() if r["op"] == "fused_experts")["left"] == {experts.NOT_FASTER: 1}
+    patched.undo()
+    assert type(layer.runner) is MoeRunner and "run" not in vars(layer.runner)
+
+
+def test_experts_that_win_nowhere_stay_sglangs(monkeypatch, tmp_path, host_in_torch):
+    measured_faster(monkeypatch, tmp_path, "fused_experts", ())
+    patched = patch(layer := Layer(), ops=None)
+    (row,) = [r for r in patched.rows if r.op == "fused_experts"]
+    assert row.state == "off" and "no kernel of ours is faster at experts=4" in row.reason
+    assert type(layer.runner) is MoeRunner
+
+
+def test_vllms_tables_decide_nothing_here(monkeypatch, tmp_path, host_in_torch):
+    shape = {"experts": E, "here": E, "topk": K, "hidden": H, "intermediate": INNER, "dtype": "float32"}
+    won = {"speedup": 1.3, "ci95": (1.2, 1.4)}
+    entry = tuning.Entry("fused_experts", shape, {"tokens": 8}, "reference", "vllm", "r1", **won)
+    (tmp_path / "own.json").write_text(tuning.Table("cpu", {"r1": {}}, (entry,)).to_json())
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
+    tuning._by_op.cache_clear()
+    patched = patch(layer := Layer(), ops=None)
+    row = next(r for r in patched.rows if r.op == "fused_experts")
     assert (row.state, row.reason) == ("off", f"1 left to the host: {experts.NOT_MEASURED}")
     assert type(layer.runner) is MoeRunner
+    seen = measured_faster(monkeypatch, tmp_path, "fused_experts", (8,))
+    patch(Layer(), ops=None)
+    assert [size for size, _ in seen] == [1, 8, 32]
+    tuning._by_op.cache_clear()
+
+
+def test_a_factor_of_the_experts_stays_sglangs(monkeypatch, tmp_path, host_in_torch):
+    seen = measured_faster(monkeypatch, tmp_path, "fused_experts", (8,))
+    layer = Layer(routed_scaling_factor=2.5)
+    row = next(r for r in patch(layer, ops=None).rows if r.op == "fused_experts")
+    assert not seen and row.state == "off" and type(layer.runner) is MoeRunner
+    assert experts.shape(registry.get("fused_experts").op, layer).text == experts.FACTOR
 
 
 def test_unsupported_call_stays_the_hosts(monkeypatch):

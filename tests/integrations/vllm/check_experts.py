@@ -5,6 +5,7 @@ the weights as a checkpoint has them, as its Triton kernels on a GPU do, and com
 and kernel object are the host's own.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from fastkernels.core.tuning import Entry, Table
 from fastkernels.overrides.moe import fused_experts_fp8
 from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify import cache, measure
 
 OP = ["fused_experts"]
 
@@ -123,6 +125,38 @@ def test_a_shape_of_no_table_is_left_to_the_host(llm, table):
     finally:
         for layer in layers(llm):
             layer.top_k -= 1
+
+
+def test_measured_next_to_the_layers_own_kernel(llm, stock, monkeypatch, tmp_path):
+    sizes = []
+
+    def interleaved(subjects, calls, device, rounds, first=0):
+        assert len({c[1].data_ptr() for c in calls}) == 2  # both layers, with their own weights
+        assert {c[1].data_ptr() for c in calls} == {m.w13_weight.data_ptr() for m in layers(llm)}
+        sizes.append(len(calls[0][0]))
+        for subject in subjects:
+            for call in calls:
+                assert subject(*call).isfinite().all()
+        return [[1.0] * rounds] + [[0.8 if sizes[-1] == 1 else 1.2] * rounds for _ in subjects[1:]]
+
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "interleaved", interleaved)
+    key = replace(fused_experts.key, propose=lambda *_: [("reference", {})])
+    monkeypatch.setattr(fused_experts, "key", key)
+    cache.compile_cache.folder.cache_clear()
+    fused_experts.reset()
+    with fastkernels.patch(llm) as report:
+        assert sizes[:4] == [1, 8, 32, 64] and max(sizes) <= 2048
+        assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=0.1)
+        row = row_of(report)
+        assert (row.state, row.modules) == ("active", 2)
+        assert row.calls == 2 + 3 * 7 * 2 and row.left == {experts.NOT_FASTER: 3 * 2}
+        assert "tokens=1: reference (reference: 1.25" in "\n".join(row.measured)
+        assert "tokens=8: vllm, the host's (reference: 0.83" in "\n".join(row.measured)
+    assert not tuning.verified("cpu")
+    cache.compile_cache.folder.cache_clear()
+    fused_experts.reset()
 
 
 def put(owner, name, value):
