@@ -33,11 +33,14 @@ def constants(
     group, page, size = q.shape[1] // key_cache.shape[2], key_cache.shape[1], q.shape[2]
     width = next(width for width in (64, 128, 256) if width >= size)  # of a row in shared memory
     warps, seqs = 4 if width == 256 else 8, max(next_power_of_2(max(q.shape[0], 1)), 256)
-    shared = warps * (192 * width + 4 * group * (width + 4)) + 4 * (2 * seqs + warps + 3 + 2 * warps * group)
+    for slots in (8, 4, 2, 1):  # warps whose sums are in memory at once
+        shared = warps * 192 * width + slots * group * (4 * width + 24) + 4 * (2 * seqs + warps + 3)
+        if slots <= warps and shared <= 227 * 1024:
+            break
     told = {
         "HEADS": group, "HEAD_SIZE": size, "D": width, "PAGE": page, "WARPS": warps, "KEYS": 16, "STAGES": 3,
         "RESIDENT": 1, "AHEAD": 2, "CLUSTER": 1, "WHOLE": 0, "SEQS": seqs, "BF16": int(q.dtype == torch.bfloat16),
-        "WINDOW": int(window), "SOFTCAP": int(softcap), "SINKS": 0,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "SINKS": 0, "SLOTS": slots, "FP8": 0, "QUERY8": 0,
     }  # fmt: skip
     return told, shared
 
