@@ -327,6 +327,8 @@ def _key_dims(
         "seq_lens": [min(context, attention_decode_cuda.TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads,
         "kv_heads": kv_heads,
         "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
+        # FlashAttention-3 reads a cache in FP8 for queries in FP8 alone
+        **({"queries": "float8_e4m3fn"} if dtype == torch.float8_e4m3fn else {}),
     }  # fmt: skip
 
 

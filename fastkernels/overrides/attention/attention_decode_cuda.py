@@ -59,15 +59,19 @@ PARAMS: tuple[dict[str, int], ...] = (
     _set(8, 16, 3, 1, 256, 2, 2),
     # Caches in FP8: units of as many bytes as 16 keys have in 16 bits
     _set(8, 32, 3, 1, 256, 2), _set(8, 32, 3, 1, 512, 2, 2), _set(4, 32, 3, 2, 128, 2), _set(4, 32, 3, 1, 256, 2),
+    _set(8, 32, 5, 1, 256, 2),  # for heads of 64, whose keys have few bytes
 )  # fmt: skip
 # Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
 # longest sequence if each of its sequences gets a worker; other calls get the first of ORDERS that fits.
 FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
-PAIRED = PARAMS[6], PARAMS[8]  # clusters of two, for few key heads
-OF_FP8 = (*PARAMS[7:], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3])
-# Bytes of the parts of all workers of a key head that its last worker reads as fast as two launches take: 16 query heads
-# of 128 channels in 132 parts took 33 us to add (H200, 2026-11-29).
+ORDERS = {False: PARAMS, True: (PARAMS[11], *PARAMS[7:11], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3])}  # by whether caches are in FP8
+PAIRED = PARAMS[6], PARAMS[8]
+# Bytes of a sequence's parts. More are added faster in halves: one block took 33 us for 132 parts of 16 heads and 128
+# channels, 1 MiB (H200, 2026-11-29).
 MOST_PARTS = 512 << 10
+LONG = 16384  # keys: a graph for more has to suit long contexts as well as short ones
+# Bytes of reads in flight on an SM. With half of them, contexts of 64K keys took 10% longer (H200, 2026-11-29).
+IN_FLIGHT = 96 << 10
 
 
 class Plan(NamedTuple):
@@ -205,6 +209,7 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table, sinks)
+        or no_room(q, key_cache)
         or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0, sinks)
     )
 
@@ -306,28 +311,56 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
     """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`.
 
-    It prefers sets whose blocks are all on the chip at once. Clusters of two blocks are for calls with so few key heads
-    that the parts of a sequence are many, and for those that no other set suits.
     """
     if kind := few(q, key_cache, most):
         return FEW[kind]
+    kv_heads, sms = key_cache.shape[2], multiprocessors(q.device)
+    return _first(plan(PARAMS[0], q, key_cache), kv_heads, q.shape[0], sms)
 
-    paired = _many_parts(q, key_cache)
-    fp8 = key_cache.dtype == FP8
+
+@lru_cache(maxsize=1024)
+def _first(like: Plan, kv_heads: int, batch: int, sms: int) -> dict[str, int]:
+    return ranked(like, kv_heads, batch, sms)[0]
+
+
+def no_room(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    """Return why no set fits, None if one does. Only wide heads and lengths of many sequences together can be too much."""
+    batch, _, head_size = q.shape
+    if batch <= 256 or head_size <= 128 or any(fits(p, q, key_cache) for p in PARAMS):
+        return None
+    return f"the lengths of {batch} sequences and sums of head size {head_size} do not fit shared memory"
+
+
+def ranked(like: Plan, kv_heads: int, batch: int, sms: int) -> list[dict[str, int]]:
+    """Return the sets that fit, the one that is expected to be the fastest first. like: any plan for such a call.
+
+    It prefers sets whose blocks are all on the chip at once. Clusters of two blocks are for calls with so few key heads
+    that the parts of a sequence are many, and for those that no other set suits.
+    """
+
+    def planned(p: Mapping[str, int]) -> Plan:
+        found = plan_of(p, like.heads, like.head_size, like.page, batch, fp8=like.fp8)
+        return found._replace(query8=like.query8)
+
+    paired = many_parts(like.heads, kv_heads, like.head_size, batch, sms)
 
     def rank(p: dict[str, int]) -> tuple[bool, bool]:
-        crowded = p["per_sm"] > plan(p, q, key_cache).resident
+        crowded = p["per_sm"] > planned(p).resident
         return crowded, not any(p is each for each in PAIRED) if paired else p["cluster"] > 1
 
-    return min((p for p in (OF_FP8 if fp8 else PARAMS) if fits(p, q, key_cache)), key=rank)
+    return sorted((p for p in ORDERS[like.fp8] if has_room(planned(p))), key=rank)
 
 
-def _many_parts(q: torch.Tensor, key_cache: torch.Tensor) -> bool:
+def many_parts(group: int, kv_heads: int, head_size: int, batch: int, sms: int) -> bool:
     """Return whether one worker may have to add so many parts of a sequence that half as many are faster."""
-    batch, heads, head_size = q.shape
-    kv_heads = key_cache.shape[2]
-    workers = multiprocessors(q.device) // kv_heads
-    return workers // max(batch, 1) * (heads // kv_heads) * head_size * 4 > MOST_PARTS
+    return sms // kv_heads // max(batch, 1) * group * head_size * 4 > MOST_PARTS
+
+
+def suits_long(p: Mapping[str, int], planned: Plan) -> bool:
+    """Return whether a set reads long contexts at the memory's speed: enough reads in flight, and no large cluster."""
+    unit = 2 * planned.keys * (1 if planned.fp8 else 2) * planned.width
+    blocks = min(p["per_sm"], planned.resident)
+    return p["cluster"] <= 2 and blocks * planned.warps * (planned.stages - 1) * unit >= IN_FLIGHT
 
 
 def sizes(
