@@ -64,7 +64,10 @@ PARAMS: tuple[dict[str, int], ...] = (
 # Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
 # longest sequence if each of its sequences gets a worker; other calls get the first of ORDERS that fits.
 FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
-ORDERS = {False: PARAMS, True: (PARAMS[11], *PARAMS[7:11], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3])}  # by whether caches are in FP8
+ORDERS = {
+    False: PARAMS,
+    True: (PARAMS[11], *PARAMS[7:11], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3]),
+}  # by whether caches are in FP8
 PAIRED = PARAMS[6], PARAMS[8]
 # Bytes of a sequence's parts. More are added faster in halves: one block took 33 us for 132 parts of 16 heads and 128
 # channels, 1 MiB (H200, 2026-11-29).
@@ -255,7 +258,9 @@ def refused(
     if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, FP8):
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
     if sinks is not None and (sinks.dtype not in (torch.float32, dtype_of(q)) or not sinks.is_contiguous()):
-        return f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {dtype_of(q)}"
+        return (
+            f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {dtype_of(q)}"
+        )
     if q.shape[2] > WIDTHS[-1]:
         return ForOthers(f"head size {q.shape[2]} is over {WIDTHS[-1]}")
     if q.shape[2] % (16 // key_cache.element_size()):
@@ -309,9 +314,7 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 
 
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
-    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`.
-
-    """
+    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`."""
     if kind := few(q, key_cache, most):
         return FEW[kind]
     kv_heads, sms = key_cache.shape[2], multiprocessors(q.device)

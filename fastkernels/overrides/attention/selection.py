@@ -159,7 +159,12 @@ def _fp8(call: Call, chip: Chip) -> Proposals:
     """Return proposals for a cache in FP8, for which no weights are fitted."""
     sizes = call.group, call.head_size, call.block_size, call.batch
     known = min(call) > 0 and call.head_size % 16 == 0 and call.head_size <= cuda.WIDTHS[-1]
-    if not known or chip.capability[0] != HOPPER or call.group > cuda.MAX_HEADS or call.batch > cuda.MAX_BATCH:
+    if (
+        not known
+        or chip.capability[0] != HOPPER
+        or call.group > cuda.MAX_HEADS
+        or call.batch > cuda.MAX_BATCH
+    ):
         return ()
     sets = cuda.ranked(cuda.plan_of(cuda.PARAMS[0], *sizes, fp8=True), call.kv_heads, call.batch, chip.sms)
     return tuple(("cuda-split", dict(p)) for p in sets[:MOST])

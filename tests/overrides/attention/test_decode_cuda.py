@@ -380,9 +380,7 @@ def test_unsupported_calls_have_a_reason() -> None:
         cuda.refused(*mixed[:2], mixed[2].to(torch.float8_e4m3fn), *mixed[3:5])
     )
     assert "the caches are torch.bfloat16" in str(cuda.refused(mixed[0].half(), *mixed[1:5]))
-    assert "float8_e4m3fn is not bfloat16" in str(
-        cuda.refused(mixed[0].to(torch.float8_e4m3fn), *mixed[1:5])
-    )
+    assert "float8_e4m3fn is not bfloat16" in str(cuda.refused(mixed[0].to(torch.float8_e4m3fn), *mixed[1:5]))
     assert refusal(window_left=5) is None and refusal(softcap=2.0) is None
     assert all(refusal(head_size=size) is None for size in (8, 40, 80, 96, 256))
     assert "head size 100 is not a multiple of 8" in str(refusal(head_size=100))

@@ -59,7 +59,9 @@ def test_long_contexts_get_sets_that_suit_them(heads: int, kv_heads: int, head_s
     """A graph for 128K keys keeps its choice for all lengths: no large clusters, and enough reads in flight."""
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         for batch in (1, 8, 32):
-            found = selection.propose_decode((heads, kv_heads, head_size, 16, 0, dtype), (batch, 131072), H200)
+            found = selection.propose_decode(
+                (heads, kv_heads, head_size, 16, 0, dtype), (batch, 131072), H200
+            )
             assert found and found[0][0] == "cuda-split"
             assert dtype != torch.bfloat16 or all(params["cluster"] <= 2 for _, params in found)
             q = torch.empty(batch, heads, head_size, dtype=torch.bfloat16, device="meta")

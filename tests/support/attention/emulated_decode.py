@@ -128,7 +128,12 @@ def lying(t: torch.Tensor) -> torch.Tensor:
 
 
 def decode(
-    args: list[Any], params: dict[str, int], sms: int, stale: int, folder: Path, tickets: bool = True,
+    args: list[Any],
+    params: dict[str, int],
+    sms: int,
+    stale: int,
+    folder: Path,
+    tickets: bool = True,
     slots: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Return the op's results with blocks in order, and in reverse order.
