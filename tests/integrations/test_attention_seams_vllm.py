@@ -289,7 +289,7 @@ def test_vllm_decodes_of_an_fp8_cache_are_ours(quantized: bool) -> None:
     impl.kv_cache_dtype = "fp8"
     scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.25, "_v_scale_float": 2.0}
     layer = SimpleNamespace(**scales)
-    kv_cache, metadata, output = vllm(impl, batch)
+    _, metadata, output = vllm(impl, batch)
     assert impl.stored == 1  # the host's kernel quantizes
     FP8 = torch.float8_e4m3fn
     stored = torch.zeros(batch.blocks * BLOCK, KV_HEADS, 2 * D)

@@ -31,8 +31,8 @@ def hash_block(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> b
 class BlockNames:
     """Names the blocks of sequences. Prompts repeat, so it keeps the names of spans of SPAN blocks.
 
-    A span is found by one hash of its tokens and of the block before it. A prompt of 128K tokens in blocks of 16 takes 3 ms
-    if they are known, and 9 ms if they are not.
+    A span is found by one hash of its tokens and of the block before it. A prompt of 128K tokens in blocks of 16 takes
+    3 ms if they are known, and 9 ms if they are not.
     """
 
     SPAN, MOST = 64, 4096  # blocks of a span; spans that are kept

@@ -18,7 +18,6 @@ from fastkernels.engine.execution.step import (
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
-
 LONG = 64  # blocks of a request whose updates are made at once
 
 

@@ -56,8 +56,8 @@ def reference(
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype, bfloat16 for q in
-    fp8 (whose scale is part of `scale`); zeros where seq_len is 0.
+    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype, bfloat16 for q
+    in fp8 (whose scale is part of `scale`); zeros where seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
     acc = torch.promote_types(dtype_of(q), torch.float32)

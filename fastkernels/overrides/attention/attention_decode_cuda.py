@@ -64,6 +64,7 @@ PARAMS: tuple[dict[str, int], ...] = (
 # Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
 # longest sequence if each of its sequences gets a worker; other calls get the first of ORDERS that fits.
 FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
+FEW_KEYS = 16  # of a unit in sets of FEW
 ORDERS = {
     False: PARAMS,
     True: (PARAMS[11], *PARAMS[7:11], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3]),
@@ -213,8 +214,13 @@ def supports_cuda(
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table, sinks)
         or no_room(q, key_cache)
-        or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0, sinks)
+        or not_loaded(q, key_cache, read(max_seqlen_k, window_left), window_left >= 0, softcap > 0, sinks)
     )
+
+
+def read(most: int, window_left: int) -> int:
+    """Return a bound on the keys of a sequence that are read: its first unit may begin before the window."""
+    return most if window_left < 0 else min(most, window_left + FEW_KEYS)
 
 
 _loaded: set[tuple[Any, ...]] = set()
@@ -327,7 +333,7 @@ def _first(like: Plan, kv_heads: int, batch: int, sms: int) -> dict[str, int]:
 
 
 def no_room(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
-    """Return why no set fits, None if one does. Only wide heads and lengths of many sequences together can be too much."""
+    """Return why no set fits, None if one does: wide heads and lengths of many sequences can be too much together."""
     batch, _, head_size = q.shape
     if batch <= 256 or head_size <= 128 or any(fits(p, q, key_cache) for p in PARAMS):
         return None
@@ -407,7 +413,8 @@ def decode_cuda(
     out = memory("attention_decode", q, out)
     if out.numel() == 0:
         return out
-    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, max_seqlen_k), **params}
+    most = read(max_seqlen_k, window_left)
+    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, most), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
     # Of each part: sums, the maximum, and the sum of weights
@@ -417,7 +424,7 @@ def decode_cuda(
     planned = plan(p, q, key_cache, with_window, with_cap, sinks, out.dtype)
     parts = torch.empty(rows * (planned.width + 2), dtype=torch.float32, device=q.device)
     kernel = _kernel(q.device, planned)
-    _loaded.add(_kind(q, key_cache, max_seqlen_k, with_window, with_cap, sinks))
+    _loaded.add(_kind(q, key_cache, most, with_window, with_cap, sinks))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (

@@ -341,6 +341,9 @@ def test_calls_with_few_keys_use_the_whole_set() -> None:
     small = {"heads": 3, "kv_heads": 1, "head_size": 64}
     assert chosen(131, **small) == chosen(256, 132, **small) == chosen(1, 16) == whole
     assert chosen(257, **small) == chosen(256, 133, **small) == chosen(1, 17) == cuda.PARAMS[0]
+    # A window of 128 keys in a long context begins within a unit
+    assert cuda.read(131072, 127) == 143 and cuda.read(100, 127) == 100 and cuda.read(131072, -1) == 131072
+    assert all(params["keys"] == cuda.FEW_KEYS for params in cuda.FEW.values())
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 
 DECODES_APART = 64  # rows with one query in a mixed batch from which two FA3 calls are faster than one
-LONG_DECODE = 16384  # keys of such a row, which FA3 does not split next to prompts: one SM reads them for each key head
+LONG_DECODE = (
+    16384  # keys of such a row, which FA3 does not split next to prompts: one SM reads them for each key head
+)
 
 
 class OpsBackend(AttentionBackend):
@@ -76,7 +78,11 @@ class OpsBackend(AttentionBackend):
         if m.decode_only:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
         in_one = self._in_one(attention_prefill, self._prefill)
-        seen = m.max_decode_seqlen_k if layer.window_left < 0 else min(m.max_decode_seqlen_k, layer.window_left + 1)
+        seen = (
+            m.max_decode_seqlen_k
+            if layer.window_left < 0
+            else min(m.max_decode_seqlen_k, layer.window_left + 1)
+        )
         if n == 0 or (in_one and not self._apart(n, seen)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
