@@ -39,14 +39,11 @@ def dtype_of(q: torch.Tensor) -> torch.dtype:
 
 
 def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `out`, or new memory for a result of q's shape. Raises ValueError if `out` cannot hold it.
-
-    For q in fp8, `out` may be float16, too.
-    """
+    """Return `out`, or new memory for a result of q's shape. Raises ValueError if `out` cannot hold it."""
     if out is None:
         return torch.empty(q.shape, dtype=dtype_of(q), device=q.device)
-    either = q.dtype == torch.float8_e4m3fn and out.dtype == torch.float16
-    if out.shape != q.shape or not (out.dtype == dtype_of(q) or either) or not out.is_contiguous():
+    dtypes = dtype_of(q), torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    if out.shape != q.shape or out.dtype not in dtypes or not out.is_contiguous():
         raise ValueError(
             f"{name}: out must be contiguous {tuple(q.shape)} {dtype_of(q)}, got {tuple(out.shape)} {out.dtype} with"
             f" strides {out.stride()}"
