@@ -327,8 +327,26 @@ def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str
     got, want = subject(*args), host(*args)
     spec = registry.get(point.op)
     case = spec.case_of(args, "verified") if point.live is None else _case(point)
-    limit = spec.tolerance_for(case, want.dtype)
-    return None if close(got, want, limit) else "its result differs from the production kernel's"
+    if close(got, want, spec.tolerance_for(case, want.dtype)) or _as_exact(spec, got, want, args):
+        return None
+    return "its result differs from the production kernel's"
+
+
+def _as_exact(spec: Any, got: torch.Tensor, want: torch.Tensor, args: list[Any]) -> bool:
+    """Whether a result is as near to the reference as production's, whose kernel may round more.
+
+    FlashAttention-3 rounds the weights of an attention to FP8 if the cache is in FP8.
+    """
+    if not any(isinstance(t, torch.Tensor) and t.dtype == torch.float8_e4m3fn for t in args):
+        return False
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    try:
+        exact = spec.reference(*args).float()
+    except torch.OutOfMemoryError:
+        return False
+    ours, theirs = ((result.float() - exact).abs().max() for result in (got, want))
+    return bool(ours <= theirs) and bool(theirs <= 0.5 * exact.abs().max())
 
 
 def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:

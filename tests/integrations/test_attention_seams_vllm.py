@@ -37,6 +37,7 @@ class HostImpl:
 
     head_size, scale, sliding_window, logits_soft_cap = D, D**-0.5, (-1, -1), 0.0
     sinks: Any = None
+    kv_cache_dtype = "auto"
 
     def forward(self, *args: object) -> torch.Tensor:
         raise AssertionError("fell back to the host's attention")
@@ -206,9 +207,13 @@ def test_vllm_requested_provider_runs_every_step(
 
 def test_vllm_shape_of_an_attention_layer() -> None:
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": D}
-    layer = SimpleNamespace(**heads, sliding_window=9, kv_cache_torch_dtype=torch.float32)
+    layer = SimpleNamespace(
+        **heads, sliding_window=9, kv_cache_dtype="auto", kv_cache_torch_dtype=torch.float32
+    )
     shape = (HEADS, KV_HEADS, D, None, 9, torch.float32)  # 9 keys, as of window_left 8
     assert attention.attention_shape(layer) == shape and attention_decode.key
+    layer.kv_cache_dtype, layer.kv_cache_torch_dtype = "fp8", torch.uint8
+    assert attention.attention_shape(layer)[-1] == torch.float8_e4m3fn
     assert attention_decode.key.shape == ("heads", "kv_heads", "head_size", "block_size", "window", "dtype")
 
 
@@ -230,7 +235,7 @@ class Layer(nn.Module):
     """The parts of vLLM's Attention layer that a patch reads."""
 
     num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, D
-    sliding_window, kv_cache_torch_dtype = None, torch.float32
+    sliding_window, kv_cache_dtype, kv_cache_torch_dtype = None, "auto", torch.float32
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,6 +282,36 @@ def test_layers_of_the_transformers_backend_are_ours(version: str, monkeypatch: 
     assert measured == [(layer, (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32)) for layer in layers]
 
 
+@pytest.mark.parametrize("quantized", [True, False], ids=["fp8-queries", "queries"])
+def test_vllm_decodes_of_an_fp8_cache_are_ours(quantized: bool) -> None:
+    """vLLM stores the cache as bytes, and most of its layers quantize their queries. Prompts stay the host's."""
+    batch, impl = Batch([1, 1, 1]), attention._implementation(Stock)()
+    impl.kv_cache_dtype = "fp8"
+    scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.25, "_v_scale_float": 2.0}
+    layer = SimpleNamespace(**scales)
+    _, metadata, output = vllm(impl, batch)
+    assert impl.stored == 1  # the host's kernel quantizes
+    FP8 = torch.float8_e4m3fn
+    stored = torch.zeros(batch.blocks * BLOCK, KV_HEADS, 2 * D)
+    for i, (slots, keys, values) in enumerate(zip(batch.slots, batch.keys, batch.values, strict=True)):
+        batch.keys[i], batch.values[i] = (
+            (t / s).to(FP8).float() * s for t, s in ((keys, 0.25), (values, 2.0))
+        )
+        stored[slots] = torch.cat([batch.keys[i] / 0.25, batch.values[i] / 2.0], dim=-1)
+    pages = stored.to(FP8).view(torch.uint8).view(batch.blocks, BLOCK, KV_HEADS, 2 * D).transpose(1, 2)
+    query = batch.query.bfloat16()
+    if quantized:
+        query = (batch.query / 0.5).to(FP8)
+    batch.query = query.float() * (0.5 if quantized else 1.0)
+    out = output.bfloat16()
+    impl.forward(layer, query, None, None, pages, metadata, out)
+    torch.testing.assert_close(out[:-3].float(), batch.expected(-1), atol=1.6e-2, rtol=1.6e-2)
+    prompt = SimpleNamespace(**{**vars(metadata), "max_query_len": 5})
+    attention_prefill.reset()
+    impl.forward(layer, query, None, None, pages, prompt, out)
+    assert (out == -1).all() and attention_prefill.fallbacks == {attention.FP8_PROMPT: 1}
+
+
 def test_vllm_unsupported_step_is_counted_as_fallback() -> None:
     attention_prefill.reset()
     impl = attention._implementation(HostImpl)()
@@ -292,15 +327,22 @@ def test_vllm_unsupported_layer_has_a_reason() -> None:
     )
     graphs = SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name="PIECEWISE"))
     config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=graphs),
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs), cache_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    )
+    )  # fmt: skip
+    names = ("_q_scale", "_k_scale", "_v_scale")
+    layer = SimpleNamespace(**dict.fromkeys(names, torch.ones(1)), **{f"{name}_float": 1.0 for name in names})
 
     def reason(**change: Any) -> str | None:
-        return attention._unsupported(SimpleNamespace(**{**vars(impl), **change}), config)
+        return attention._unsupported(layer, SimpleNamespace(**{**vars(impl), **change}), config)
 
     assert reason() is None and reason(sliding_window=None) is None
-    assert reason(kv_cache_dtype="fp8_e4m3") == "a KV cache of fp8_e4m3 is not supported"
+    assert reason(kv_cache_dtype="fp8_e5m2") == "a KV cache of fp8_e5m2 is not supported"
+    assert reason(kv_cache_dtype="fp8_e4m3") is None
+    layer._k_scale = torch.ones(KV_HEADS)
+    assert reason(kv_cache_dtype="fp8") == "_k_scale of a KV cache in FP8 is not one number"
+    config.cache_config.calculate_kv_scales = True
+    assert "calculate_kv_scales" in str(reason(kv_cache_dtype="fp8"))
     assert reason(sliding_window=(7, 7)) == "sliding window (7, 7) looks ahead"
     assert reason(sinks=torch.ones(HEADS)) is None
     assert reason(alibi_slopes=torch.ones(HEADS)) == "ALiBi is not supported"
@@ -313,7 +355,7 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
     impl: Any = FLASH_ATTENTION()
     impl.sliding_window, impl.logits_soft_cap = (7, 0), 30.0
     layer = SimpleNamespace(
-        impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, sliding_window=8,
+        impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, sliding_window=8, kv_cache_dtype="auto",
         kv_cache_torch_dtype=torch.float32,
     )  # fmt: skip
     here = VllmAdapter(SimpleNamespace(vllm_config=CONFIG)).of("attention_decode")
@@ -328,7 +370,7 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
     assert {(call[7], call[8]) for call in calls} == {(7, 30.0)}
     assert len({call[1].data_ptr() for call in calls}) == len(calls) > 2
     assert attention_decode.key is not None and attention_decode.key.of(*calls[0]) == (shape, (4, 40))
-    impl.kv_cache_dtype = "fp8"
+    impl.kv_cache_dtype = "fp8_e5m2"
     assert here.whole_shape(attention_decode, layer) is None
 
 

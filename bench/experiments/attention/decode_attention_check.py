@@ -78,7 +78,7 @@ USUAL = (
     Batch([9000, *range(60, 2000, 63)], 16384), Batch([*range(0, 1400, 7)], 4096), Batch([8192]),
     Batch([2048] * 8, 8192), Batch([2048] * 32), Batch([512] * 256),
 )  # fmt: skip
-# Groups of 1 to 16 heads, head and block sizes; windows, soft caps; float8, which cuda-split does not support.
+# Groups of 1 to 16 heads, head and block sizes; windows, soft caps; float8.
 OTHERS = (
     Batch(EDGES, 2048, Layout(6, 6, 64, 1), "float16"), Batch(EDGES, 2048, Layout(9, 3, 64)),
     Batch(EDGES, 2048, Layout(16, 2, 128, 5)), Batch(EDGES, 2048, Layout(16, 1, 128, 64), "float16"),

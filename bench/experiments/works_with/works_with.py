@@ -108,7 +108,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq", "moe_fp8") for h in ("vllm", "sglang")},
     **{(f, "sglang"): {"linear": QUANTIZED} for f in ("gptq_marlin", "awq_marlin")},
-    **{("fp8_kv", h): {"attention": "a KV cache of "} for h in ("vllm", "sglang")},
+    ("fp8_kv", "sglang"): {"attention": "a KV cache of "},
     ("spec", "vllm"): {"live": "the compiled code of a draft model"},
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},

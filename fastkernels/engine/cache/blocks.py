@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -25,7 +25,65 @@ def hash_block(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> b
 
     media: what stands for the media in the block, whose tokens are all the same
     """
-    return blake2b(parent + array("q", token_ids).tobytes() + media, digest_size=16).digest()
+    return _digest(parent + array("i", token_ids).tobytes() + media)
+
+
+class BlockNames:
+    """Names the blocks of sequences. Prompts repeat, so it keeps the names of spans of SPAN blocks.
+
+    A span is found by one hash of its tokens and of the block before it. A prompt of 128K tokens in blocks of 16 takes
+    3 ms if they are known, and 9 ms if they are not.
+    """
+
+    SPAN, MOST = 64, 4096  # blocks of a span; spans that are kept
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._spans: OrderedDict[bytes, list[bytes]] = OrderedDict()  # the one used last at the end
+
+    def extend(
+        self, names: list[bytes], num_blocks: int, root: bytes, tokens: Callable[[int, int], Sequence[int]],
+        media: Callable[[int, int], bytes],
+    ) -> None:  # fmt: skip
+        """Extend `names` to num_blocks blocks of a sequence.
+
+        tokens, media  of (start, stop): the token ids, and what stands for the media among them
+        """
+        while len(names) < num_blocks:
+            first, parent = len(names), names[-1] if names else root
+            count = min(self.SPAN - first % self.SPAN, num_blocks - first)
+            start, stop = first * self.block_size, (first + count) * self.block_size
+            data = array("i", tokens(start, stop)).tobytes()
+            if count < self.SPAN:
+                names += self._of(parent, data, start, stop, media)
+                continue
+            span = _digest(parent + data + media(start, stop))
+            found = self._spans.get(span)
+            if found is None:
+                found = self._spans[span] = self._of(parent, data, start, stop, media)
+                if len(self._spans) > self.MOST:
+                    self._spans.popitem(last=False)
+            else:
+                self._spans.move_to_end(span)
+            names += found
+
+    def _of(
+        self, parent: bytes, data: bytes, start: int, stop: int, media: Callable[[int, int], bytes]
+    ) -> list[bytes]:
+        """Names of the blocks of tokens start .. stop - 1, whose bytes are `data`."""
+        found, size, step = [], 4 * self.block_size, self.block_size
+        some = bool(media(start, stop))
+        for i in range((stop - start) // step):
+            at = start + i * step
+            parent = _digest(
+                parent + data[i * size : (i + 1) * size] + (media(at, at + step) if some else b"")
+            )
+            found.append(parent)
+        return found
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
 def salt_root(cache_salt: str | None) -> bytes:
@@ -92,7 +150,8 @@ class BlockManager:
     def known_prefix(self, names: Sequence[bytes], limit: int) -> int:
         """The largest number of blocks, up to `limit`, of which all that later queries see are known."""
         if self.window is None:
-            return next((i for i in range(limit) if names[i] not in self._block), limit)
+            known = list(map(self._block.__contains__, names[:limit]))
+            return limit if all(known) else known.index(False)
         end = limit
         for i in range(limit - 1, -1, -1):
             if i < self.num_unseen(end * self.block_size):
@@ -103,9 +162,14 @@ class BlockManager:
 
     def find(self, names: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix, without holding them; 0 for those that no later query sees."""
+        if self.window is None:
+            try:
+                return list(map(self._block.__getitem__, names))
+            except KeyError:
+                pass
         names = names[: self.known_prefix(names, len(names))]
         unseen = self.num_unseen(len(names) * self.block_size)
-        return [0] * unseen + [self._block[name] for name in names[unseen:]]
+        return [0] * unseen + list(map(self._block.__getitem__, names[unseen:]))
 
     def knows(self, name: bytes) -> bool:
         """Whether a block has this name."""
@@ -113,14 +177,16 @@ class BlockManager:
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are held. Holding one of the others reduces num_free."""
-        return sum(self._refs[b] > 0 for b in blocks if b)
+        refs = self._refs
+        return sum([refs[b] > 0 for b in blocks if b])
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Hold found blocks, possibly shared. They must not be written."""
+        refs, evictable = self._refs, self._evictable
         for block in filter(None, blocks):
-            if self._refs[block] == 0:
-                del self._evictable[block]
-            self._refs[block] += 1
+            if refs[block] == 0:
+                del evictable[block]
+            refs[block] += 1
 
     def grow(self, block_table: list[int], num_tokens: int) -> None:
         """Add blocks until the table holds num_tokens. Raises OutOfBlocks without any change."""
@@ -138,9 +204,17 @@ class BlockManager:
 
     def name(self, block: int, name: bytes) -> None:
         """Name a full, held block, unless another block has that name already."""
-        if self.enable_caching and name not in self._block:
-            self._name[block] = name
-            self._block[name] = block
+        self.name_all((block,), (name,))
+
+    def name_all(self, blocks: Iterable[int], names: Iterable[bytes]) -> None:
+        """Name full, held blocks, except those whose name another block has already."""
+        if not self.enable_caching:
+            return
+        of_block, of_name = self._name, self._block
+        for block, name in zip(blocks, names, strict=True):
+            if name not in of_name:
+                of_block[block] = name
+                of_name[name] = block
 
     def free(self, block_table: list[int]) -> None:
         """Free all blocks of the table and empty it. Raises RuntimeError for a block that is not held."""
@@ -194,6 +268,8 @@ class PrefixCache(Protocol):
 def known_prefix(groups: Sequence[PrefixCache], names: Sequence[bytes]) -> int:
     """The largest number of blocks that every group knows, as far as it needs them."""
     known = len(names)
+    if len(groups) == 1:
+        return groups[0].known_prefix(names, known)
     while True:
         before = known
         for group in groups:

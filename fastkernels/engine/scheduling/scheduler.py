@@ -29,7 +29,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fastkernels.engine.cache.blocks import BlockManager, PrefixCache, hash_block, known_prefix
+from fastkernels.engine.cache.blocks import BlockManager, BlockNames, PrefixCache, known_prefix
 from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
@@ -93,6 +93,10 @@ def _reads(request: Request) -> bool:
     return request.num_computed_tokens < request.media_end
 
 
+def _no_media(start: int, stop: int) -> bytes:
+    return b""
+
+
 def _key(request: Request) -> tuple[float, str, int]:
     return (request.arrival + request.priority * AGING, request.request_id, request.index)
 
@@ -139,7 +143,7 @@ class Scheduler:
                 groups[0].on_forget = states.drop
         named = groups[0] if groups else states
         assert named is not None, "a model keeps blocks, states or both"
-        self.blocks = named
+        self.blocks, self._names = named, BlockNames(named.block_size)
         self._windowed = [(i, group) for i, group in enumerate(groups) if group.window is not None]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
@@ -595,12 +599,16 @@ class Scheduler:
         size = self.blocks.block_size
         full = min(num_computed_tokens, request.num_known_tokens) // size
         self._hash(request, full)
-        for i in range(request.num_named_blocks, full):
-            for group, table in zip(self.groups, request.block_tables, strict=True):
-                group.name(table.blocks[i], request.block_hashes[i])
-            if self.states is not None:
-                self.states.see(request.block_hashes[i])
-        request.num_named_blocks = max(request.num_named_blocks, full)
+        first = request.num_named_blocks
+        if first >= full:
+            return
+        names = request.block_hashes[first:full]
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.name_all(table.blocks[first:full], names)
+        if self.states is not None:
+            for name in names:
+                self.states.see(name)
+        request.num_named_blocks = full
 
     def _cut(self, request: Request, start: int, count: int, branch: int | None = None) -> int:
         """The length of a chunk of up to `count` tokens from `start` on, which may end where a snapshot is taken.
@@ -663,8 +671,7 @@ class Scheduler:
             request.decode_snapshot = name
 
     def _hash(self, request: Request, num_blocks: int) -> None:
-        hashes, size = request.block_hashes, self.blocks.block_size
-        for i in range(len(hashes), num_blocks):
-            parent, at = hashes[-1] if hashes else request.cache_root, i * size
-            media = request.media_key(at, at + size) if at < request.media_end else b""
-            hashes.append(hash_block(parent, request.token_ids(at, at + size), media))
+        media = request.media_key if request.media else _no_media
+        self._names.extend(
+            request.block_hashes, num_blocks, request.cache_root, request.token_ids, media
+        )  # fmt: skip

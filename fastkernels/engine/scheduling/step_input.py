@@ -18,6 +18,8 @@ from fastkernels.engine.execution.step import (
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
+LONG = 64  # blocks of a request whose updates are made at once
+
 
 def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
     """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables.
@@ -26,6 +28,7 @@ def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
     """
     ids: list[int] = []
     updates: list[tuple[int, int, int]] = []
+    long: list[np.ndarray] = []  # more updates, of many blocks each
     for row, request in enumerate(batch.requests):
         if row < batch.num_decodes:
             ids.append(_last_token(request))
@@ -35,7 +38,7 @@ def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
             ids += request.token_ids(batch.starts[row], end) + drafts
         for group, table in enumerate(request.block_tables):
             if len(table.blocks) > table.num_sent or table.num_freed > table.num_freed_sent:
-                _send(table, group * num_slots + request.slot, updates)
+                _send(table, group * num_slots + request.slot, updates, long)
     query_lens = np.array(batch.counts, np.int32)
     return StepInput(
         slots=np.array([r.slot for r in batch.requests], np.int64),
@@ -44,7 +47,7 @@ def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
         offsets=np.array(batch.offsets, np.int64),
         input_ids=np.array(ids, np.int64),
         num_decodes=batch.num_decodes,
-        block_updates=np.array(updates, np.int32).reshape(-1, 3),
+        block_updates=np.concatenate([np.array(updates, np.int32).reshape(-1, 3), *long]),
         new_rows=[_new_row(r) for r in batch.admitted],
         prompt_targets=_prompt_targets(batch),
         masked=batch.masked,
@@ -69,11 +72,16 @@ def _next_drafts(batch: Batch, count: int, block_size: int) -> NextDrafts:
     return NextDrafts(count, np.array(ids, np.int64), np.array(room, np.int32), forced)
 
 
-def _send(table: BlockTable, row: int, updates: list[tuple[int, int, int]]) -> None:
+def _send(table: BlockTable, row: int, updates: list[tuple[int, int, int]], long: list[np.ndarray]) -> None:
     blocks, sent = table.blocks, table.num_sent
     # A freed block gets another sequence's keys, so the kernels must not even load it.
     updates += [(row, column, 0) for column in range(table.num_freed_sent, min(table.num_freed, sent))]
-    updates += [(row, column, blocks[column]) for column in range(sent, len(blocks))]
+    if len(blocks) - sent < LONG:
+        updates += [(row, column, blocks[column]) for column in range(sent, len(blocks))]
+    else:
+        new = np.empty((len(blocks) - sent, 3), np.int32)
+        new[:, 0], new[:, 1], new[:, 2] = row, np.arange(sent, len(blocks)), blocks[sent:]
+        long.append(new)
     table.num_sent, table.num_freed_sent = len(blocks), table.num_freed
 
 

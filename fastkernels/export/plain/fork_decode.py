@@ -16,13 +16,9 @@ from fastkernels.overrides.kit.hopper import SHARED_SOURCE
 SOURCE = str(Path(__file__).with_name("attention_decode.cu"))  # an exported file has its text
 LANES = str(Path(__file__).with_name("attention_decode_lanes.cu"))
 TYPES = (
-    *[ctypes.c_void_p] * 8,
-    *[ctypes.c_int] * 14,
-    *[ctypes.c_float] * 2,
-    *[ctypes.c_int] * 2,
-    ctypes.c_float,
+    *[ctypes.c_void_p] * 8, *[ctypes.c_int] * 14, *[ctypes.c_float] * 2, *[ctypes.c_int] * 2, ctypes.c_float,
     ctypes.c_void_p,
-)
+)  # fmt: skip
 KERNELS: dict[Any, Any] = {}
 
 
@@ -33,13 +29,14 @@ def constants(
     group, page, size = q.shape[1] // key_cache.shape[2], key_cache.shape[1], q.shape[2]
     width = next(width for width in (64, 128, 256) if width >= size)  # of a row in shared memory
     warps, seqs = 4 if width == 256 else 8, max(next_power_of_2(max(q.shape[0], 1)), 256)
-    shared = warps * (192 * width + 4 * group * (width + 4)) + 4 * (2 * seqs + warps + 3 + 2 * warps * group)
+    rest, sums = warps * 192 * width + 4 * (2 * seqs + warps + 3), group * (4 * width + 24)
+    slots = max(n for n in (1, warps // 2, warps) if n == 1 or rest + n * sums <= 227 * 1024)
     told = {
         "HEADS": group, "HEAD_SIZE": size, "D": width, "PAGE": page, "WARPS": warps, "KEYS": 16, "STAGES": 3,
         "RESIDENT": 1, "AHEAD": 2, "CLUSTER": 1, "WHOLE": 0, "SEQS": seqs, "BF16": int(q.dtype == torch.bfloat16),
-        "WINDOW": int(window), "SOFTCAP": int(softcap), "SINKS": 0,
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "SINKS": 0, "SLOTS": slots, "FP8": 0, "QUERY8": 0,
     }  # fmt: skip
-    return told, shared
+    return told, rest + slots * sums
 
 
 def supports_cuda(

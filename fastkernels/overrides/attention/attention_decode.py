@@ -25,6 +25,7 @@ from fastkernels.overrides.attention import (
 )
 from fastkernels.overrides.attention.paged_cache import (
     check,
+    dtype_of,
     memory,
     no_alibi,
     no_sinks,
@@ -55,11 +56,11 @@ def reference(
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where
-    seq_len is 0.
+    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype, bfloat16 for q
+    in fp8 (whose scale is part of `scale`); zeros where seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
-    acc = torch.promote_types(q.dtype, torch.float32)
+    acc = torch.promote_types(dtype_of(q), torch.float32)
     block_size, kv_heads, d = key_cache.shape[1:]
     batch, n_blocks = q.shape[0], min(-(-max_seqlen_k // block_size), block_table.shape[1])
     at = torch.arange(n_blocks * block_size, device=q.device)
@@ -87,7 +88,7 @@ def reference(
         weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
     else:
         weights = weights_of(scores)
-    return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
+    return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(dtype_of(q))
 
 
 ALIBI = 12  # position of the argument alibi_slopes
@@ -326,6 +327,8 @@ def _key_dims(
         "seq_lens": [min(context, attention_decode_cuda.TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads,
         "kv_heads": kv_heads,
         "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
+        # FlashAttention-3 reads a cache in FP8 for queries in FP8 alone
+        **({"queries": "float8_e4m3fn"} if dtype == torch.float8_e4m3fn else {}),
     }  # fmt: skip
 
 
@@ -341,7 +344,7 @@ attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
     " float v_scale=1.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
-    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=dtype_of(q), device=q.device),
     providers=(
         # As fast as FA3 and XQA or faster in all measured batches and contexts; they take what it does not support.
         Provider(

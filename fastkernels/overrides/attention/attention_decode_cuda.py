@@ -16,7 +16,7 @@ import torch
 
 from fastkernels.core import cuda_rtc
 from fastkernels.core.dispatch import ForOthers
-from fastkernels.overrides.attention.paged_cache import check, memory
+from fastkernels.overrides.attention.paged_cache import check, dtype_of, memory
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import overlaps
@@ -27,6 +27,7 @@ MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose le
 WIDTHS = (64, 128, 256)  # channels of a row in shared memory; a smaller head is padded there
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
+FP8 = torch.float8_e4m3fn
 # Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
 TYPICAL = 4096
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -54,10 +55,27 @@ def _set(
 PARAMS: tuple[dict[str, int], ...] = (
     _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
     _set(8, 16, 3, 1, 128, 2, whole=256), _set(4, 16, 3, 1, 128, 2),  # the last one for heads over 128
+    # Few key heads: half as many parts of a sequence for the last worker to add, by two blocks
+    _set(8, 16, 3, 1, 256, 2, 2),
+    # Caches in FP8: units of as many bytes as 16 keys have in 16 bits
+    _set(8, 32, 3, 1, 256, 2), _set(8, 32, 3, 1, 512, 2, 2), _set(4, 32, 3, 2, 128, 2), _set(4, 32, 3, 1, 256, 2),
+    _set(8, 32, 5, 1, 256, 2),  # for heads of 64, whose keys have few bytes
 )  # fmt: skip
 # Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
-# longest sequence if each of its sequences gets a worker; other calls get the first of PARAMS.
+# longest sequence if each of its sequences gets a worker; other calls get the first of ORDERS that fits.
 FEW: dict[int, dict[str, int]] = {256: PARAMS[4]}
+FEW_KEYS = 16  # of a unit in sets of FEW
+ORDERS = {
+    False: PARAMS,
+    True: (PARAMS[11], *PARAMS[7:11], PARAMS[0], PARAMS[5], PARAMS[1], PARAMS[3]),
+}  # by whether caches are in FP8
+PAIRED = PARAMS[6], PARAMS[8]
+# Bytes of a sequence's parts. More are added faster in halves: one block took 33 us for 132 parts of 16 heads and 128
+# channels, 1 MiB (H200, 2026-11-29).
+MOST_PARTS = 512 << 10
+LONG = 16384  # keys: a graph for more has to suit long contexts as well as short ones
+# Bytes of reads in flight on an SM. With half of them, contexts of 64K keys took 10% longer (H200, 2026-11-29).
+IN_FLIGHT = 96 << 10
 
 
 class Plan(NamedTuple):
@@ -77,6 +95,9 @@ class Plan(NamedTuple):
     window: bool = False
     softcap: bool = False
     sinks: int = 0
+    fp8: bool = False
+    query8: bool = False
+    per_sm: int = 1
 
     @property
     def width(self) -> int:
@@ -84,12 +105,27 @@ class Plan(NamedTuple):
         return next(width for width in WIDTHS if width >= self.head_size)
 
     @property
+    def slots(self) -> int:
+        """Warps whose sums are in shared memory at once: all, or a half, a quarter, .., if more blocks fit then."""
+        found = self.warps
+        for room in (SHARED, SHARED_OF_ALL // self.per_sm - 1024):
+            slots = self.warps
+            while slots > 1 and slots % 2 == 0 and self._shared(slots) > room:
+                slots //= 2
+            if self._shared(slots) <= room:
+                found = slots
+        return found
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory: the warps' rings and sums, the cluster's sums, lengths and bookkeeping."""
-        stage = 2 * self.keys * 2 * self.width
+        return self._shared(self.slots)
+
+    def _shared(self, slots: int) -> int:
+        ring = self.warps * self.stages * 2 * self.keys * (1 if self.fp8 else 2) * self.width
         gathered = self.heads * (4 * self.width + 8 * self.cluster) if self.cluster > 1 else 0
-        notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * self.warps * self.heads)
-        return self.warps * (self.stages * stage + 4 * self.heads * (self.width + 4)) + 2 * gathered + notes
+        notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * slots * self.heads)
+        return ring + slots * 4 * self.heads * (self.width + 4) + 2 * gathered + notes
 
     @property
     def resident(self) -> int:
@@ -106,7 +142,8 @@ class Plan(NamedTuple):
             f"-DRESIDENT={self.resident}", f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}",
             f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
             f"-DWINDOW={int(self.window)}", f"-DSOFTCAP={int(self.softcap)}",
-            f"-DSINKS={self.sinks}",
+            f"-DSINKS={self.sinks}", f"-DSLOTS={self.slots}", f"-DFP8={int(self.fp8)}",
+            f"-DQUERY8={int(self.query8)}",
         )  # fmt: skip
 
 
@@ -117,22 +154,24 @@ def plan(
     window: bool = False,
     softcap: bool = False,
     sinks: torch.Tensor | None = None,
+    out: torch.dtype | None = None,
 ) -> Plan:
-    """Return the plan of these parameters for a call."""
+    """Return the plan of these parameters for a call. out: the result's dtype, as in `dtype_of` by default."""
     batch, heads, head_size = q.shape
     group, page = heads // key_cache.shape[2], key_cache.shape[1]
-    planned = plan_of(p, group, head_size, page, batch, q.dtype == torch.bfloat16, window, softcap)
-    return planned._replace(sinks=_kind_of_sinks(sinks))
+    bf16, fp8 = (out or dtype_of(q)) == torch.bfloat16, key_cache.dtype == FP8
+    planned = plan_of(p, group, head_size, page, batch, bf16, window, softcap, fp8)
+    return planned._replace(sinks=_kind_of_sinks(sinks), query8=q.dtype == FP8)
 
 
 def plan_of(
     p: Mapping[str, int], group: int, head_size: int, page: int, batch: int, bf16: bool = True,
-    window: bool = False, softcap: bool = False,
+    window: bool = False, softcap: bool = False, fp8: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the plan of these parameters for so many sequences; group: query heads per key head."""
     return Plan(
         group, head_size, page, p["warps"], p["keys"], p["stages"], p["ahead"], p["cluster"], p.get("whole", 0),
-        _room(batch), bf16, window, softcap,
+        _room(batch), bf16, window, softcap, fp8=fp8, per_sm=p["per_sm"],
     )  # fmt: skip
 
 
@@ -174,8 +213,14 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table, sinks)
-        or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0, sinks)
+        or no_room(q, key_cache)
+        or not_loaded(q, key_cache, read(max_seqlen_k, window_left), window_left >= 0, softcap > 0, sinks)
     )
+
+
+def read(most: int, window_left: int) -> int:
+    """Return a bound on the keys of a sequence that are read: its first unit may begin before the window."""
+    return most if window_left < 0 else min(most, window_left + FEW_KEYS)
 
 
 _loaded: set[tuple[Any, ...]] = set()
@@ -187,8 +232,8 @@ def _kind(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the properties of a call that decide which kernel it runs with default parameters."""
     group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
-    kind = q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys, window, softcap
-    return *kind, _kind_of_sinks(sinks)
+    kind = q.device, q.dtype, key_cache.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys
+    return *kind, window, softcap, _kind_of_sinks(sinks)
 
 
 def not_loaded(
@@ -214,16 +259,18 @@ def refused(
     block_table: torch.Tensor, sinks: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Return why the kernel does not support such a call on any GPU, None if it does."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if q.dtype not in (torch.bfloat16, torch.float16) and (q.dtype, key_cache.dtype) != (FP8, FP8):
         return f"dtype {q.dtype} is not bfloat16 or float16"
-    if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (q.dtype, FP8):
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
-    if sinks is not None and (sinks.dtype not in (torch.float32, q.dtype) or not sinks.is_contiguous()):
-        return f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {q.dtype}"
+    if sinks is not None and (sinks.dtype not in (torch.float32, dtype_of(q)) or not sinks.is_contiguous()):
+        return (
+            f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {dtype_of(q)}"
+        )
     if q.shape[2] > WIDTHS[-1]:
         return ForOthers(f"head size {q.shape[2]} is over {WIDTHS[-1]}")
-    if q.shape[2] % 8:
-        return f"head size {q.shape[2]} is not a multiple of 8"
+    if q.shape[2] % (16 // key_cache.element_size()):
+        return f"head size {q.shape[2]} is not a multiple of {16 // key_cache.element_size()}"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
         return f"{group} query heads on one key head are over {MAX_HEADS}"
     if q.shape[0] > MAX_BATCH:
@@ -236,12 +283,16 @@ def refused(
         if (
             t.data_ptr() % 16
             or t.stride(-1) != 1
-            or any(stride % 8 for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+            or any(
+                stride * t.element_size() % 16
+                for stride, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)
+                if n > 1
+            )
         ):
             return (
                 f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
             )
-        if t.dim() == 4 and t.shape[0] * t.stride(0) >= 1 << 35:
+        if t.dim() == 4 and t.shape[0] * t.stride(0) * t.element_size() >= 1 << 36:
             return f"{name} has strides {tuple(t.stride())}: 64 GiB or more"
     keys = q.shape[0] * max(block_table.shape[1] * key_cache.shape[1], 16)
     if keys // 16 * 1024 >= 1 << 32:  # shares are computed with 32 bits
@@ -269,28 +320,70 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 
 
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
-    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`.
-
-    Of sets that fit heads over 128, it prefers those whose blocks are all on the chip at once, and those without
-    clusters.
-    """
+    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`."""
     if kind := few(q, key_cache, most):
         return FEW[kind]
+    kv_heads, sms = key_cache.shape[2], multiprocessors(q.device)
+    return _first(plan(PARAMS[0], q, key_cache), kv_heads, q.shape[0], sms)
 
-    fitting = (p for p in PARAMS if fits(p, q, key_cache))
-    if q.shape[2] <= 128:
-        return next(fitting)
-    return min(fitting, key=lambda p: (p["per_sm"] > plan(p, q, key_cache).resident, p["cluster"] > 1))
+
+@lru_cache(maxsize=1024)
+def _first(like: Plan, kv_heads: int, batch: int, sms: int) -> dict[str, int]:
+    return ranked(like, kv_heads, batch, sms)[0]
+
+
+def no_room(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    """Return why no set fits, None if one does: wide heads and lengths of many sequences can be too much together."""
+    batch, _, head_size = q.shape
+    if batch <= 256 or head_size <= 128 or any(fits(p, q, key_cache) for p in PARAMS):
+        return None
+    return f"the lengths of {batch} sequences and sums of head size {head_size} do not fit shared memory"
+
+
+def ranked(like: Plan, kv_heads: int, batch: int, sms: int) -> list[dict[str, int]]:
+    """Return the sets that fit, the one that is expected to be the fastest first. like: any plan for such a call.
+
+    It prefers sets whose blocks are all on the chip at once. Clusters of two blocks are for calls with so few key heads
+    that the parts of a sequence are many, and for those that no other set suits.
+    """
+
+    def planned(p: Mapping[str, int]) -> Plan:
+        found = plan_of(p, like.heads, like.head_size, like.page, batch, fp8=like.fp8)
+        return found._replace(query8=like.query8)
+
+    paired = many_parts(like.heads, kv_heads, like.head_size, batch, sms)
+
+    def rank(p: dict[str, int]) -> tuple[bool, bool]:
+        crowded = p["per_sm"] > planned(p).resident
+        return crowded, not any(p is each for each in PAIRED) if paired else p["cluster"] > 1
+
+    return sorted((p for p in ORDERS[like.fp8] if has_room(planned(p))), key=rank)
+
+
+def many_parts(group: int, kv_heads: int, head_size: int, batch: int, sms: int) -> bool:
+    """Return whether one worker may have to add so many parts of a sequence that half as many are faster."""
+    return sms // kv_heads // max(batch, 1) * group * head_size * 4 > MOST_PARTS
+
+
+def suits_long(p: Mapping[str, int], planned: Plan) -> bool:
+    """Return whether a set reads long contexts at the memory's speed: enough reads in flight, and no large cluster."""
+    unit = 2 * planned.keys * (1 if planned.fp8 else 2) * planned.width
+    blocks = min(p["per_sm"], planned.resident)
+    return p["cluster"] <= 2 and blocks * planned.warps * (planned.stages - 1) * unit >= IN_FLIGHT
 
 
 def sizes(
     p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, block_table: torch.Tensor
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the kernel's integers, `batch` to `table_stride`."""
-    strides = (*q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    strides = [
+        stride * t.element_size() // 16
+        for t, n in ((q, 2), (key_cache, 3), (value_cache, 3))
+        for stride in t.stride()[:n]
+    ]
     return (
         q.shape[0], key_cache.shape[2], key_cache.shape[0], block_table.shape[1], max(p["least"] // p["keys"], 1),
-        *(stride // 8 for stride in strides), block_table.stride(0),
+        *strides, block_table.stride(0),
     )  # fmt: skip
 
 
@@ -320,17 +413,18 @@ def decode_cuda(
     out = memory("attention_decode", q, out)
     if out.numel() == 0:
         return out
-    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, max_seqlen_k), **params}
+    most = read(max_seqlen_k, window_left)
+    p = params if params.keys() >= PARAMS[0].keys() else {**choose(q, key_cache, most), **params}
     kv_heads = key_cache.shape[2]
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
     # Of each part: sums, the maximum, and the sum of weights
     rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     with_window, with_cap = window_left >= 0, softcap > 0
-    planned = plan(p, q, key_cache, with_window, with_cap, sinks)
+    planned = plan(p, q, key_cache, with_window, with_cap, sinks, out.dtype)
     parts = torch.empty(rows * (planned.width + 2), dtype=torch.float32, device=q.device)
     kernel = _kernel(q.device, planned)
-    _loaded.add(_kind(q, key_cache, max_seqlen_k, with_window, with_cap, sinks))
+    _loaded.add(_kind(q, key_cache, most, with_window, with_cap, sinks))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (

@@ -77,6 +77,14 @@ def _has_sinks() -> bool:
     return is_vllm and "s_aux" in inspect.signature(entry).parameters
 
 
+@cache
+def _is_vllms() -> bool:
+    try:
+        return entry_point()[1]
+    except ImportError:
+        return False
+
+
 def _no_sinks(sinks: torch.Tensor, heads: int) -> str | None:
     if not _has_sinks():
         return "it has no attention sinks"
@@ -101,9 +109,12 @@ def supports(
         return reason
     if _capability(q.device.index or 0)[0] != 9:
         return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
-    if key_cache.dtype == torch.float8_e4m3fn:
+    fp8 = torch.float8_e4m3fn
+    if key_cache.dtype == fp8 and q.dtype != fp8:
         return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
-    if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
+    if q.dtype == key_cache.dtype == value_cache.dtype == fp8 and _is_vllms():
+        pass
+    elif q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
         return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
     if q.shape[-1] % 8:
         return f"FlashAttention-3 needs a head size that is a multiple of 8, got {q.shape[-1]}"
@@ -111,7 +122,7 @@ def supports(
         return ForOthers(f"FlashAttention-3 takes head sizes up to 256, got {q.shape[-1]}")
     if key_cache.shape[1] % 16:
         return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
-    return supports_triton(q, key_cache, value_cache)
+    return None if q.dtype == fp8 else supports_triton(q, key_cache, value_cache)
 
 
 def attend(

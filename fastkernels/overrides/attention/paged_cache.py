@@ -33,13 +33,19 @@ def check(name: str, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
         )
 
 
+def dtype_of(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a result: q's, bfloat16 for q in fp8."""
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
 def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `out`, or new memory for a result of q's shape and dtype. Raises ValueError if `out` cannot hold it."""
+    """Return `out`, or new memory for a result of q's shape. Raises ValueError if `out` cannot hold it."""
     if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        return torch.empty(q.shape, dtype=dtype_of(q), device=q.device)
+    dtypes = dtype_of(q), torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    if out.shape != q.shape or out.dtype not in dtypes or not out.is_contiguous():
         raise ValueError(
-            f"{name}: out must be contiguous {tuple(q.shape)} {q.dtype}, got {tuple(out.shape)} {out.dtype} with"
+            f"{name}: out must be contiguous {tuple(q.shape)} {dtype_of(q)}, got {tuple(out.shape)} {out.dtype} with"
             f" strides {out.stride()}"
         )
     return out

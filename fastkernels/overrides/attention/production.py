@@ -10,7 +10,7 @@ import torch
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
 from fastkernels.overrides.attention import attention_decode, attention_prefill, fa3, flashinfer
-from fastkernels.overrides.attention.paged_cache import no_alibi, no_sinks
+from fastkernels.overrides.attention.paged_cache import dtype_of, no_alibi, no_sinks
 from fastkernels.overrides.kit.libraries import (
     T,
     from_flashinfer,
@@ -73,7 +73,7 @@ def _fa3_prefill() -> Function:
         return flash_attn_varlen_func(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=[window_left, 0 if window_left >= 0 else -1],
-            softcap=softcap, block_table=block_table, out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            softcap=softcap, block_table=block_table, out=torch.empty(q.shape, dtype=dtype_of(q), device=q.device),
             fa_version=3, **({} if sinks is None else {"s_aux": sinks}),
         )  # fmt: skip
 

@@ -11,10 +11,10 @@ import torch
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
-from fastkernels.overrides.kit.selection import HOPPER, Candidate, memory_us, model, sm_us
+from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
-# For calls without points, such as a cache in FP8
+# For calls without a model on chips other than Hopper's
 UNMEASURED: Proposals = (("triton-split", {}), ("triton", {}))
 
 
@@ -137,15 +137,47 @@ def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 @lru_cache(maxsize=4096)
-def _decode(call: Call, chip: Chip) -> Proposals:
-    return model("attention_decode").proposals(preferred(decode_candidates(call, chip)))
+def _decode(call: Call, chip: Chip, long: bool) -> Proposals:
+    """Return proposals. long: the kernel that is chosen also runs on long contexts, and has to suit them."""
+    found = preferred(decode_candidates(call, chip))
+    if long:
+        usual = cuda.PARAMS[0]
+        found = [c for c in found if c.params == usual or c.provider != "cuda-split" or _suits_long(c, call)]
+    best = model("attention_decode").proposals(found)
+    few_heads = cuda.many_parts(call.group, call.kv_heads, call.head_size, call.batch, chip.sms)
+    paired = [("cuda-split", dict(c.params)) for c in found if c.params in cuda.PAIRED[:1]]
+    return (*paired, *best)[:MOST] if few_heads and long else best
+
+
+def _suits_long(candidate: Candidate, call: Call) -> bool:
+    plan = cuda.plan_of(candidate.params, call.group, call.head_size, call.block_size, call.batch)
+    return cuda.suits_long(candidate.params, plan)
+
+
+@lru_cache(maxsize=4096)
+def _fp8(call: Call, chip: Chip) -> Proposals:
+    """Return proposals for a cache in FP8, for which no weights are fitted."""
+    sizes = call.group, call.head_size, call.block_size, call.batch
+    known = min(call) > 0 and call.head_size % 16 == 0 and call.head_size <= cuda.WIDTHS[-1]
+    if (
+        not known
+        or chip.capability[0] != HOPPER
+        or call.group > cuda.MAX_HEADS
+        or call.batch > cuda.MAX_BATCH
+    ):
+        return ()
+    sets = cuda.ranked(cuda.plan_of(cuda.PARAMS[0], *sizes, fp8=True), call.kv_heads, call.batch, chip.sms)
+    return tuple(("cuda-split", dict(p)) for p in sets[:MOST])
 
 
 def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
     """Return up to three (provider, params) for `attention_decode`, the best first."""
     (heads, kv_heads, head_size, block_size, window, dtype), (batch, context) = shape, sizes
     found: Proposals = ()
+    most = min(context, window or context)
+    call = Call(heads // kv_heads, kv_heads, head_size, block_size, batch, min(most, cuda.TYPICAL))
     if dtype in (torch.float16, torch.bfloat16):
-        keys = min(context, window or context, cuda.TYPICAL)
-        found = _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
+        found = _decode(call, chip, most > cuda.LONG)
+    elif dtype == cuda.FP8:
+        found = _fp8(call, chip)
     return found or UNMEASURED

@@ -13,7 +13,9 @@ from fk_integrations.core import versions
 from fk_integrations.core.journal import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
+FP8 = "fp8", "fp8_e4m3"  # vLLM's names of a KV cache in e4m3
 NO_DECODE = "a batch with more than one token of a sequence"
+FP8_PROMPT = "a batch with more than one token of a sequence, on a KV cache in FP8"
 NOT_FASTER = "a decode of a batch and context that no table lists as faster"
 
 
@@ -33,14 +35,15 @@ def named_modules(model: Any) -> Iterator[tuple[str, Any]]:
 def attention_shape(module: Any) -> tuple[Any, ...]:
     """An Attention layer's values for attention_decode's Key. The block size is unknown until the cache exists."""
     heads = module.num_heads, module.num_kv_heads, module.head_size
-    return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
+    dtype = torch.float8_e4m3fn if module.kv_cache_dtype in FP8 else module.kv_cache_torch_dtype
+    return *heads, None, module.sliding_window or 0, dtype
 
 
 def whole_shape(module: Any, config: Any) -> tuple[Any, ...] | None:
     """The same with the cache's block size, for layers that our decode kernels can serve."""
     impl, block_size = getattr(module, "impl", None), config.cache_config.block_size
     served = f"{type(impl).__module__}:{type(impl).__qualname__}" == FLASH_ATTN
-    if impl is None or not served or not block_size or _unsupported(impl, config) is not None:
+    if impl is None or not served or not block_size or _unsupported(module, impl, config) is not None:
         return None
     if impl.sinks is not None:  # what is measured has none
         return None
@@ -62,21 +65,24 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
         return Reason(Kind.REPLACED, "the backend's forward was replaced by other code")
     host_class: Any = type(impl)
     reason = versions.unknown("vllm", version, FLASH_ATTN, host_class)
-    if reason is None and (text := _unsupported(impl, config)) is not None:
+    if reason is None and (text := _unsupported(module, impl, config)) is not None:
         reason = Reason(Kind.UNSUPPORTED, text)
     if reason is None:
         journal.set_class(impl, _implementation(host_class, by_table, config.model_config.max_model_len))
     return reason
 
 
-def _unsupported(impl: Any, config: Any) -> str | None:
+def _unsupported(module: Any, impl: Any, config: Any) -> str | None:
     mode = config.compilation_config.cudagraph_mode
     if mode is not None and mode.mixed_mode().name == "FULL":
         # Captured with one query per sequence and replayed for prefills, which only FlashAttention supports.
         return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
     if impl.attn_type != "decoder":
         return f"attention type {impl.attn_type!r} is not supported"
-    if str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+    if impl.kv_cache_dtype in FP8:
+        if (text := _unsupported_scales(module, config)) is not None:
+            return text
+    elif str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
         return f"a KV cache of {impl.kv_cache_dtype} is not supported"
     if impl.alibi_slopes is not None:
         return "ALiBi is not supported"
@@ -84,6 +90,16 @@ def _unsupported(impl: Any, config: Any) -> str | None:
         return f"sliding window {impl.sliding_window} looks ahead"
     if config.parallel_config.decode_context_parallel_size > 1:
         return "decode context parallelism is not supported"
+    return None
+
+
+def _unsupported_scales(module: Any, config: Any) -> str | None:
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales changes the KV cache's scales in a step, and ours are constants"
+    for name in ("_q_scale", "_k_scale", "_v_scale"):
+        scale = getattr(module, name, None)
+        if scale is None or scale.numel() != 1 or not hasattr(module, f"{name}_float"):
+            return f"{name} of a KV cache in FP8 is not one number"
     return None
 
 
@@ -120,6 +136,8 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
 
     def caches(self: Any, kv_cache: Any) -> tuple[Any, Any]:
         # [blocks, Hkv, block_size, 2 * D] -> two [blocks, block_size, Hkv, D]
+        if self.kv_cache_dtype in FP8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
     def do_kv_cache_update(
@@ -127,7 +145,8 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
     ) -> None:
         n = slot_mapping.shape[0]  # key and value are padded, slot_mapping is not
         asked = store_kvcache.requested
-        if by_table and (asked == "off" or (asked == "" and n in stored and _from_python(key))):
+        hosts = asked == "off" or (asked == "" and n in stored and _from_python(key))
+        if self.kv_cache_dtype in FP8 or (by_table and hosts):
             host_class.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
             return
         stored.add(n)  # a size runs once before its capture
@@ -156,6 +175,10 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         if choosy and not decode:
             attention_decode.leave(NO_DECODE)
             return host_class.forward(*stock)
+        fp8 = self.kv_cache_dtype in FP8
+        if fp8 and not decode:
+            attention_prefill.note(FP8_PROMPT)
+            return host_class.forward(*stock)
         key_cache, value_cache = caches(self, kv_cache)
         # In 0.26 the window of the layer's group is in the metadata and wins.
         window = getattr(m, "sliding_window", None) or self.sliding_window
@@ -163,9 +186,14 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         q, sinks = query[:n], self.sinks
         out = output[:n].view(q.shape)
         if decode:
+            scale, scales = self.scale, (1.0, 1.0)
+            if fp8:
+                scales = layer._k_scale_float, layer._v_scale_float
+                if q.dtype == torch.float8_e4m3fn:  # the layer has quantized it
+                    scale *= layer._q_scale_float
             args = (
-                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap,
-                *(() if sinks is None else (1.0, 1.0, sinks)),
+                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, scale, left, softcap,
+                *(() if sinks is None and not fp8 else scales), *(() if sinks is None else (sinks,)),
             )  # fmt: skip
             chosen = ours(args) if choosy else args
             if chosen is None:

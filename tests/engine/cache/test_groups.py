@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastkernels.core.layer_state import KVSpec
-from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_prefix
+from fastkernels.engine.cache.blocks import BlockManager, BlockNames, hash_block, known_prefix
 from fastkernels.engine.cache.kv_cache import block_bytes, fitting_blocks, group_blocks, groups_of
 from fastkernels.engine.config import EngineConfig
 
@@ -62,3 +62,40 @@ def test_prefix_needs_only_blocks_that_a_window_sees() -> None:
     assert groups[1].find(names[:4]) == [0, 0, 0, tables[1][3]]
     assert known_prefix(groups, names[:2]) == 1
     assert groups[1].find(names[:1]) == [tables[1][0]]
+
+
+def test_names_of_spans_equal_those_of_their_blocks() -> None:
+    """A sequence is named in parts, with media, and again: a span that is known is looked up, not hashed."""
+    kept, tokens = BlockNames(4), [i * 7919 % 1000 for i in range(4 * 200)]
+    read: list[tuple[int, int]] = []
+
+    def part(start: int, stop: int) -> list[int]:
+        return tokens[start:stop]
+
+    def media(start: int, stop: int) -> bytes:
+        read.append((start, stop))
+        return b"image" if start < 300 < stop else b""
+
+    def named(parts: list[int], root: bytes = b"") -> list[bytes]:
+        names: list[bytes] = []
+        for num_blocks in parts:
+            kept.extend(names, num_blocks, root, part, media)
+        return names
+
+    want = [b""]
+    for at in range(0, len(tokens), 4):
+        want.append(hash_block(want[-1], part(at, at + 4), media(at, at + 4)))
+    assert named([200]) == named([3, 3, 64, 190, 200]) == want[1:]
+    read.clear()
+    assert named([200]) == want[1:] and len(read) < 10  # three spans of 64, and a rest of 8
+    assert named([200], b"salt")[199] != want[200]
+    tokens[399] += 1
+    changed = named([200])
+    assert changed[:99] == want[1:100] and not set(changed[99:]) & set(want)
+
+
+def test_few_spans_are_kept() -> None:
+    kept, names = BlockNames(1), list[bytes]()
+    kept.MOST = 2
+    kept.extend(names, 5 * kept.SPAN, b"", lambda start, stop: range(start, stop), lambda start, stop: b"")
+    assert len(names) == 5 * kept.SPAN and len(kept._spans) == 2

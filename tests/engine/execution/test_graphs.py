@@ -267,10 +267,11 @@ def test_steady_decode_does_not_synchronize(tiny, eager) -> None:
 def test_many_decodes_in_mixed_batch_run_separately(
     tiny: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With FA3 on Hopper, a few decodes join the prompt's call, and many get their own."""
+    """With FA3 on Hopper, a few decodes join the prompt's call; many get their own, and those of a long context."""
     found, calls = [], list[tuple[int, int]]()
-    for least in (4, 3):
+    for least, long in ((4, 99), (3, 99), (4, 7)):  # the longest decode sees 7 keys
         monkeypatch.setattr("fastkernels.engine.execution.attention.ops.DECODES_APART", least)
+        monkeypatch.setattr("fastkernels.engine.execution.attention.ops.LONG_DECODE", long)
         settings = ON_GPU if device == "cuda" else {"max_num_seqs": 8}
         runner = make_runner(tiny, **settings, enforce_eager=True)
         backend: Any = runner.backend
@@ -299,9 +300,10 @@ def test_many_decodes_in_mixed_batch_run_separately(
         assert out.logprobs is not None
         order = out.logprobs.token_ids[:, 1:].argsort(axis=1)
         found.append(np.take_along_axis(out.logprobs.logprobs[:, 1:], order, axis=1))
-        assert set(calls) == ({(3, 2), (0, 3)} if least == 3 else {(0, 5)})
+        assert set(calls) == ({(0, 5)} if (least, long) == (4, 99) else {(3, 2), (0, 3)})
     limit = 1e-4 if device == "cpu" else 0.05
-    assert np.abs(found[0] - found[1]).max() < limit * np.abs(found[0]).max()
+    for apart in found[1:]:
+        assert np.abs(found[0] - apart).max() < limit * np.abs(found[0]).max()
 
 
 def test_graph_holds_more_tokens_than_a_sequence(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.cache_model import CacheModel, continuation
 
@@ -11,6 +12,7 @@ from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, LEAST_TOKENS, QueueFull, Scheduler
+from fastkernels.engine.scheduling.step_input import make_step
 
 
 def make_core(
@@ -47,6 +49,25 @@ def test_every_chunking_gives_the_same_tokens(depth: int, budget: int) -> None:
     for request in requests:
         core.scheduler.add(request)
     finish_all(core, requests)
+
+
+def test_long_prompt_sends_each_block_once() -> None:
+    """A prompt of 300 blocks of which 260 are known: one array of updates, and later the next blocks alone."""
+    core = make_core(num_blocks=900, budget=64)
+    first, second = make_request("1", list(range(1200))), make_request("2", [*range(1040), *range(160)])
+    core.scheduler.add(first)
+    batch = core.scheduler.schedule()
+    assert batch is not None
+    updates = make_step(batch, 9, 4).block_updates
+    want = [(first.slot, i, block) for i, block in enumerate(first.block_tables[0].blocks)]
+    assert updates.dtype == np.int32 and list(map(tuple, updates.tolist())) == want and len(want) == 300
+    assert len(make_step(batch, 9, 4).block_updates) == 0
+    core = make_core(num_blocks=900, budget=64)
+    for request in (first := make_request("1", list(range(1200))), second):
+        core.scheduler.add(request)
+        finish_all(core, [request])
+    assert second.num_cached_tokens == 1040
+    core.scheduler.remove_all()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -136,6 +136,67 @@ def test_windows_caps_and_head_sizes_match_float64(
     assert mismatch(SPEC, case, [forwards], [want]) is None
 
 
+def fp8(queries: str = "bfloat16", **dims: Any) -> dict[str, Any]:
+    return {"queries": queries, "scales": (0.5, 0.75), **dims}
+
+
+# lengths, dims, params, processors, warps whose sums are in memory at once
+FAST_FP8 = [
+    (EDGES, {**fp8(), **layout(6, 2, 128, 5)}, (4, 32, 2, 1, 32, 2), 8, 2),
+    (EDGES, {**fp8("float8_e4m3fn"), **layout(12, 1, 64, 16), **W33}, (4, 16, 3, 1, 32, 2, 2), 8, 1),
+]
+MORE_FP8 = [
+    (EDGES, {**fp8("float16"), **layout(16, 1, 128, 16)}, (4, 16, 3, 1, 32, 2), 6, 1),
+    (EDGES, {**fp8("float8_e4m3fn"), **layout(4, 2, 256, 16), **CAP}, (4, 16, 2, 1, 16, 1), 7, 4),
+    ([700, 3, 0, 65], {**fp8(), **layout(10, 2, 80, 1), **W90}, (2, 32, 3, 1, 32, 3), 9, 2),
+    ([300, 5], {**fp8(), **layout(8, 1, 96, 16)}, (8, 16, 3, 1, 64, 2, 2), 8, 2),
+    ([9, 64, 0, 31], {**fp8(), **layout(1, 1, 128, 64)}, (2, 32, 3, 1, 32, 1, 1, 64), 9, 1),
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize(("lens", "dims", "params", "sms", "slots"), marked(FAST_FP8, MORE_FP8))
+def test_fp8_caches_match_float64(
+    lens: list[int], dims: dict[str, Any], params: tuple[int, ...], sms: int, slots: int, tmp_path: Path
+) -> None:
+    """Queries in 16 bits and in FP8; unused keys hold NaN."""
+    case = Case("fp8", {"seq_lens": lens, **dims}, "float8_e4m3fn")
+    args = make_args(SPEC, case)
+    want = oracle(SPEC, args)[0]
+    window = dims.get("window_left", -1)
+    unused = torch.ones(args[1].shape[:2], dtype=torch.bool)
+    for row, n in zip(args[4], lens, strict=True):
+        for at in range(max(n - 1 - window, 0) if window >= 0 else 0, n):
+            unused[row[at // dims["block_size"]].long(), at % dims["block_size"]] = False
+    for cache in args[1:3]:
+        cache.view(torch.uint8)[unused] = 0x7F
+    assert cuda.refused(*args[:5]) is None
+    found = emulated_decode.decode(args, cuda._set(*params), sms, 2, tmp_path, slots=slots)
+    assert torch.equal(*found), "the order of arrival changes the bits"
+    rounding = 2e-3 if dims["queries"] == "float16" else 1.6e-2  # of the result
+    torch.testing.assert_close(found[0].double(), want.double(), atol=rounding / 2, rtol=rounding / 2)
+
+
+@needs_gxx
+def test_large_queries_are_clamped_for_fp8_caches(tmp_path: Path) -> None:
+    """Products are in float16: a query over its range has the largest value there, and NaN stays NaN."""
+    case = Case("large", {"seq_lens": [3, 3], **fp8(), **layout(2, 1, 64, 16)}, "float8_e4m3fn")
+    args = make_args(SPEC, case)
+    args[0][0, 0], args[0][1, 1, 5] = 1e6, float("nan")
+    got = emulated_decode.decode(args, cuda._set(2, 16, 2, 1, 16, 0), 2, 0, tmp_path)[0]
+    assert got[0].isfinite().all() and got[1, 0].isfinite().all() and got[1, 1].isnan().any()
+
+
+@needs_gxx
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sums_of_warps_are_added_in_turn(slots: int, tmp_path: Path) -> None:
+    case = Case("slots", {"seq_lens": EDGES, **layout(10, 2, 128, 16)}, "bfloat16")
+    args = make_args(SPEC, case)
+    want = oracle(SPEC, args)[0]
+    for got in emulated_decode.decode(args, cuda._set(4, 16, 2, 1, 16, 1), 6, 2, tmp_path, slots=slots):
+        assert mismatch(SPEC, case, [got], [want]) is None
+
+
 @needs_gxx
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_attention_sinks_match_float64(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -195,8 +256,9 @@ def test_plan_fits_shared_memory(group: int, head_size: int, batch: int, params:
     q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
     cache = torch.empty(1, 16, 1, head_size, dtype=torch.bfloat16, device="meta")
     for most in (1, 256, 257, 8192):
-        chosen = cuda.choose(q, cache, most)
-        assert chosen in cuda.PARAMS and cuda.fits(chosen, q, cache)
+        for kv in (cache, cache.to(torch.float8_e4m3fn)):
+            chosen = cuda.choose(q, kv, most)
+            assert chosen in cuda.PARAMS and cuda.fits(chosen, q, kv)
     p = cuda.plan(params, q, cache)
     if not cuda.has_room(p):
         return
@@ -204,13 +266,42 @@ def test_plan_fits_shared_memory(group: int, head_size: int, batch: int, params:
     assert p.resident >= 1 and p.resident * p.warps * 32 * 168 <= 1 << 16
     if p.resident > 1:
         assert p.resident * (p.shared + 1024) <= cuda.SHARED_OF_ALL
+    assert p.warps % p.slots == 0
+    if p.slots < p.warps:  # all of them would not fit, or fewer blocks would
+        assert p._shared(p.warps) > min(cuda.SHARED, cuda.SHARED_OF_ALL // p.per_sm - 1024)
+
+
+def test_eight_warps_read_for_every_group() -> None:
+    """Sums of 8 and 16 query heads take turns in shared memory, where the rings of 8 warps leave no room for all."""
+    for group in (1, 4, 5, 7, 8, 16):
+        for kv in (torch.bfloat16, torch.float8_e4m3fn):
+            q = torch.empty(8, 8 * group, 128, dtype=torch.bfloat16, device="meta")
+            chosen = cuda.choose(q, torch.empty(1, 16, 8, 128, dtype=kv, device="meta"), 131072)
+            assert (chosen["warps"], chosen["cluster"]) == (8, 1)
+            assert chosen["keys"] == (16 if kv == torch.bfloat16 else 32)
+
+
+def test_few_key_heads_get_pairs_of_blocks() -> None:
+    """One key head: the last worker would add 132 parts of a sequence."""
+    like = cuda.plan_of(cuda.PARAMS[0], 16, 128, 16, 1)
+    assert cuda.ranked(like, 1, 1, 132)[0] is cuda.PAIRED[0]
+    assert cuda.ranked(like._replace(fp8=True), 1, 1, 132)[0] is cuda.PAIRED[1]
+    assert cuda.ranked(like, 1, 8, 132)[0] is cuda.ranked(like, 8, 1, 132)[0] is cuda.PARAMS[0]
+
+
+def test_many_sequences_of_wide_heads_have_a_reason() -> None:
+    q = torch.empty(4096, 16, 256, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(1, 16, 1, 256, dtype=torch.bfloat16, device="meta")
+    assert "4096 sequences" in str(cuda.no_room(q, cache)) and cuda.no_room(q[:512], cache) is None
 
 
 def test_sets_are_distinct_and_fit_llama() -> None:
     assert len({tuple(p.values()) for p in cuda.PARAMS}) == len(cuda.PARAMS)
     q, cache = make_args(SPEC, Case("room", {"seq_lens": [1], **LLAMA}))[:2]
+    in_fp8 = cache.to(torch.float8_e4m3fn)
     for p in cuda.PARAMS:
-        assert cuda.fits(p, q, cache), p
+        narrow = q[..., :64], in_fp8[..., :64]
+        assert any(cuda.fits(p, *each) for each in ((q, cache), (q, in_fp8), narrow)), p
         assert p["keys"] in (16, 32) and p["stages"] >= 2 and 0 <= p["ahead"] <= p["stages"], p
         assert (
             p["warps"] <= 8
@@ -250,6 +341,9 @@ def test_calls_with_few_keys_use_the_whole_set() -> None:
     small = {"heads": 3, "kv_heads": 1, "head_size": 64}
     assert chosen(131, **small) == chosen(256, 132, **small) == chosen(1, 16) == whole
     assert chosen(257, **small) == chosen(256, 133, **small) == chosen(1, 17) == cuda.PARAMS[0]
+    # A window of 128 keys in a long context begins within a unit
+    assert cuda.read(131072, 127) == 143 and cuda.read(100, 127) == 100 and cuda.read(131072, -1) == 131072
+    assert all(params["keys"] == cuda.FEW_KEYS for params in cuda.FEW.values())
 
 
 @pytest.mark.slow
@@ -257,7 +351,11 @@ def test_calls_with_few_keys_use_the_whole_set() -> None:
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=str)
 def test_every_set_compiles(params: dict[str, int]) -> None:
     others = {**layout(8, 4, 256, 16), "window_left": 99, "softcap": 50.0}
-    for dims, dtype in ((LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16"), (others, "bfloat16")):
+    in_fp8 = {**fp8("float8_e4m3fn"), **layout(16, 1, 128, 16), "window_left": 99}
+    for dims, dtype in (
+        (LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16"), (others, "bfloat16"),
+        ({**fp8(), **LLAMA}, "float8_e4m3fn"), (in_fp8, "float8_e4m3fn"),
+    ):  # fmt: skip
         args = make_args(SPEC, Case("compile", {"seq_lens": [1], **dims}, dtype))
         if not cuda.fits(params, *args[:2]):
             continue
@@ -277,7 +375,15 @@ def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) 
 def test_unsupported_calls_have_a_reason() -> None:
     assert refusal() is None and refusal("float16", head_size=64, block_size=5) is None
     assert "float32" in str(refusal("float32"))
-    assert "the caches are torch.float8" in str(refusal("float8_e4m3fn", queries="bfloat16"))
+    assert refusal("float8_e4m3fn", queries="bfloat16") is refusal("float8_e4m3fn") is None
+    assert refusal("float8_e4m3fn", queries="float8_e4m3fn") is None
+    assert "head size 40 is not a multiple of 16" in str(refusal("float8_e4m3fn", head_size=40))
+    mixed = make_args(SPEC, Case("mixed", {"seq_lens": [3], **LLAMA}))
+    assert "the caches are torch.bfloat16 and torch.float8" in str(
+        cuda.refused(*mixed[:2], mixed[2].to(torch.float8_e4m3fn), *mixed[3:5])
+    )
+    assert "the caches are torch.bfloat16" in str(cuda.refused(mixed[0].half(), *mixed[1:5]))
+    assert "float8_e4m3fn is not bfloat16" in str(cuda.refused(mixed[0].to(torch.float8_e4m3fn), *mixed[1:5]))
     assert refusal(window_left=5) is None and refusal(softcap=2.0) is None
     assert all(refusal(head_size=size) is None for size in (8, 40, 80, 96, 256))
     assert "head size 100 is not a multiple of 8" in str(refusal(head_size=100))
@@ -352,8 +458,18 @@ def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
         {**LLAMA, **window},
         {**LLAMA, **cap},
         {**layout(16, 8, 256, 16), **window, **cap},
+        layout(64, 8, 128, 16),
+        layout(16, 1, 128, 16),
+        layout(16, 1, 256, 16),
+        *({**fp8(queries), **LLAMA} for queries in ("bfloat16", "float16", "float8_e4m3fn")),
+        {**fp8(), **layout(16, 1, 128, 16)},
+        {**fp8("float8_e4m3fn"), **layout(8, 1, 64, 16), **window, **cap},
+        {**fp8(), **layout(14, 2, 256, 16)},
     ):
-        case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
+        case = Case(
+            "gpu", {"seq_lens": [*EDGES, 700, 3000, 70000], **dims},
+            "float8_e4m3fn" if "queries" in dims else "bfloat16",
+        )  # fmt: skip
         args = make_args(SPEC, case, "cuda")
         if (reason := cuda.supports_cuda(*args[:-1])) is not None:  # without the slopes of ALiBi
             pytest.skip(reason)
@@ -361,4 +477,8 @@ def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
             continue
         got = cuda.decode_cuda(*args, **params)
         assert torch.equal(got, cuda.decode_cuda(*args, **params))
-        assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+        if "queries" in dims:
+            want = oracle(SPEC, args)[0]
+            torch.testing.assert_close(got.double(), want.double(), atol=8e-3, rtol=8e-3)
+        else:
+            assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None

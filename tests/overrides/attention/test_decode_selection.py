@@ -44,13 +44,38 @@ def test_proposals_fit_every_model(chip: Chip) -> None:
 @pytest.mark.parametrize(
     "shape, batch",
     [
-        ((32, 8, 128, 16, 0, torch.float32), 1), ((32, 8, 128, 16, 0, torch.float8_e4m3fn), 1),
+        ((32, 8, 128, 16, 0, torch.float32), 1), ((32, 8, 520, 16, 0, torch.float8_e4m3fn), 1),
         ((32, 8, 520, 16, 0, torch.bfloat16), 1), ((32, 8, 128, 16, 0, torch.bfloat16), 0),
         ((128, 1, 128, 16, 0, torch.bfloat16), 1),
     ],
 )  # fmt: skip
 def test_other_calls_get_the_triton_kernels(shape: tuple[object, ...], batch: int) -> None:
     assert selection.propose_decode(shape, (batch, 1024), H200) == (("triton-split", {}), ("triton", {}))
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 8), (28, 4), (64, 8), (16, 1)])
+def test_long_contexts_get_sets_that_suit_them(heads: int, kv_heads: int, head_size: int) -> None:
+    """A graph for 128K keys keeps its choice for all lengths: no large clusters, and enough reads in flight."""
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for batch in (1, 8, 32):
+            found = selection.propose_decode(
+                (heads, kv_heads, head_size, 16, 0, dtype), (batch, 131072), H200
+            )
+            assert found and found[0][0] == "cuda-split"
+            assert dtype != torch.bfloat16 or all(params["cluster"] <= 2 for _, params in found)
+            q = torch.empty(batch, heads, head_size, dtype=torch.bfloat16, device="meta")
+            cache = torch.empty(1, 16, kv_heads, head_size, dtype=dtype, device="meta")
+            first = dict(found[0][1])
+            assert cuda.fits(first, q, cache), first
+            assert first in cuda.PAIRED or cuda.suits_long(first, cuda.plan(first, q, cache)), first
+    pairs = selection.propose_decode((16, 1, 128, 16, 0, torch.bfloat16), (1, 131072), H200)
+    assert pairs[0][1] == cuda.PAIRED[0]
+
+
+def test_fp8_caches_on_other_chips_get_the_triton_kernels() -> None:
+    shape = (32, 8, 128, 16, 0, torch.float8_e4m3fn)
+    assert selection.propose_decode(shape, (1, 1024), AMPERE) == selection.UNMEASURED
 
 
 def test_wide_heads_get_sets_of_their_own() -> None:

@@ -10,6 +10,7 @@ import torch
 from support.kernels.emulated import ported, run
 
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention.paged_cache import dtype_of
 
 BODIES = {
     "shared_address": "return (u32)((uintptr_t)p - (uintptr_t)shared_memory);",
@@ -28,7 +29,15 @@ BODIES = {
     "reciprocal": "return 1 / x;",
     "load_transposed": "load_tiles_transposed(a, row);",
     "transposed": "return transpose(two);",
-    "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}});",
+    "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}}, number);",
+    "multiply_halves": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}}, float_of_half);",
+    "two_halves": "return half_of_float(low) | (u32)half_of_float(high) << 16;",
+    "to_halves": "auto wide = [](u32 bits) { float f; memcpy(&f, &bits, 4); return in_half(f); };"
+    " return two_halves(wide(two << 16), wide(two & 0xffff0000));",
+    "halves_of_e4m3": "for (int i = 0; i < 2; i++)"
+    " to[i] = two_halves(e4m3(four >> 16 * i & 255), e4m3(four >> 16 * i + 8 & 255));",
+    "halves": "u32 v = 0; const u64 both = low | (u64)high << 32;"
+    " for (int i = 0; i < 4; i++) v |= (u32)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i; return v;",
     "cluster_arrives": "arrive_at_cluster();",
     "cluster_waits": "wait_for_cluster();",
     "of_rank": "return in_block(address, rank);",
@@ -73,7 +82,7 @@ int main(int, char** names) {
     const auto head = numbers<int>(file, 24);
     const int grid = head[14], outputs = head[15], stale = head[16];
     const auto scales = numbers<float>(file, 3);
-    auto rows = [&](int count) { return numbers<uint4>(file, (count + 7) / 8); };  // which begin at 16 bytes
+    auto rows = [&](int count) { return numbers<uint4>(file, (count + 15) / 16); };  // bytes, which begin at 16
     auto q = rows(head[17]), keys = rows(head[18]), values = rows(head[19]);
     real_lens = numbers<int>(file, head[20]), real_table = numbers<int>(file, head[21]);
     sinks = numbers<float>(file, head[23]);
@@ -112,24 +121,34 @@ def program(p: cuda.Plan, tickets: bool = True) -> str:
 
 
 def lying(t: torch.Tensor) -> torch.Tensor:
-    """Return the memory that a tensor spans, from its first element, as int16."""
+    """Return the memory that a tensor spans, from its first element, as bytes."""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    flat = torch.as_strided(t, (reach,), (1,))
-    return torch.nn.functional.pad(flat.view(torch.int16), (0, -reach % 8))
+    flat = torch.as_strided(t, (reach,), (1,)).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % 16))
 
 
 def decode(
-    args: list[Any], params: dict[str, int], sms: int, stale: int, folder: Path, tickets: bool = True
+    args: list[Any],
+    params: dict[str, int],
+    sms: int,
+    stale: int,
+    folder: Path,
+    tickets: bool = True,
+    slots: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Return the op's results with blocks in order, and in reverse order.
 
     args   the op's arguments
     stale  0: no previous kernel; 1: it has ended; 2: lengths and table are nonsense until the wait; 3: only the table
+    slots  warps whose sums are in memory at once; 0: as the plan says
     """
     q, keys, values, lens, table = args[:5]
-    window, softcap = args[7], args[8]
+    window, softcap, k_scale, v_scale = args[7:11]
     sinks = args[11] if len(args) > 11 else None
     p = cuda.plan(params, q, keys, window >= 0, softcap > 0, sinks)
+    source = program(p, tickets)
+    if slots:
+        source = source.replace(f"#define SLOTS {p.slots}\n", f"#define SLOTS {slots}\n")
     logits = (
         torch.zeros(0)
         if sinks is None
@@ -142,8 +161,8 @@ def decode(
         *(t.numel() for t in data), lens.numel(), table.numel(), window,
         logits.numel(),
     )  # fmt: skip
-    scales = (args[6] * cuda.LOG2E, 1.0, softcap * cuda.LOG2E)
+    scales = (args[6] * k_scale * cuda.LOG2E, v_scale, softcap * cuda.LOG2E)
     given = struct.pack("24i3f", *head, *scales)
     given += b"".join(t.numpy().tobytes() for t in (*data, lens, table.contiguous(), logits))
-    found = run(program(p, tickets), given, folder)
-    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(2, *q.shape).unbind()
+    found = run(source, given, folder)
+    return torch.frombuffer(bytearray(found), dtype=dtype_of(q)).view(2, *q.shape).unbind()

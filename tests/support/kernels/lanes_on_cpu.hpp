@@ -150,6 +150,19 @@ inline void load_tiles_transposed(uint32_t (&a)[4], uint32_t row) {
     for (int i = 0; i < 4; i++) a[i] = found.of[i];
 }
 
+inline float float_of_half(uint16_t bits) {
+    _Float16 f;
+    memcpy(&f, &bits, 2);
+    return f;
+}
+
+inline uint16_t half_of_float(float f) {
+    const _Float16 h = f;
+    uint16_t b;
+    memcpy(&b, &h, 2);
+    return b;
+}
+
 inline float number(uint16_t bits) {  // of the dtype that the kernel is compiled for
 #if BF16
     const uint32_t wide = (uint32_t)bits << 16;
@@ -157,9 +170,7 @@ inline float number(uint16_t bits) {  // of the dtype that the kernel is compile
     memcpy(&f, &wide, 4);
     return f;
 #else
-    _Float16 f;
-    memcpy(&f, &bits, 2);
-    return f;
+    return float_of_half(bits);
 #endif
 }
 
@@ -169,16 +180,14 @@ inline uint16_t rounded(float f) {
     memcpy(&b, &f, 4);
     return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 #else
-    const _Float16 h = f;
-    uint16_t b;
-    memcpy(&b, &h, 2);
-    return b;
+    return half_of_float(f);
 #endif
 }
 
 struct Operands { uint32_t a[4], b[2]; };
 
-inline void multiply_tiles(float (&c)[4], const Operands& mine) {  // m16n8k16
+// m16n8k16; value: that of an operand's 16 bits
+inline void multiply_tiles(float (&c)[4], const Operands& mine, float (*value)(uint16_t) = number) {
     const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     struct Sums { float of[4]; };
     const Sums found = among(mine, [&](auto of) {
@@ -188,7 +197,7 @@ inline void multiply_tiles(float (&c)[4], const Operands& mine) {  // m16n8k16
             for (int k = 0; k < 16; k++) {
                 const Operands row = of(group * 4 + k % 8 / 2), column = of((2 * quad + i % 2) * 4 + k % 8 / 2);
                 const uint32_t a = row.a[i / 2 + k / 8 * 2], b = column.b[k / 8];
-                s.of[i] += number(half_of(a, k % 2)) * number(half_of(b, k % 2));
+                s.of[i] += value(half_of(a, k % 2)) * value(half_of(b, k % 2));
             }
         }
         return s;

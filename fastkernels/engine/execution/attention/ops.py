@@ -16,6 +16,9 @@ from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 
 DECODES_APART = 64  # rows with one query in a mixed batch from which two FA3 calls are faster than one
+LONG_DECODE = (
+    16384  # keys of such a row, which FA3 does not split next to prompts: one SM reads them for each key head
+)
 
 
 class OpsBackend(AttentionBackend):
@@ -25,8 +28,8 @@ class OpsBackend(AttentionBackend):
     A candidate of an op takes precedence over both. Raises ValueError for an unsupported provider.
 
     FA3's varlen kernel computes a mixed batch in one call, which can be captured. A row with one query costs 1.5 times
-    as much there as in a separate decode call, so outside graphs, batches with many such rows use one. Triton's kernel
-    does the same in graphs; outside them, rows with one query always have their own call.
+    as much there as in a separate decode call, so outside graphs, batches with many or long such rows use one. Triton's
+    kernel does the same in graphs; outside them, rows with one query always have their own call.
     """
 
     def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
@@ -54,10 +57,13 @@ class OpsBackend(AttentionBackend):
         return metadata_of(self, inputs, block_table)
 
     def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
-        return hides_launches and self._apart(step.num_decodes)
+        decodes = step.num_decodes
+        return hides_launches and self._apart(decodes, int(step.seq_lens[:decodes].max()) if decodes else 0)
 
-    def _apart(self, num_decodes: int) -> bool:
-        return num_decodes >= DECODES_APART and self._captured_in_one()
+    def _apart(self, num_decodes: int, longest: int) -> bool:
+        """Whether rows with one query, of at most `longest` keys, have a call of their own."""
+        many = num_decodes >= DECODES_APART or longest >= LONG_DECODE
+        return many and self._captured_in_one()
 
     def forward(
         self,
@@ -72,7 +78,12 @@ class OpsBackend(AttentionBackend):
         if m.decode_only:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
         in_one = self._in_one(attention_prefill, self._prefill)
-        if n == 0 or (in_one and not self._apart(n)):
+        seen = (
+            m.max_decode_seqlen_k
+            if layer.window_left < 0
+            else min(m.max_decode_seqlen_k, layer.window_left + 1)
+        )
+        if n == 0 or (in_one and not self._apart(n, seen)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
         provider = self._mixed_decode if in_one else None

@@ -1,4 +1,5 @@
-// Attention of one query per sequence over a paged KV cache on Hopper, in one launch: 16-bit, float32 sums, one rounding.
+// Attention of one query per sequence over a paged KV cache on Hopper, in one launch: 16-bit, or a cache in e4m3; float32
+// sums, one rounding.
 //
 // The keys of a sequence are divided into units of KEYS. For each key head, the head's workers (blocks) divide the
 // concatenated units of all sequences evenly: one has the end of a sequence, some whole ones, and the beginning of
@@ -10,7 +11,9 @@
 // than L2. With WHOLE, if no sequence has more keys and each has its own worker, none is divided: no tickets, no parts.
 //
 // Products are transposed: keys (then the channels of values) are the tensor cores' m16, the query heads of the key head
-// their n8. A warp keeps a maximum and a sum of weights for each head.
+// their n8. A warp keeps a maximum and a sum of weights for each head. Keys and values in e4m3 are widened to float16 in
+// registers, which is exact, and multiplied as float16; queries are clamped to its range. SLOTS warps' sums fit in memory
+// at once: until so few are left, half of the warps give theirs to the other half.
 //
 // A kernel that starts early reads lengths and table before griddepcontrol.wait, when they may be stale, and prefetches
 // the keys and values that they name to L2, which is coherent. Everything that it computes with is read after the wait.
@@ -21,19 +24,22 @@
 // Compile-time constants: HEADS (query heads per key head, 1 to 16), HEAD_SIZE (a multiple of 8), D (that, rounded up to
 // 64, 128 or 256; channels past HEAD_SIZE are zeros that are not read), PAGE (keys of a block), WARPS, KEYS (16 or 32),
 // STAGES, RESIDENT (blocks per SM), AHEAD (units that a warp prefetches), CLUSTER (1, 2, 4, 8), WHOLE (keys; 0: divide
-// any), SEQS (sequences, at most), WINDOW and SOFTCAP (whether the call has one), SINKS (0: the call has none; 1: they are
-// float32; 2: q's dtype), BF16. Rows of q, keys and values start at multiples of 16 bytes; strides count 16 bytes, except
-// the table's. scale and softcap contain log2 e. Sinks, one logit for each query head, join the last sum.
+// any), SEQS (sequences, at most), SLOTS (WARPS over a power of 2), WINDOW and SOFTCAP (whether the call has one), SINKS
+// (0: the call has none; 1: they are float32; 2: the result's dtype), BF16 (of q and the result), FP8 (keys and values are
+// in e4m3), QUERY8 (q is, too; the result is not). Rows of q, keys and values start at multiples of 16 bytes; strides
+// count 16 bytes, except the table's. scale and softcap contain log2 e. Sinks, one logit for each query head, join the
+// last sum.
 
-constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
-constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS, USED = HEAD_SIZE / 8;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy; pieces that are read
+constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, QUERY = D / 32;
+constexpr int ROW = (FP8 ? 1 : 2) * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy
+constexpr int USED = HEAD_SIZE / (FP8 ? 16 : 8), STEPS = ROW / 64;                // pieces that are read; groups of four pieces
 constexpr int HALF = KEYS * ROW, STAGE = 2 * HALF, RING = WARPS * STAGES * STAGE;
 constexpr int WAYS = CLUSTER * WARPS;                          // warps of a worker
 constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // groups of 4 sums; those that one block of a cluster adds
-constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums, so that lanes write to different banks; bytes
+constexpr int PITCH = D + 4, SUMS = SLOTS * HEADS * PITCH * 4;  // of a head's sums, so that lanes write to different banks; bytes
 constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE items from all blocks
 constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences per thread; parts that are read at once
-static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= D && 32 % CHUNKS == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
+static_assert(HEAD_SIZE % (FP8 ? 16 : 8) == 0 && HEAD_SIZE <= D && (FP8 || !QUERY8) && WARPS % SLOTS == 0 && 32 % CHUNKS == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
 
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attention_decode(
     const u16* q, const u16* key_cache, const u16* value_cache, u16* out, float* parts, u32* tickets, const int* seq_lens,
@@ -143,8 +149,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
                 const int row = i * AT_ONCE + lane / CHUNKS;
                 const u32 k_from = __shfl_sync(~0u, k_at, row), v_from = __shfl_sync(~0u, v_at, row);
                 const bool there = chunk < USED && row < left && (!WINDOW || row >= before);
-                copy_or_zero(to + row * ROW + 16 * (chunk ^ row % 2 * 4), keys + k_from + chunk, there);
-                copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ row % 8), values + v_from + chunk, there);
+                copy_or_zero(to + row * ROW + 16 * (chunk ^ turn_of_key(row)), keys + k_from + chunk, there);
+                copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ turn_of_value(row)), values + v_from + chunk, there);
             }
         }
         commit_copies();  // also empty groups, since groups are counted
@@ -190,27 +196,37 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     int page = pages[0], slot = 0;
 
     // -- sequence after sequence
-    uint4 query[STEPS][COLUMNS], later[STEPS][COLUMNS];  // 8 adjacent channels of head `group`, which the tensor
-    auto load_query = [&](uint4 (&to)[STEPS][COLUMNS], int seq) {  // cores treat as others, in queries and keys alike
+    uint4 query[QUERY][COLUMNS], later[QUERY][COLUMNS];  // 8 adjacent channels of head `group`, which the tensor
+    auto load_query = [&](uint4 (&to)[QUERY][COLUMNS], int seq) {  // cores treat as others, in queries and keys alike
 #pragma unroll
-        for (int c = 0; c < STEPS; c++)
+        for (int c = 0; c < QUERY; c++)
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++) {
-                const int head = 8 * n + group;
+                // A piece of a key in e4m3 has 16 channels: two pieces of q, or one in e4m3.
+                const int head = 8 * n + group, of_key = 4 * (FP8 ? c / 2 : c) + quad;
                 to[c][n] = make_uint4(0, 0, 0, 0);
-                if (head < HEADS && 4 * c + quad < USED)
+                if (head < HEADS && of_key < USED && !(QUERY8 && c % 2))
                     to[c][n] = load_16((const uint4*)q + (long long)seq * q_seq +
-                                       (long long)(kv_head * HEADS + head) * q_head + 4 * c + quad);
+                                       (long long)(kv_head * HEADS + head) * q_head +
+                                       (FP8 && !QUERY8 ? 2 * of_key + c % 2 : of_key));
             }
+    };
+    auto widened = [&](int c, int n) {  // of `later`, for products with keys
+        const uint4 v = later[QUERY8 ? c / 2 * 2 : c][n];
+        if (!FP8) return v;
+        if (!QUERY8) return BF16 ? make_uint4(to_halves(v.x), to_halves(v.y), to_halves(v.z), to_halves(v.w)) : v;
+        u32 low[2], high[2];
+        halves_of_e4m3(low, c % 2 ? v.z : v.x), halves_of_e4m3(high, c % 2 ? v.w : v.y);
+        return make_uint4(low[0], low[1], high[0], high[1]);
     };
     int seq = first_of[0], seq_begin = first_of[1], unit = start.unit, turn = 0;
     load_query(later, seq);
     for (int at = begin; at < last;) {
         const int seq_end = ends[seq], stop = min(seq_end, last);
 #pragma unroll
-        for (int c = 0; c < STEPS; c++)
+        for (int c = 0; c < QUERY; c++)
 #pragma unroll
-            for (int n = 0; n < COLUMNS; n++) query[c][n] = later[c][n];
+            for (int n = 0; n < COLUMNS; n++) query[c][n] = widened(c, n);
         if (stop < last) load_query(later, seq + 1);
 
         float top[COLUMNS][2], total[COLUMNS][2], acc[D / 16][COLUMNS][4];  // of heads 8 n + 2 quad and the one after it
@@ -237,8 +253,23 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
                     for (int i = 0; i < 4; i++) s[t][n][i] = other[t][n][i] = 0;
 #pragma unroll
                 for (int c = 0; c < STEPS; c++) {
-                    const unsigned char* from = k_rows + 16 * t * ROW + 16 * (4 * c + quad ^ group % 2 * 4);
+                    const unsigned char* from = k_rows + 16 * t * ROW + 16 * (4 * c + quad ^ turn_of_key(group));
                     const uint4 low = *(const uint4*)from, high = *(const uint4*)(from + 8 * ROW);
+                    if (FP8) {
+                        const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {  // four channels each
+                            u32 a[2], b[2];
+                            halves_of_e4m3(a, lows[i]), halves_of_e4m3(b, highs[i]);
+#pragma unroll
+                            for (int n = 0; n < COLUMNS; n++) {
+                                const uint4 v = query[FP8 ? 2 * c + i / 2 : 0][n];
+                                multiply_halves((i % 2 ? other : s)[t][n], a[0], b[0], a[1], b[1], i % 2 ? v.z : v.x,
+                                                i % 2 ? v.w : v.y);
+                            }
+                        }
+                        continue;
+                    }
 #pragma unroll
                     for (int n = 0; n < COLUMNS; n++) {
                         const uint4 v = query[c][n];
@@ -281,7 +312,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
-                    for (int i = 0; i < 2; i++) p[t][n][i] = transposed(narrow(s[t][n][2 * i], s[t][n][2 * i + 1]));
+                    for (int i = 0; i < 2; i++) {
+                        const float first = s[t][n][2 * i], second = s[t][n][2 * i + 1];
+                        p[t][n][i] = transposed(FP8 ? two_halves(first, second) : narrow(first, second));
+                    }
 #pragma unroll
                 for (int j = 0; j < D / 16; j++)
 #pragma unroll
@@ -291,9 +325,21 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int j = 0; j < D / 16; j++) {
+                for (int j = 0; j < CHUNKS / 2; j++) {  // 32 bytes of 16 keys' values
                     u32 v[4];
-                    load_transposed(v, v_row + 16 * t * ROW + 16 * (2 * j + lane / 8 % 2 ^ lane % 8));
+                    load_transposed(v, v_row + 16 * t * ROW + 16 * (2 * j + lane / 8 % 2 ^ turn_of_value(lane % 8)));
+                    if (FP8) {
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            // Of two keys, each with two channels: rows `group` and group + 8 are channels 2 group, + 1.
+                            u32 a[2], b[2];
+                            halves_of_e4m3(a, halves(v[i], 0, 0x3120)), halves_of_e4m3(b, halves(v[i + 2], 0, 0x3120));
+#pragma unroll
+                            for (int n = 0; n < COLUMNS; n++)
+                                multiply_halves(acc[FP8 ? 2 * j + i : 0][n], a[0], a[1], b[0], b[1], p[t][n][0], p[t][n][1]);
+                        }
+                        continue;
+                    }
 #pragma unroll
                     for (int n = 0; n < COLUMNS; n++)
                         multiply(acc[j][n], v[0], v[1], v[2], v[3], p[t][n][0], p[t][n][1]);
@@ -303,20 +349,56 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
 
         // -- add up the warps
 
-        meet();  // the previous sums have been read
 #pragma unroll
         for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int head = 8 * n + 2 * quad + i;
+            for (int i = 0; i < 2; i++)
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(~0u, total[n][i], step);
-                if (head >= HEADS) continue;
-                if (group == 0) tops[warp][head] = top[n][i], totals[warp][head] = total[n][i];
-                float* to = sums + (warp * HEADS + head) * PITCH + group;
+        constexpr int BETWEEN = FP8 ? 1 : 8;  // channels between rows `group` and group + 8 of a tile
+        auto put = [&](int slot) {
 #pragma unroll
-                for (int j = 0; j < D / 16; j++) to[16 * j] = acc[j][n][i], to[16 * j + 8] = acc[j][n][i + 2];
+            for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int head = 8 * n + 2 * quad + i;
+                    if (head >= HEADS) continue;
+                    if (group == 0) tops[slot][head] = top[n][i], totals[slot][head] = total[n][i];
+                    float* to = sums + (slot * HEADS + head) * PITCH + (FP8 ? 2 : 1) * group;
+#pragma unroll
+                    for (int j = 0; j < D / 16; j++)
+                        to[16 * j] = acc[j][n][i], to[16 * j + BETWEEN] = acc[j][n][i + 2];
+                }
+        };
+        auto add_slot = [&](int slot) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int head = 8 * n + 2 * quad + i;
+                    if (head >= HEADS) continue;
+                    const float highest = fmaxf(top[n][i], tops[slot][head]);
+                    const float here = share_of(top[n][i], highest), there = share_of(tops[slot][head], highest);
+                    total[n][i] = here * total[n][i] + there * totals[slot][head], top[n][i] = highest;
+                    const float* from = sums + (slot * HEADS + head) * PITCH + (FP8 ? 2 : 1) * group;
+#pragma unroll
+                    for (int j = 0; j < D / 16; j++) {
+                        acc[j][n][i] = here * acc[j][n][i] + there * from[16 * j];
+                        acc[j][n][i + 2] = here * acc[j][n][i + 2] + there * from[16 * j + BETWEEN];
+                    }
+                }
+        };
+        meet();  // the previous sums have been read
+#pragma unroll
+        for (int half = WARPS / 2; half >= SLOTS; half /= 2)
+#pragma unroll
+            for (int slot = 0; slot < half; slot += SLOTS) {  // SLOTS warps at a time
+                if (warp >= half + slot && warp < half + slot + SLOTS) put(warp - half - slot);
+                meet();
+                if (warp >= slot && warp < slot + SLOTS) add_slot(warp - slot);
+                meet();
             }
+        if (warp < SLOTS) put(warp);
         meet();
         const bool whole = seq_begin >= begin && seq_end <= last;
         const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * HEAD_SIZE;
@@ -353,8 +435,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             const int head = item / (D / 4);
             const float* from = sums + head * PITCH + item % (D / 4) * 4;
             Sum all;
-            for (int w = 0; w < WARPS; w++) all.top = fmaxf(all.top, tops[w][head]);
-            for (int w = 0; w < WARPS; w++)
+            for (int w = 0; w < SLOTS; w++) all.top = fmaxf(all.top, tops[w][head]);
+            for (int w = 0; w < SLOTS; w++)
                 all.add(*(const float4*)(from + w * HEADS * PITCH), make_float2(tops[w][head], totals[w][head]));
             if (CLUSTER == 1) {
                 keep(item, all);

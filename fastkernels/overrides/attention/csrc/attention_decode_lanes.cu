@@ -9,8 +9,12 @@ struct Place { int unit, seq, begin; };  // a unit, its sequence, the first unit
 
 struct Notes {
     int ends[SEQS], lens[SEQS], of_warp[WARPS], first_of[2], arrived;
-    float tops[WARPS][HEADS], totals[WARPS][HEADS];
+    float tops[SLOTS][HEADS], totals[SLOTS][HEADS];
 };
+
+// Where a row's pieces are, so that 8 lanes that read at once use different banks: they are exclusive-ored with this.
+__device__ __forceinline__ int turn_of_key(int row) { return FP8 && D == 64 ? 0 : row % 2 * 4; }
+__device__ __forceinline__ int turn_of_value(int row) { return FP8 && D == 64 ? row / 2 % 4 : row % 8; }
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -69,6 +73,30 @@ __device__ __forceinline__ u32 transposed(u32 two) {  // an 8 x 8 tile in a warp
     u32 turned;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(two));
     return turned;
+}
+
+__device__ __forceinline__ u32 two_halves(float low, float high) {  // in float16
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float in_half(float v) { return v > 65504 ? 65504 : v < -65504 ? -65504 : v; }  // NaN stays
+
+__device__ __forceinline__ u32 to_halves(u32 two) {  // from bfloat16
+    return two_halves(in_half(__uint_as_float(two << 16)), in_half(__uint_as_float(two & 0xffff0000)));
+}
+
+__device__ __forceinline__ void halves_of_e4m3(u32 (&to)[2], u32 four) {  // float16, exactly
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(to[0]), "=r"(to[1]) : "r"(four));
+}
+
+// a [16, 16], b [16, 8] in float16.
+__device__ __forceinline__ void multiply_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void cluster_arrives() {
