@@ -106,11 +106,29 @@ class Subject:
         return self.provider.fn(*args, **self.params)
 
 
+# calls(point, device, generator, bytes to read between two calls of one memory)
+Calls = Callable[[Point, torch.device, torch.Generator, int], tuple[list[Any], list[list[Any]]] | None]
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a host that is running takes part in the measurement of an op.
+
+    kernel  the host's own kernel, which proposals are compared with; None: the op's provider of the same kernel
+    calls   makes the calls of a point on memory that the host has allocated, which kernels only read: one on which
+            results are compared, with values of its own, and those that are timed. None: there is no such memory
+    """
+
+    kernel: Provider | None = None
+    calls: Calls | None = None
+
+
 @dataclass
 class Outcome:
     """The result of a measurement.
 
-    entries  one for each point that was measured; production's own provider where nothing was faster
+    entries  one for each point that was measured; production's own provider where nothing was faster, None where the
+             host's kernel is no provider of the op
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
     stopped  why points were left out; None if all were measured
     seconds  of each phase
@@ -157,15 +175,18 @@ def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
 
 def measure(
     points: Sequence[Point], run: str, device: torch.device, chip: Chip, seconds: float, rounds: int = 0,
-    own: bool = False,
+    own: bool = False, running: Mapping[str, Running] | None = None,
 ) -> Outcome:  # fmt: skip
     """Measure the points in order, at most for about so many seconds. All memory is freed afterwards.
 
-    run  of the entries, a key of a table's runs
-    own  for our engine: where production has no kernel for a call, the op's first that does is the one to beat
+    run      of the entries, a key of a table's runs
+    own      for our engine: where production has no kernel for a call, the op's first that does is the one to beat
+    running  {op: the host's part in its measurement}
     """
     end, outcome = time.monotonic() + seconds, Outcome()
-    hosts = {op: usual(op, device.type, own) for op in {point.op for point in points}}
+    running = running or {}
+    given = {op: host.kernel for op, host in running.items()}
+    hosts = {op: given.get(op) or usual(op, device.type, own) for op in {point.op for point in points}}
     points = [point for point in points if hosts[point.op] is not None]
     rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
     subjects = {point: proposals(point, device.type, chip) for point in points}
@@ -173,7 +194,8 @@ def measure(
     with torch.inference_mode():
         try:
             with timed(outcome.seconds, "compile kernels"):
-                failed = compiled(subjects, device, generator, time.monotonic() + 0.8 * seconds)
+                end_of_compiling = time.monotonic() + 0.8 * seconds
+                failed = compiled(subjects, device, generator, end_of_compiling, running)
             with timed(outcome.seconds, "time proposals"):
                 for point, found in subjects.items():
                     if time.monotonic() > end:
@@ -181,19 +203,27 @@ def measure(
                         break
                     try:
                         host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
+                        makes = running.get(point.op, Running()).calls
                         _measure_point(
-                            point, host, found, failed, run, device, chip, generator, rounds, outcome, own
+                            point,
+                            host,
+                            found,
+                            failed,
+                            run,
+                            device,
+                            chip,
+                            generator,
+                            rounds,
+                            outcome,
+                            own,
+                            makes,
                         )
-                    except NoRoom as error:  # smaller points may fit
-                        outcome.stopped = f"too little free memory: {error}"
-                    except torch.OutOfMemoryError:
-                        raise
+                    except (NoRoom, torch.OutOfMemoryError) as error:  # smaller points may fit
+                        outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
                     except Exception as error:  # of a kernel or of a capture: the point stays with the host
                         text = f"{type(error).__name__}: {error}".splitlines()[0]
                         outcome.said[str(point)] = {"not measured": text}
                         log.warning("%s is not measured and stays with the host: %s", point, text)
-        except torch.OutOfMemoryError as error:
-            outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -205,15 +235,20 @@ def measure(
 def _measure_point(
     point: Point, host: Subject, found: list[Subject], failed: dict[tuple[Point, str], str], run: str,
     device: torch.device, chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome, own: bool,
+    makes: Calls | None,
 ) -> None:  # fmt: skip
     said: dict[str, str] = {}
-    right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
+    right: list[Subject] = []
+    check: list[Any] = []
+    calls: list[list[Any]] = []
+    if found:
+        check, calls = _checked_and_timed(point, device, generator, COLD * chip.l2_bytes, makes)
     if own and calls:  # which runs another kernel where production's does not support the call
         every = host.provider, *registry.get(point.op).op.providers
         there = (p for p in every if p.unavailable(device.type) is None)
-        host = Subject(next(p for p in there if p.supports is None or p.supports(*calls[0]) is None), {})
+        host = Subject(next(p for p in there if p.supports is None or p.supports(*check) is None), {})
     for subject in found:
-        reason = failed.get((point, subject.name)) or wrong(point, subject, host, calls[0])
+        reason = failed.get((point, subject.name)) or wrong(point, subject, host, check)
         if reason is None:
             right.append(subject)
         else:
@@ -232,10 +267,22 @@ def _measure_point(
     shape, sizes = point.named()
     low, high = round(ratio.low, 4), round(ratio.high, 4)
     outcome.said[str(point)] = said
+    name = best.provider.name if best.provider in registry.get(point.op).op.providers else None
     outcome.entries.append(
-        Entry(point.op, shape, sizes, best.provider.name, host.provider.name, run, dict(best.params),
+        Entry(point.op, shape, sizes, name, host.provider.name, run, dict(best.params),
               round(ratio.value, 4), (low, high), source="verified on this chip")
     )  # fmt: skip
+
+
+def _checked_and_timed(
+    point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int, makes: Calls | None
+) -> tuple[list[Any], list[list[Any]]]:
+    """A call on which results are compared, and the calls that are timed. Raises NoRoom."""
+    made = None if makes is None else makes(point, device, generator, cold_bytes)
+    if made is None:
+        calls = arguments(point, device, generator, cold_bytes)
+        return calls[0], calls
+    return made
 
 
 def arguments(
@@ -250,7 +297,7 @@ def arguments(
     shape, sizes = point.named()
     dims = key.dims(**dict(zip(key.shape, point.shape, strict=True)), **sizes)
     case = Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
-    _leave_room(device, cold_bytes + spec.bytes_moved(case))
+    leave_room(device, cold_bytes + spec.bytes_moved(case))
     made = spec.inputs(case, device.type if device.index is None else str(device), generator)
     own = [key.own(m, made) for m in point.modules] if key.own is not None else []
     memory = {
@@ -267,13 +314,16 @@ def arguments(
     return calls[:count]
 
 
-def _leave_room(device: torch.device, needed: int) -> None:
+def leave_room(device: torch.device, needed: int) -> None:
+    """Raise NoRoom unless a measurement can allocate so many bytes. The pools of CUDA graphs do not count as free."""
     if device.type != "cuda":
         return
+    needed += SPARE
+    if torch.cuda.mem_get_info(device)[0] < needed:
+        torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if free < needed + SPARE:
-        raise NoRoom(f"{free >> 20} MiB are free, and {(needed + SPARE) >> 20} MiB are needed")
+    if free < needed:
+        raise NoRoom(f"{free >> 20} MiB are free, and {needed >> 20} MiB are needed")
 
 
 def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
@@ -316,8 +366,9 @@ def first_and_others(
 
 
 def compiled(
-    subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
-) -> dict[tuple[Point, str], str]:
+    subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float,
+    running: Mapping[str, Running] | None = None,
+) -> dict[tuple[Point, str], str]:  # fmt: skip
     """Run every proposal once in threads until the time `end`, so that its kernel is compiled.
 
     Returns {(point, proposal): why it has no kernel}. NVRTC, Triton's assembler and most of its compiler work without
@@ -351,9 +402,10 @@ def compiled(
     with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
         first, others = first_and_others(subjects, lambda subject: subject.name)
         for point, found in (*first, *others):
+            makes = (running or {}).get(point.op, Running()).calls
             try:
-                inputs = _inputs(point, device, generator, futures)
-            except NoRoom:  # the measurement needs more, and says so
+                inputs = _inputs(point, device, generator, futures, makes)
+            except (NoRoom, torch.OutOfMemoryError):  # the measurement needs more, and says so
                 continue
             for subject in found:
                 futures[pool.submit(one, subject, inputs)] = point, subject
@@ -361,8 +413,9 @@ def compiled(
     for future, (point, subject) in futures.items():
         reason = future.result()
         if reason is not None and "triton" in subject.provider.name and device.type == "cuda":
-            with suppress(NoRoom):
-                reason = one(subject, arguments(point, device, generator, 0)[0])
+            makes = (running or {}).get(point.op, Running()).calls
+            with suppress(NoRoom, torch.OutOfMemoryError):
+                reason = one(subject, _checked_and_timed(point, device, generator, 0, makes)[0])
         if reason is not None:
             failed[point, subject.name] = reason
     if device.type == "cuda":
@@ -371,14 +424,15 @@ def compiled(
 
 
 def _inputs(
-    point: Point, device: torch.device, generator: torch.Generator, running: Iterable[Future[Any]]
-) -> list[Any]:
+    point: Point, device: torch.device, generator: torch.Generator, running: Iterable[Future[Any]],
+    makes: Calls | None,
+) -> list[Any]:  # fmt: skip
     """The arguments of a point. Where the inputs of running calls take the room, they are awaited. Raises NoRoom."""
     try:
-        return arguments(point, device, generator, 0)[0]
-    except NoRoom:
+        return _checked_and_timed(point, device, generator, 0, makes)[0]
+    except (NoRoom, torch.OutOfMemoryError):
         wait(running)
-    return arguments(point, device, generator, 0)[0]
+    return _checked_and_timed(point, device, generator, 0, makes)[0]
 
 
 # -- timing

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.verify.measure import Running
 from fk_integrations.core.journal import Journal
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class HostOp:
     def points(self, op: Op) -> Sequence[tuple[int, ...]]:
         """Sizes at which a patch measures the op, values of op.key.sizes; the most important ones first."""
         return op.key.points if op.key is not None else ()
+
+    def running(self, op: Op) -> Running:
+        """The part of the running host in a measurement of the op."""
+        return Running()
 
     def heads(self, model: Any) -> Sequence[Any]:
         """The LM heads whose product is this op: measured as its modules are, and not replaced."""

@@ -189,7 +189,9 @@ def _measure(
     )  # fmt: skip
     run = f"verified {datetime.now(timezone.utc).isoformat(timespec='seconds')}"
     with measure.small_workspaces(release=adapter.profiles_memory_later):
-        outcome = measure.measure(points, run, device, Chip.of(device.type), SECONDS, own=adapter.own)
+        running = {name: adapter.of(name).running(registry.get(name).op) for name in {p.op for p in points}}
+        chip = Chip.of(device.type)
+        outcome = measure.measure(points, run, device, chip, SECONDS, own=adapter.own, running=running)
     made = Table(facts["chip"], {run: {"facts": facts, "measured": outcome.said}}, tuple(outcome.entries))
     if outcome.entries:
         cache.keep(made, facts)

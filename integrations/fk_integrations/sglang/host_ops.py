@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.verify.measure import Running
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
-from fk_integrations.sglang import attention, experts
+from fk_integrations.sglang import attention, decode_points, experts
 
 
 class _OfRunner(HostOp):
@@ -30,9 +30,12 @@ class Attention(_OfRunner):
         return super().whole_shape(op, module) if served else None
 
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if not Environment.read().verify:  # by default only what was proved on a GPU
-            return ()
         return attention.points(self.model_runner)
+
+    def running(self, op: Any) -> Running:
+        return Running(
+            decode_points.host_kernel(self.model_runner), decode_points.calls_on(self.model_runner)
+        )
 
     def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
         return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
