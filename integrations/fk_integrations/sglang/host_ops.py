@@ -9,7 +9,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.verify.measure import Running
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
-from fk_integrations.sglang import attention, decode_points, experts
+from fk_integrations.sglang import attention, decode_points, experts, heads, linear_points
 
 
 class _OfRunner(HostOp):
@@ -41,6 +41,22 @@ class Attention(_OfRunner):
         return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
 
 
+class Linear(_OfRunner):
+    """Linear layers, and the product of the LM head, which SGLang's logits processor computes."""
+
+    def heads(self, model: Any) -> Sequence[Any]:
+        return [head for module, head in heads.products(model) if heads.unsupported(module, head) is None]
+
+    def products(self, model: Any) -> Sequence[tuple[Any, Any]]:
+        return heads.products(model)
+
+    def swap_product(self, module: Any, head: Any, journal: Journal, by_table: bool) -> Reason | None:
+        return heads.swap(module, head, self.version, journal, by_table)
+
+    def running(self, op: Any) -> Running:
+        return Running(calls=linear_points.calls)
+
+
 class Experts(_OfRunner):
     """Mixtures of experts."""
 
@@ -55,5 +71,6 @@ class Experts(_OfRunner):
 
 
 SPECIAL: dict[str, type[_OfRunner]] = {
-    "attention": Attention, "attention_decode": Attention, "fused_experts": Experts, "fused_experts_fp8": Experts,
+    "attention": Attention, "attention_decode": Attention, "linear": Linear, "fused_experts": Experts,
+    "fused_experts_fp8": Experts,
 }  # fmt: skip

@@ -1,0 +1,30 @@
+"""Linear layers as a patch measures them in an engine with little free memory: no weight is made or copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry
+from fastkernels.core.case import Case
+from fastkernels.verify.measure import LEAST_CALLS, MOST_CALLS, Point, leave_room
+
+
+def calls(
+    point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int
+) -> tuple[list[Any], list[list[Any]]] | None:
+    """See measure.Running.calls. None if the layers' weights would stay in L2."""
+    spec = registry.get(point.op)
+    key = spec.op.key
+    (n, k, dtype), (m,) = point.shape, point.sizes
+    layers = list({layer.weight.data_ptr(): layer for layer in point.modules}.values())
+    size = n * k * dtype.itemsize
+    if not layers or size * len(layers) < cold_bytes:
+        return None
+    leave_room(device, 2 * m * (n + k) * dtype.itemsize)
+    case = Case("verified", key.dims(N=1, K=k, dtype=dtype, M=m), str(point.named()[0]["dtype"]))
+    x = spec.inputs(case, device.type if device.index is None else str(device), generator)
+    made = [key.own(layer, x) for layer in layers]
+    count = min(max(-(-cold_bytes // size), LEAST_CALLS), MOST_CALLS)
+    return made[0], [made[i % len(made)] for i in range(count)]
