@@ -43,14 +43,6 @@ class HostOp:
         """The LM heads whose product is this op, measured as its modules are."""
         return ()
 
-    def products(self, model: Any) -> Sequence[tuple[Any, Any]]:
-        """(module, LM head) of the host's modules that compute the product of a head without a call of the head."""
-        return ()
-
-    def swap_product(self, module: Any, head: Any, journal: Journal, by_table: bool) -> Reason | None:
-        """Have such a module run this op; None, or why not. by_table: see `swap`."""
-        return Reason(Kind.UNSUPPORTED, "the host has no seam for this product")
-
     def runner(self, module: Any) -> Any:
         """The object that runs the op for a layer, if the layer's own class does not; None for any other module."""
         return None

@@ -196,7 +196,6 @@ def _swap_modules(patched: Patched) -> None:
     found = sorted(plan(adapter, request, model), key=lambda pair: seam_interface.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
-    patched.rows += _product_rows(patched)
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
@@ -383,40 +382,6 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.every_step and not by_table and not row.candidate:
         patched.every_step.add(id(row))
     return row
-
-
-def _product_rows(patched: Patched) -> list[Row]:
-    """Rows of the host's modules that compute the product of an LM head, for ops that are measured for heads."""
-    adapter, model, request, made = patched.adapter, patched.model, patched.request, []
-    for name in registry.op_names() if request.ops is None else registry.check_names(request.ops):
-        spec, requested = registry.get(name), _requested(request, name)
-        found = adapter.of(name).products(model) if spec.tuned_by is not None else ()
-        if not found or not (requested or _by_table(spec, model)):
-            continue
-        host_class, target = type(found[0][0]), adapter.targets(spec, model)[0]
-        row = Row(patched.rank, name, host_class.__name__, 0, "off")
-        made.append(row)
-        reasons: Counter[Reason] = Counter()
-        tally = Tally(name)
-        for module, head in found:
-            stays = _why_off(patched, spec, target, host_class, not requested)
-            if stays is None and not requested:
-                shape = spec.tuned_by.key.module(head)
-                slower = tuning.not_faster(spec.tuned_by.name, spec.tuned_by.key, shape, _device(model))
-                stays = None if slower is None else Reason(Kind.LEFT_TO_HOST, slower)
-            if stays is None:
-                stays = adapter.of(name).swap_product(module, head, patched.journal, not requested)
-                stays = _unless_requested(stays) if stays is not None and not requested else stays
-            if stays is None:
-                row.modules += 1
-                tally.modules.append(module)
-            else:
-                reasons[stays] += 1
-        if row.modules:
-            patched.counts.of[id(row)] = tally
-        row.state = "active" if row.modules else "off"
-        row.explain(reasons)
-    return made
 
 
 def _count_calls(patched: Patched, op: str, module: Any) -> None:

@@ -42,19 +42,28 @@ class Attention(_OfRunner):
 
 
 class Linear(_OfRunner):
-    """Linear layers, and the product of the LM head, which SGLang's logits processor computes."""
+    """Linear layers, and the product of the LM head, which the logits processor computes."""
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        processor = heads.is_processor(module)
+        return super().shape(op, heads.head(self.model_runner.model) if processor else module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        return None if heads.is_processor(module) else super().whole_shape(op, module)
 
     def heads(self, model: Any) -> Sequence[Any]:
-        return [head for module, head in heads.products(model) if heads.unsupported(module, head) is None]
-
-    def products(self, model: Any) -> Sequence[tuple[Any, Any]]:
-        return heads.products(model)
-
-    def swap_product(self, module: Any, head: Any, journal: Journal, by_table: bool) -> Reason | None:
-        return heads.swap(module, head, self.version, journal, by_table)
+        found = heads.head(model)
+        return [found] if heads.unsupported(found) is None else []
 
     def running(self, op: Any) -> Running:
         return Running(calls=linear_points.calls)
+
+
+class LogitsProcessor(_OfRunner):
+    """Logits of an LM head."""
+
+    def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return heads.swap(module, heads.head(self.model_runner.model), self.version, journal, by_table)
 
 
 class Experts(_OfRunner):
@@ -71,6 +80,6 @@ class Experts(_OfRunner):
 
 
 SPECIAL: dict[str, type[_OfRunner]] = {
-    "attention": Attention, "attention_decode": Attention, "linear": Linear, "fused_experts": Experts,
-    "fused_experts_fp8": Experts,
+    "attention": Attention, "attention_decode": Attention, "linear": Linear, "logits_processor": LogitsProcessor,
+    "fused_experts": Experts, "fused_experts_fp8": Experts,
 }  # fmt: skip
