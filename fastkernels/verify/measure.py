@@ -314,11 +314,11 @@ def arguments(
     return calls[:count]
 
 
-def leave_room(device: torch.device, needed: int) -> None:
+def leave_room(device: torch.device, needed: int, spare: int = SPARE) -> None:
     """Raise NoRoom unless a measurement can allocate so many bytes. The pools of CUDA graphs do not count as free."""
     if device.type != "cuda":
         return
-    needed += SPARE
+    needed += spare
     if torch.cuda.mem_get_info(device)[0] < needed:
         torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]

@@ -182,6 +182,7 @@ def test_sglang_decode_attention_is_timed_on_its_pool(running: Any, monkeypatch:
     assert len(calls) == LEAST_CALLS and check[8] == 30.0
     for given in (check, *calls):
         assert attention_decode.key.of(*given) == (SHAPE, (4, CONTEXT))
+        assert given[4].shape == (4, 3)  # as a graph's: FlashAttention's plan depends on it
     assert [c[1].data_ptr() for c in calls[:2]] == [t.data_ptr() for t in pool.k_buffer]
     for call in calls:
         assert call[3].tolist() == [CONTEXT] * 4 and len(set(call[4].flatten().tolist())) == 12

@@ -18,7 +18,7 @@ from fastkernels.core.dispatch import Provider
 from fastkernels.verify.measure import LEAST_CALLS, MOST_CALLS, Calls, Point, leave_room
 from fk_integrations.sglang import attention
 
-CHECKED_KEYS = 1 << 14  # of all sequences together, on which results are compared
+CHECKED_KEYS = 1 << 13  # of all sequences together, on which results are compared
 
 
 def host_kernel(runner: Any) -> Provider | None:
@@ -46,11 +46,8 @@ def _flash(backend: Any) -> Any:
         if seq_lens not in plans:  # in the call before the capture
             starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
             planned = (q.shape[1], key_cache.shape[2], q.shape[2]) == heads and window_left < 0
-            plan = (
-                backend._compute_scheduler_metadata(batch, max_seqlen_k, seq_lens, starts)
-                if planned
-                else None
-            )
+            longest = block_table.shape[1] * key_cache.shape[1]  # as the kernel derives it
+            plan = backend._compute_scheduler_metadata(batch, longest, seq_lens, starts) if planned else None
             plans[seq_lens] = starts, plan
         starts, plan = plans[seq_lens]
         splits = getattr(backend, "decode_num_splits", backend.num_splits)
@@ -96,15 +93,16 @@ def _calls(
         return None
     dims["seq_lens"] = [min(keys, max(CHECKED_KEYS // batch, block))] * batch
     case = Case("verified", dims, str(point.named()[0]["dtype"]))
-    table_bytes = 4 * batch * -(-context // block)
-    leave_room(device, spec.bytes_moved(case) + 3 * table_bytes)
+    columns = -(-context // block)  # of the page table of a graph
+    leave_room(device, spec.bytes_moved(case) + 12 * batch * columns)
     where = device.type if device.index is None else str(device)
     check = key.own(layers[0], spec.inputs(case, where, generator))
+    check[4] = torch.nn.functional.pad(check[4][:, :columns], (0, max(columns - check[4].shape[1], 0)))
     if not cold_bytes:
         return check, [check]
     lengths = torch.full_like(check[3], keys)
     order = torch.randperm(max(needed, pages), generator=generator, device=device)[:needed] % pages
-    table = torch.zeros(batch, -(-context // block), dtype=torch.int32, device=device)
+    table = torch.zeros(batch, columns, dtype=torch.int32, device=device)
     table[:, : needed // batch] = order.view(batch, -1)
     read = needed * page_bytes
     count = min(max(-(-cold_bytes // read), LEAST_CALLS), MOST_CALLS)

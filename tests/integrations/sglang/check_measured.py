@@ -18,8 +18,12 @@ def engine(tmp_path_factory):
         engine.shutdown()
 
 
-def test_points_are_the_models_and_kept(engine):
-    stock = generate(engine)
+@pytest.fixture(scope="module")
+def stock(engine):
+    return generate(engine)
+
+
+def test_points_are_the_models_and_kept(engine, stock):
     with fastkernels.patch(engine) as report:
         lines = [line for row in report.rows for line in row.measured]
         shape = "heads=4 kv_heads=2 head_size=32 block_size=1 window=0 dtype=float32"
@@ -35,8 +39,7 @@ def test_points_are_the_models_and_kept(engine):
     assert generate(engine) == stock
 
 
-def test_the_heads_product_is_ours_on_request(engine):
-    stock = generate(engine)
+def test_the_heads_product_is_ours_on_request(engine, stock):
     with fastkernels.patch(engine, ops=["linear", "logits_processor"]) as report:
         assert ids(generate(engine)) == ids(stock)
         rows = {row.op: row for row in report.refresh().rows}
