@@ -205,19 +205,8 @@ def measure(
                         host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
                         makes = running.get(point.op, Running()).calls
                         _measure_point(
-                            point,
-                            host,
-                            found,
-                            failed,
-                            run,
-                            device,
-                            chip,
-                            generator,
-                            rounds,
-                            outcome,
-                            own,
-                            makes,
-                        )
+                            point, host, found, failed, run, device, chip, generator, rounds, outcome, own, makes,
+                        )  # fmt: skip
                     except (NoRoom, torch.OutOfMemoryError) as error:  # smaller points may fit
                         outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
                     except Exception as error:  # of a kernel or of a capture: the point stays with the host

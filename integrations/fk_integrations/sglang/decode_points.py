@@ -25,9 +25,9 @@ def host_kernel(runner: Any) -> Provider | None:
     """SGLang's decode kernel as a provider; None for other backends than FlashAttention."""
     known = attention.known_backends(runner)
     flash = [b for b in known if attention.is_flash(b)]
-    return (
-        Provider("fa3", _flash(flash[0]), devices=("cuda",)) if flash and len(flash) == len(known) else None
-    )
+    if not flash or len(flash) < len(known):
+        return None
+    return Provider("fa3", _flash(flash[0]), devices=("cuda",))
 
 
 def _flash(backend: Any) -> Any:
