@@ -28,6 +28,7 @@ SEAMS = {
     "experts": "a mixture of experts: the object that runs its experts, on the host's own weights and routing",
     "attention": "the attention backend's implementation, on the host's own KV layout",
     "module": "a plain module of several parts: `__class__` of the live instance is swapped",
+    "head": "a module that multiplies by an LM head's weight itself: `__class__` of the live instance is swapped",
     "processor": "an attention layer of diffusers: its `processor`, which computes it, is replaced",
     "function": "a function of the host",
     "called_function": "a function that modules call by name: they get methods that call ours",

@@ -42,24 +42,10 @@ class NoRoom(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Live:
-    """Calls of an op as a host's own layers make them, for weights that are too large to be made again.
-
-    calls  calls(sizes, count, generator) -> the arguments of so many calls, on different layers if there are as many
-    name   of the host's code, as the baseline of an entry
-    host   what the host's layer runs for such arguments; None: the op's production kernel
-    """
-
-    calls: Callable[[tuple[int, ...], int, torch.Generator], list[list[Any]]]
-    name: str = ""
-    host: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
 class Point:
     """One shape of an op at one set of sizes, and the modules of the model that have it.
 
-    live  their calls, in place of calls made up for the shape
+    live  the part that the host takes in the measurement
     """
 
     op: str
@@ -124,11 +110,29 @@ class Subject:
         return self.provider.fn(*args, **self.params)
 
 
+# calls(point, device, generator, bytes to read between two calls of one memory)
+Calls = Callable[[Point, torch.device, torch.Generator, int], tuple[list[Any], list[list[Any]]] | None]
+
+
+@dataclass(frozen=True)
+class Live:
+    """How a host that is running takes part in the measurement of a point.
+
+    calls  makes the calls of the point on memory that the host has allocated, which kernels only read: one on which
+           results are compared, and those that are timed. None, or a result of None: calls are made up for the shape
+    host   the host's own code, which proposals are compared with; None: the op's provider of the same kernel
+    """
+
+    calls: Calls | None = None
+    host: Provider | None = None
+
+
 @dataclass
 class Outcome:
     """The result of a measurement.
 
-    entries  one for each point that was measured; production's own provider where nothing was faster
+    entries  one for each point that was measured; production's own provider where nothing was faster, None where the
+             host's kernel is no provider of the op
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
     stopped  why points were left out; None if all were measured
     seconds  of each phase
@@ -163,7 +167,7 @@ def usual(op: str, device: str, own: bool) -> Provider | None:
 def host_of(point: Point, device: str, own: bool) -> Subject | None:
     """Return what proposals for a point are compared with: the code of the host's own layers, else see `usual`."""
     if point.live is not None and point.live.host is not None:
-        return Subject(Provider(point.live.name, point.live.host, devices=(device,)), {})
+        return Subject(point.live.host, {})
     found = usual(point.op, device, own)
     return None if found is None else Subject(found, {})
 
@@ -212,16 +216,12 @@ def measure(
                         _measure_point(
                             point, host, found, failed, run, device, chip, generator, rounds, outcome, own
                         )
-                    except NoRoom as error:  # smaller points may fit
-                        outcome.stopped = f"too little free memory: {error}"
-                    except torch.OutOfMemoryError:
-                        raise
+                    except (NoRoom, torch.OutOfMemoryError) as error:  # smaller points may fit
+                        outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
                     except Exception as error:  # of a kernel or of a capture: the point stays with the host
                         text = f"{type(error).__name__}: {error}".splitlines()[0]
                         outcome.said[str(point)] = {"not measured": text}
                         log.warning("%s is not measured and stays with the host: %s", point, text)
-        except torch.OutOfMemoryError as error:
-            outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -235,16 +235,18 @@ def _measure_point(
     device: torch.device, chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome, own: bool,
 ) -> None:  # fmt: skip
     said: dict[str, str] = {}
-    right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
-    known_host = point.live is not None and point.live.host is not None
-    if (
-        own and calls and not known_host
-    ):  # it runs another kernel where production's does not support the call
+    right: list[Subject] = []
+    check: list[Any] = []
+    calls: list[list[Any]] = []
+    if found:
+        check, calls = checked_and_timed(point, device, generator, COLD * chip.l2_bytes)
+    if own and calls and (point.live is None or point.live.host is None):
+        # Our engine runs another kernel where production's does not support the call.
         every = host.provider, *registry.get(point.op).op.providers
         there = (p for p in every if p.unavailable(device.type) is None)
-        host = Subject(next(p for p in there if p.supports is None or p.supports(*calls[0]) is None), {})
+        host = Subject(next(p for p in there if p.supports is None or p.supports(*check) is None), {})
     for subject in found:
-        reason = failed.get((point, subject.name)) or wrong(point, subject, host, calls[0])
+        reason = failed.get((point, subject.name)) or wrong(point, subject, host, check)
         if reason is None:
             right.append(subject)
         else:
@@ -262,13 +264,30 @@ def _measure_point(
         return
     shape, sizes = point.named()
     low, high = round(ratio.low, 4), round(ratio.high, 4)
-    known = {p.name for p in registry.get(point.op).op.providers}  # the host's code may be none of them
-    provider = best.provider.name if best.provider.name in known else None
     outcome.said[str(point)] = said
+    # The host's code may be none of the op's providers.
+    name = best.provider.name if best.provider in registry.get(point.op).op.providers else None
     outcome.entries.append(
-        Entry(point.op, shape, sizes, provider, host.provider.name, run, dict(best.params),
+        Entry(point.op, shape, sizes, name, host.provider.name, run, dict(best.params),
               round(ratio.value, 4), (low, high), source="verified on this chip")
     )  # fmt: skip
+
+
+def checked_and_timed(
+    point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int
+) -> tuple[list[Any], list[list[Any]]]:
+    """A call on which results are compared, and the calls that are timed. Raises NoRoom."""
+    makes = None if point.live is None else point.live.calls
+    made = None if makes is None else makes(point, device, generator, cold_bytes)
+    if made is None:
+        calls = arguments(point, device, generator, cold_bytes)
+        return calls[0], calls
+    return made
+
+
+def several(cold_bytes: int, read: int) -> int:
+    """The number of calls that are timed in turn, if each reads so many bytes: until the first one's are cold."""
+    return min(max(-(-cold_bytes // max(read, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
 
 
 def arguments(
@@ -278,14 +297,9 @@ def arguments(
 
     Where one call reads more than that, all are the same call. Raises NoRoom.
     """
-    spec, case = registry.get(point.op), _case(point)
+    spec, case = registry.get(point.op), case_of(point)
     key = spec.op.key
-    if point.live is not None:
-        moved = spec.bytes_moved(case)
-        _leave_room(device, moved)  # more than the activations of a call
-        several = min(max(-(-cold_bytes // max(moved, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
-        return point.live.calls(point.sizes, several, generator)
-    _leave_room(device, cold_bytes + spec.bytes_moved(case))
+    leave_room(device, cold_bytes + spec.bytes_moved(case))
     made = spec.inputs(case, device.type if device.index is None else str(device), generator)
     own = [key.own(m, made) for m in point.modules] if key.own is not None else []
     memory = {
@@ -293,7 +307,7 @@ def arguments(
     }
     calls = list(memory.values())  # each on memory of its own
     size = sum(t.numel() * t.element_size() for t in calls[0] if isinstance(t, torch.Tensor))
-    count = min(max(-(-cold_bytes // max(size, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
+    count = several(cold_bytes, size)
     for i in range(count - len(calls)):
         if size >= cold_bytes:
             calls.append(calls[i])
@@ -302,7 +316,8 @@ def arguments(
     return calls[:count]
 
 
-def _case(point: Point) -> Case:
+def case_of(point: Point) -> Case:
+    """The case that calls of a point are."""
     spec = registry.get(point.op)
     key = spec.op.key
     shape, sizes = point.named()
@@ -310,13 +325,16 @@ def _case(point: Point) -> Case:
     return Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
 
 
-def _leave_room(device: torch.device, needed: int) -> None:
+def leave_room(device: torch.device, needed: int, spare: int = SPARE) -> None:
+    """Raise NoRoom unless a measurement can allocate so many bytes. The pools of CUDA graphs do not count as free."""
     if device.type != "cuda":
         return
+    needed += spare
+    if torch.cuda.mem_get_info(device)[0] < needed:
+        torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if free < needed + SPARE:
-        raise NoRoom(f"{free >> 20} MiB are free, and {(needed + SPARE) >> 20} MiB are needed")
+    if free < needed:
+        raise NoRoom(f"{free >> 20} MiB are free, and {needed >> 20} MiB are needed")
 
 
 def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
@@ -326,8 +344,8 @@ def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str
         return f"unsupported: {reason}"
     got, want = subject(*args), host(*args)
     spec = registry.get(point.op)
-    case = spec.case_of(args, "verified") if point.live is None else _case(point)
-    if close(got, want, spec.tolerance_for(case, want.dtype)) or _as_exact(spec, got, want, args):
+    limit = spec.tolerance_for(case_of(point), want.dtype)
+    if close(got, want, limit) or _as_exact(spec, got, want, args):
         return None
     return "its result differs from the production kernel's"
 
@@ -415,7 +433,7 @@ def compiled(
         for point, found in (*first, *others):
             try:
                 inputs = _inputs(point, device, generator, futures)
-            except NoRoom:  # the measurement needs more, and says so
+            except (NoRoom, torch.OutOfMemoryError):  # the measurement needs more, and says so
                 continue
             for subject in found:
                 futures[pool.submit(one, subject, inputs)] = point, subject
@@ -423,8 +441,8 @@ def compiled(
     for future, (point, subject) in futures.items():
         reason = future.result()
         if reason is not None and "triton" in subject.provider.name and device.type == "cuda":
-            with suppress(NoRoom):
-                reason = one(subject, arguments(point, device, generator, 0)[0])
+            with suppress(NoRoom, torch.OutOfMemoryError):
+                reason = one(subject, checked_and_timed(point, device, generator, 0)[0])
         if reason is not None:
             failed[point, subject.name] = reason
     if device.type == "cuda":
@@ -437,10 +455,10 @@ def _inputs(
 ) -> list[Any]:
     """The arguments of a point. Where the inputs of running calls take the room, they are awaited. Raises NoRoom."""
     try:
-        return arguments(point, device, generator, 0)[0]
-    except NoRoom:
+        return checked_and_timed(point, device, generator, 0)[0]
+    except (NoRoom, torch.OutOfMemoryError):
         wait(running)
-    return arguments(point, device, generator, 0)[0]
+    return checked_and_timed(point, device, generator, 0)[0]
 
 
 # -- timing

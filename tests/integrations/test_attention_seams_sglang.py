@@ -5,9 +5,11 @@ The layout: keys and values apart, [slots, Hkv, D], a page being block_size slot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from fk_integrations.sglang.scheduler import SglangAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
+from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind
-from fastkernels.overrides.attention.attention_decode import attention_decode
+from fastkernels.core.tuning import Chip
+from fastkernels.overrides.attention.attention_decode import attention_decode, reference
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
-from fastkernels.verify.measure import Point, arguments
+from fastkernels.verify import measure
+from fastkernels.verify.measure import LEAST_CALLS, Point
 
 use = attention_seams.use  # the fixture
 
@@ -32,6 +37,10 @@ class HostBackend:
     page_size = BLOCK
     forward_metadata: Any
     token_to_kv_pool: Any
+    prepared: ClassVar[list[bool]] = []
+
+    def init_forward_metadata_out_graph(self, forward_batch: object, in_capture: bool = False) -> None:
+        self.prepared.append(in_capture)
 
     def forward_decode(self, *args: object, **kwargs: object) -> str:
         return "the host's decode"
@@ -63,8 +72,9 @@ def sglang(batch: Batch, by_table: bool = False) -> tuple[Any, Layer, SimpleName
     mode = SimpleNamespace(name="DECODE" if max(batch.queries) == 1 else "EXTEND")
     out_cache_loc = batch.new(batch.slots)
     forward_batch = SimpleNamespace(
-        forward_mode=mode, spec_info=None, encoder_lens=None, out_cache_loc=out_cache_loc
-    )
+        forward_mode=mode, spec_info=None, encoder_lens=None, out_cache_loc=out_cache_loc,
+        batch_size=len(batch.queries),
+    )  # fmt: skip
     return backend, layer, forward_batch
 
 
@@ -94,39 +104,143 @@ def test_sglang_layers_with_sinks_are_ours(queries: list[int]) -> None:
     torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(-1, sinks), atol=1e-5, rtol=1e-5)
 
 
-def test_sglang_decode_attention_is_measured_for_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with FASTKERNELS_VERIFY=1. A graph's page table covers the longest context in whole pages."""
-    host = type(
-        "FlashAttentionBackend", (), {"__module__": attention.FLASH.partition(":")[0], "page_size": BLOCK}
-    )
-    backend: Any = host()
-    backend.init_cuda_graph_state = None
+def kernel(**given: Any) -> torch.Tensor:
+    """FlashAttention's entry point with SGLang's names, by the reference."""
+    assert given["cu_seqlens_q"].tolist() == list(range(len(given["q"]) + 1)) and given["max_seqlen_q"] == 1
+    assert given["causal"] and given["num_splits"] == 0 and given["ver"] == 3
+    CALLS.append(given["scheduler_metadata"])
+    longest = given["page_table"].shape[1] * given["k_cache"].shape[1]
+    return reference(
+        given["q"], given["k_cache"], given["v_cache"], given["cache_seqlens"], given["page_table"], longest,
+        given["softmax_scale"], given["window_size"][0], given["softcap"],
+    )  # fmt: skip
+
+
+CALLS: list[Any] = []
+PAGES = 40  # of the pool
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """(a model runner with FlashAttention on a pool of PAGES, its two layers)."""
+    module: Any = ModuleType(attention.FLASH.partition(":")[0])
+    module.flash_attn_with_kvcache = kernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    CALLS.clear()
+    backend: Any = type("FlashAttentionBackend", (), {"__module__": module.__name__, "page_size": BLOCK})()
+    vars(backend).update(
+        init_cuda_graph_state=None, num_attention_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=D, num_splits=0,
+        fa_impl_ver=3, _compute_scheduler_metadata=lambda *args: ("the plan", *args[:2]),
+    )  # fmt: skip
     pool = type("MHATokenToKVPool", (), {})()
     pool.dtype = pool.store_dtype = torch.float32
-    pool.k_buffer = [torch.zeros(2 * BLOCK, KV_HEADS, D)]
+    pool.k_buffer = [torch.randn(PAGES * BLOCK, KV_HEADS, D) for _ in range(2)]
+    pool.v_buffer = [torch.randn(PAGES * BLOCK, KV_HEADS, D) for _ in range(2)]
+    pool.size, pool.page_size = (PAGES - 1) * BLOCK, BLOCK
+    pool.get_kv_buffer = lambda i: (pool.k_buffer[i], pool.v_buffer[i])
     backend.token_to_kv_pool = pool
     runner: Any = SimpleNamespace(
         attn_backend=backend, max_running_requests=8, model_config=SimpleNamespace(context_len=2 * BLOCK + 1),
         server_args=SimpleNamespace(kv_cache_dtype="auto", pp_size=1),
     )  # fmt: skip
-    layer: Any = Layer()
-    layer.attn_type, layer.is_cross_attention = SimpleNamespace(value="decoder"), False
-    layer.v_head_dim = layer.qk_head_dim = D
-    layer.tp_v_head_num, layer.k_scale, layer.v_scale, layer.xai_temperature_len = KV_HEADS, None, None, -1
-    layer.pos_encoding_mode, layer.logit_capping_method, layer.logit_cap = "NONE", "tanh", 30.0
+    layers = []
+    for i in range(2):
+        layer: Any = Layer()
+        layer.layer_id, layer.is_cross_attention, layer.v_head_dim, layer.qk_head_dim = i, False, D, D
+        layer.attn_type, layer.xai_temperature_len = SimpleNamespace(value="decoder"), -1
+        layer.tp_v_head_num, layer.k_scale, layer.v_scale = KV_HEADS, None, None
+        layer.pos_encoding_mode, layer.logit_capping_method, layer.logit_cap = "NONE", "tanh", 30.0
+        layers.append(layer)
+    return runner, layers
+
+
+SHAPE, CONTEXT = (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32), 3 * BLOCK
+
+
+def test_sglang_decode_attention_is_measured_for_its_graphs(running: Any) -> None:
+    """A graph's page table covers the longest context in whole pages."""
+    runner, (layer, _) = running
     here = SglangAdapter(runner).of("attention_decode")
-    assert here.points(attention_decode) == ()
-    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
-    context = 3 * BLOCK
-    assert here.points(attention_decode) == [(1, context), (8, context), (4, context)]
-    shape = here.whole_shape(attention_decode, layer)
-    assert shape == (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32)
-    point = Point("attention_decode", shape, (4, context), (layer,))
-    (call, *_) = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 0)
-    assert call[8] == 30.0 and attention_decode.key is not None
-    assert attention_decode.key.of(*call) == (shape, (4, context))
+    assert here.points(attention_decode) == [(1, CONTEXT), (8, CONTEXT), (4, CONTEXT)]
+    assert here.whole_shape(attention_decode, layer) == SHAPE
     layer.is_cross_attention = True
     assert here.whole_shape(attention_decode, layer) is None
+    runner.attn_backend.page_size = 1
+    assert here.points(attention_decode)[0] == (1, 2 * BLOCK + 1)
+
+
+def test_sglang_decode_attention_is_timed_on_its_pool(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, layers = running
+    here = SglangAdapter(runner).of("attention_decode").live(attention_decode, SHAPE, layers)
+    assert here is not None and here.calls is not None and attention_decode.key is not None
+    point = Point("attention_decode", SHAPE, (4, CONTEXT), tuple(layers))
+    pool, random = runner.attn_backend.token_to_kv_pool, torch.Generator().manual_seed(0)
+    before = [t.clone() for t in (*pool.k_buffer, *pool.v_buffer)]
+    found = here.calls(point, torch.device("cpu"), random, 1 << 10)
+    assert found is not None
+    check, calls = found
+    assert len(calls) == LEAST_CALLS and check[8] == 30.0
+    for given in (check, *calls):
+        assert attention_decode.key.of(*given) == (SHAPE, (4, CONTEXT))
+        assert given[4].shape == (4, 3)  # as a graph's: FlashAttention's plan depends on it
+    assert [c[1].data_ptr() for c in calls[:2]] == [t.data_ptr() for t in pool.k_buffer]
+    for call in calls:
+        assert call[3].tolist() == [CONTEXT] * 4 and len(set(call[4].flatten().tolist())) == 12
+        assert reference(*call).isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(before, (*pool.k_buffer, *pool.v_buffer), strict=True))
+    # Only a part has memory yet, whose data would stay in L2
+    pool.post_capture_active, pool.post_capture_backed_bytes = True, sum(t.nbytes for t in before) // PAGES
+    assert here.calls(point, torch.device("cpu"), random, 1 << 16) is None
+
+
+def test_sglang_proposals_are_compared_with_its_own_kernel(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, layers = running
+    here = SglangAdapter(runner).of("attention_decode").live(attention_decode, SHAPE, layers)
+    assert here is not None
+    kernel, key = here.host, attention_decode.key
+    assert kernel is not None and kernel.name == "fa3" and key is not None
+    monkeypatch.setattr(
+        attention_decode, "key", replace(key, propose=lambda *args: [("cpp", {}), ("reference", {})])
+    )
+    monkeypatch.setattr(measure, "CPU_ROUNDS", 5)
+    monkeypatch.setattr(Provider, "unavailable", lambda self, device: None)
+    point = Point("attention_decode", SHAPE, (4, CONTEXT), tuple(layers), here)
+    chip = Chip("cpu", 2, 0.0, 1 << 10, (0, 0))
+    found = measure.measure([point], "r1", torch.device("cpu"), chip, 60.0)
+    (entry,), (said,) = found.entries, found.said.values()
+    assert entry.baseline == "fa3" and entry.provider in (None, "cpp", "reference")
+    assert "differs" not in str(said) and ("the plan", 4, CONTEXT) in CALLS
+    args = here.calls(point, torch.device("cpu"), torch.Generator(), 0)  # type: ignore[misc]
+    assert args is not None
+    CALLS.clear()
+    windowed = [*args[0][:7], 3, 0.0, *args[0][9:]]
+    torch.testing.assert_close(kernel.fn(*windowed), reference(*windowed))
+    assert CALLS == [None]  # SGLang has no plan for layers with a window
+
+
+def test_sglang_graph_of_our_kernels_alone_needs_no_plan(use: Callable[..., None]) -> None:
+    use(64)
+    batch = Batch([1, 1, 1])
+    backend, layer, forward_batch = sglang(batch, by_table=True)
+    HostBackend.prepared.clear()
+    backend.decode_cuda_graph_metadata = {3: SimpleNamespace(scheduler_metadata="a plan")}
+    args = (batch.query, batch.new(batch.keys), batch.new(batch.values))
+
+    def step(*layers: Any) -> Any:
+        backend.decode_cuda_graph_metadata[3].scheduler_metadata = "a plan"
+        backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        for each in layers:
+            backend.forward_decode(*args, each, forward_batch)
+        backend.init_forward_metadata_out_graph(forward_batch)
+        return backend.decode_cuda_graph_metadata[3].scheduler_metadata
+
+    other = Layer()  # one that stays the host's
+    assert step(layer) is None and step(layer, other) == "a plan" and step(layer) is None
+    use(512)
+    assert step(layer) == "a plan"  # no entry
+    assert HostBackend.prepared == [True, False] * 4
 
 
 def test_sglang_unsupported_step_is_counted_as_fallback() -> None:

@@ -21,7 +21,7 @@ SLOW = (
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
     "check_random_weights", "check_recurrent",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
-    ("sglang", "check_norms"),
+    ("sglang", "check_norms"), ("sglang", "check_measured"),
 )  # fmt: skip
 IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",

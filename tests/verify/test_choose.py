@@ -228,7 +228,7 @@ def test_too_little_memory_leaves_all_to_the_host(
     def no_room(*args: Any) -> None:
         raise measure.NoRoom("1 MiB are free, and 2 MiB are needed")
 
-    monkeypatch.setattr(measure, "_leave_room", no_room)
+    monkeypatch.setattr(measure, "leave_room", no_room)
     found = choose.verify(Host(), model, Request("patch"), torch.device("cpu"))
     text = "4 of 4 points were not measured and stay with the host: too little free memory: 1 MiB are free"
     assert [t[: len(text)] for t in found.measured["linear"]] == [text] and tuning.verified("cpu") == ()

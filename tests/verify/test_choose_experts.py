@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fk_integrations.core import expert_layers
 from fk_integrations.core.expert_layers import live_calls
 from fk_integrations.fastkernels.host import FastKernelsAdapter
 from fk_integrations.patching import choose
@@ -102,9 +103,16 @@ def test_calls_alternate_between_uniform_and_skewed_routing() -> None:
         return (call[0], module.w13_weight, *call[1:])
 
     modules: Any = [SimpleNamespace(w13_weight=torch.zeros(1)) for _ in range(3)]
-    live = live_calls((64, 64, 8, 16, 8, torch.float32), modules, arguments)
-    calls = live.calls((512,), 6, torch.Generator().manual_seed(0))
-    assert [c[1] is modules[i % 3].w13_weight for i, c in enumerate(calls)] == [True] * 6
+    shape = (64, 64, 8, 16, 8, torch.float32)
+    live = live_calls(shape, modules, arguments)
+    assert live.host is None and live.calls is not None
+    point = Point("fused_experts", shape, (512,), (), live)
+    found = live.calls(point, CPU, torch.Generator().manual_seed(0), 1 << 20)
+    assert found is not None
+    check, calls = found
+    assert check is calls[0] and [c[1] is modules[i % 3].w13_weight for i, c in enumerate(calls)] == [
+        True
+    ] * len(calls)
     most = [int(torch.bincount(c[3].flatten(), minlength=64).max()) / 64 for c in calls]  # of a mean of 64
     assert max(most[::2]) < 1.6 < min(most[1::2])
     assert all(c[3].dtype == torch.int32 and bool((c[2].sum(1) - 1).abs().max() < 1e-5) for c in calls)
@@ -112,14 +120,14 @@ def test_calls_alternate_between_uniform_and_skewed_routing() -> None:
 
 def test_memory_of_a_call_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(measure, "_leave_room", lambda device, needed: asked.append(needed))
+    monkeypatch.setattr(expert_layers, "leave_room", lambda device, needed: asked.append(needed))
     shape = (8, 8, 2, 4096, 14336, torch.bfloat16)
-    live = measure.Live(lambda sizes, count, generator: [[sizes, count]])
-    point = Point("fused_experts", shape, (1,), (), live)
-    generator = torch.Generator()
+    modules: Any = [SimpleNamespace(w13_weight=torch.zeros(1))]
+    live = live_calls(shape, modules, lambda module, *call: call)
+    point, generator = Point("fused_experts", shape, (1,), (), live), torch.Generator()
     # One token reads two experts, 0.7 GB: more than is cold, so the fewest calls.
-    assert measure.arguments(point, CPU, generator, 100 << 20) == [[(1,), measure.LEAST_CALLS]]
-    assert measure.arguments(point, CPU, generator, 0) == [[(1,), 1]]
+    for cold, calls in ((100 << 20, measure.LEAST_CALLS), (0, 1)):
+        assert len(measure.checked_and_timed(point, CPU, generator, cold)[1]) == calls
     assert asked[0] == asked[1] == pytest.approx(2 * 3 * 4096 * 14336 * 2, rel=0.01)
 
 

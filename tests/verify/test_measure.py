@@ -158,7 +158,7 @@ def test_too_little_memory_stops_and_says_so(linear: Any, monkeypatch: pytest.Mo
     def no_room(*args: Any) -> None:
         raise measure.NoRoom("1 MiB are free, and 2 MiB are needed")
 
-    monkeypatch.setattr(measure, "_leave_room", no_room)
+    monkeypatch.setattr(measure, "leave_room", no_room)
     found = outcome(linear, ["quick"])
     assert not found.entries
     assert found.stopped == "too little free memory: 1 MiB are free, and 2 MiB are needed"
@@ -169,12 +169,48 @@ def test_points_without_room_leave_the_others(linear: Any, monkeypatch: pytest.M
         if needed > 2 * CHIP.l2_bytes + 10_000:
             raise measure.NoRoom("too large")
 
-    monkeypatch.setattr(measure, "_leave_room", leave_room)
+    monkeypatch.setattr(measure, "leave_room", leave_room)
     linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
     points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3000, 4)]
     found = measure.measure(points, "r1", CPU, CHIP, 60.0)
     assert [(e.sizes["M"], e.provider) for e in found.entries] == [(4, "quick")]
     assert found.stopped == "too little free memory: too large" and list(found.said) == [str(points[1])]
+
+
+def test_a_point_that_exhausts_memory_leaves_the_others(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of free memory cannot know what the values of a large case take while they are made."""
+
+    def inputs(point: Any, *rest: Any) -> Any:
+        if point.sizes == (3000,):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
+        return made(point, *rest)
+
+    made = measure.arguments
+    monkeypatch.setattr(measure, "arguments", inputs)
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
+    points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3000, 4)]
+    found = measure.measure(points, "r1", CPU, CHIP, 60.0)
+    assert [(e.sizes["M"], e.provider) for e in found.entries] == [(4, "quick")]
+    assert found.stopped == "too little free memory: CUDA out of memory."
+
+
+def test_a_host_measures_with_its_kernel_on_its_memory(linear: Any) -> None:
+    def calls(point: Point, device: torch.device, generator: torch.Generator, cold: int) -> Any:
+        x, weight, _ = measure.arguments(point, device, generator, 0)[0]
+        return [x, weight, None], [[x, memory, None]] * 2
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        CLOCK.now += 1e-4
+        seen.append(weight is memory)
+        return F.linear(x, weight)
+
+    memory, seen = torch.zeros(24, 16), list[bool]()
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
+    live = measure.Live(calls, Provider("theirs", kernel))
+    point = Point("linear", (24, 16, torch.float32), (4,), live=live)
+    (entry,) = measure.measure([point], "r1", CPU, CHIP, 60.0).entries
+    assert (entry.provider, entry.baseline, entry.faster) == (None, "theirs", False)
+    assert seen[0] is False and all(seen[1:])  # compared on values of its own, timed on the host's memory
 
 
 def test_a_point_whose_kernels_were_late_is_not_settled(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ SPEC = OpSpec(
     by_default=True,
     reference=reference,
     op=logits_processor,
+    by_table=gemm.linear,
     cases=(
         Case("decode_1", {"tokens": 1, "hidden": 4096, "vocab": 128256}, tags=("model",)),
         Case("decode_32", {"tokens": 32, "hidden": 4096, "vocab": 128256}, tags=("model",)),

@@ -194,8 +194,9 @@ _VOCAB = "sglang.srt.layers.vocab_parallel_embedding"
 _METHOD = "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod"
 _EMBEDDING_NOTE = "in a live host the module stays and the lookup of its quant_method is replaced"
 _LOGITS_NOTE = (
-    "in a live host the module stays: it gathers over the host's groups, and the product is computed by the head's"
-    " quant_method; standalone it serves sampling (no input log-probabilities, no captured hidden states)"
+    "live, the host's module stays and its product with the head's weight is replaced, by default only where a tuned"
+    " table says that linear is faster; standalone it serves sampling (no input log-probabilities, no captured hidden"
+    " states)"
 )
 
 
@@ -212,8 +213,8 @@ TARGETS = {
     ),
     "logits_processor": (
         Target(
-            "sglang", "sglang.srt.layers.logits_processor:LogitsProcessor", "SGLangLogitsProcessor", "standalone",
-            note=_LOGITS_NOTE,
+            "sglang", "sglang.srt.layers.logits_processor:LogitsProcessor", "SGLangLogitsProcessor", "head",
+            default=False, note=_LOGITS_NOTE,
         ),
     ),
 }  # fmt: skip

@@ -42,6 +42,23 @@ class SGLangUnquantizedLinearMethod(UnquantizedLinearMethod):
             return super().apply(layer, x, bias)
         return linear(x, layer.weight, bias)
 
+    @staticmethod
+    def by_table(theirs: Apply, ours: Apply) -> Apply:
+        """Return apply of a live layer, as SGLangCompressedTensorsW8A8Fp8.by_table does."""
+
+        def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            n, k = layer.weight.shape
+            if (
+                torch.compiler.is_compiling()
+                or linear.requested == "named"
+                or linear.winner(x.device.type, (n, k, x.dtype), (x.numel() // k,)) is not None
+            ):
+                return ours(self, layer, x, bias)
+            linear.leave(NOT_FASTER)
+            return theirs(self, layer, x, bias)
+
+        return apply
+
 
 class SGLangReplicatedLinear(Replicated):
     """sglang.srt.layers.linear.ReplicatedLinear: x [..., K] to ([..., N], bias or None)."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import registry
+from fastkernels.core.dispatch import Provider
 from fastkernels.overrides.moe.cases import router_choice
-from fastkernels.verify.measure import Live
+from fastkernels.verify.measure import Live, Point, case_of, leave_room, several
 
 
 def method_of(module: Any) -> Any:
@@ -58,21 +60,26 @@ def live_calls(
 
     shape      values of the op's key
     arguments  arguments(module, x, topk_weights, topk_ids) -> those of the op
-    name, host  of Live
+    name, host  the code that the host's layer runs for such arguments; None: the op's production kernel
     """
     experts, _, topk, hidden, *_, dtype = shape
 
-    def calls(sizes: tuple[int, ...], count: int, generator: torch.Generator) -> list[list[Any]]:
-        made = []
-        for i in range(count):
+    def calls(
+        point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int
+    ) -> tuple[list[Any], list[list[Any]]]:
+        moved, made = registry.get(point.op).bytes_moved(case_of(point)), []
+        leave_room(device, moved)  # more than the activations of a call
+        tokens = point.sizes[0]
+        for i in range(several(cold_bytes, moved)):
             module = modules[i % len(modules)]
-            device = module.w13_weight.device
-            x = torch.randn(sizes[0], hidden, generator=generator, device=device).to(dtype)
-            choice = router_choice(sizes[0], experts, topk, bool(i % 2), generator, device)
+            where = module.w13_weight.device
+            x = torch.randn(tokens, hidden, generator=generator, device=where).to(dtype)
+            choice = router_choice(tokens, experts, topk, bool(i % 2), generator, where)
             made.append(list(arguments(module, x, *choice)))
-        return made
+        return made[0], made
 
-    return Live(calls, name, host)
+    kind = modules[0].w13_weight.device.type
+    return Live(calls, None if host is None else Provider(name, host, devices=(kind,)))
 
 
 def by_weights(modules: Sequence[Any]) -> Callable[[torch.Tensor], Any]:

@@ -39,7 +39,7 @@ class HostOp:
         return op.key.points if op.key is not None else ()
 
     def heads(self, model: Any) -> Sequence[Any]:
-        """The LM heads whose product is this op: measured as its modules are, and not replaced."""
+        """The LM heads whose product is this op, measured as its modules are."""
         return ()
 
     def callers(self, op: Op, model: Any) -> Sequence[Any]:
@@ -47,7 +47,7 @@ class HostOp:
         return ()
 
     def live(self, op: Op, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
-        """The calls of these modules, which have one shape, for a measurement; None: calls are made up."""
+        """The part of these modules, which have one shape, in a measurement; None: calls are made up."""
         return None
 
     def runner(self, module: Any) -> Any:

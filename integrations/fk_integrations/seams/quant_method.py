@@ -36,4 +36,5 @@ class QuantMethod(Seam):
         ]
 
     def swap(self, swap: Swap) -> Reason | None:
-        return replace_attribute(swap.module, "quant_method", swap.ours, ("apply",), swap.journal)
+        by_table = swap.by_table and hasattr(swap.ours, "by_table")
+        return replace_attribute(swap.module, "quant_method", swap.ours, ("apply",), swap.journal, by_table)

@@ -3,7 +3,8 @@
 `__class__` of the live backend instance is swapped, because the model runner, graph runners and hybrid wrappers all
 hold that instance. A step that our kernels do not support goes to the host's own method, counted with a reason. The
 decode metadata of a captured graph are static buffers: our ops read the same tensors, and get the page table's
-capacity as the largest number of keys, which holds for every replay.
+capacity as the largest number of keys, which holds for every replay. A graph without the host's kernels needs no plan
+of them, so that its steps launch three kernels less.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
-MODES = ("DECODE", "EXTEND", "MIXED")
+PROMPTS = ("EXTEND", "MIXED")
+MODES = ("DECODE", *PROMPTS)
 NO_DECODE = "a batch with more than one token of a sequence"
 NOT_FASTER = "a decode of a batch and context that no table lists as faster"
 
 
 def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
     """A RadixAttention's values for attention_decode's Key; None among them: not the same in all known backends."""
-    known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
+    known = known_backends(runner)
     blocks = {1 if _path(type(b)) == NATIVE else b.page_size for b in known}
     dtypes = {b.token_to_kv_pool.dtype for b in known}
     block_size, dtype = (found.pop() if len(found) == 1 else None for found in (blocks, dtypes))
@@ -36,7 +38,7 @@ def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
 
 def served(runner: Any, layer: Any) -> bool:
     """Whether our decode kernels can serve a RadixAttention, in all backends of the runner that are known."""
-    known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
+    known = known_backends(runner)
     return bool(known) and not any(
         (_unsupported_layer(runner, layer), *(_unsupported_backend(runner, backend) for backend in known))
     )
@@ -44,7 +46,7 @@ def served(runner: Any, layer: Any) -> bool:
 
 def points(runner: Any) -> list[tuple[int, int]]:
     """Batches and contexts of the decode graphs: a graph has the page table of the longest context."""
-    page = next(backend.page_size for backend in backends(runner) if hasattr(backend, "page_size"))
+    page = next((b.page_size for b in backends(runner) if hasattr(b, "page_size")), 1)
     context = -(-runner.model_config.context_len // page) * page
     most = runner.max_running_requests
     return [(batch, context) for batch in BATCHES if batch <= most]
@@ -85,6 +87,15 @@ def backends(runner: Any) -> list[Any]:
         for value in vars(backend).values():
             todo += value if isinstance(value, (list, tuple)) else [value]
     return found
+
+
+def known_backends(runner: Any) -> list[Any]:
+    """Those whose metadata our ops read."""
+    return [backend for backend in backends(runner) if _path(type(backend)) in _STEPS]
+
+
+def is_flash(backend: Any) -> bool:
+    return _path(type(backend)) == FLASH
 
 
 def _path(host_class: type) -> str:
@@ -227,6 +238,7 @@ def _implementation(
     from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
     layers: set[Any] = set()
+    captured = set[int]()  # batches of decode graphs in which all layers run ours
 
     def attend(
         self: Any,
@@ -271,11 +283,13 @@ def _implementation(
         ) -> Any:  # fmt: skip
             host = getattr(host_class, name)
             if layer not in layers:
+                captured.discard(forward_batch.batch_size)
                 return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
             choosy = by_table and not explicitly_requested()
+            if choosy and forward_batch.forward_mode.name in PROMPTS:  # first: a prompt waits for this code
+                attention_decode.leave(NO_DECODE)
+                return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
             reason = _unsupported_step(q, forward_batch, self.token_to_kv_pool, extra)
-            if reason is None and choosy and forward_batch.forward_mode.name != "DECODE":
-                reason = NO_DECODE
             if reason is None:
                 step = step_of(self, forward_batch)
                 rows = q.numel() // (layer.tp_q_head_num * layer.head_dim)
@@ -290,11 +304,24 @@ def _implementation(
                         return out
                     reason = NOT_FASTER
             attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
+            captured.discard(forward_batch.batch_size)
             return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
 
         return forward
 
+    def init_forward_metadata_out_graph(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step. Without a layer of the host's in its graph, FlashAttention's plan is not made again."""
+        batch = forward_batch.batch_size
+        if forward_batch.forward_mode.name == "DECODE" and forward_batch.spec_info is None:
+            if in_capture:
+                captured.add(batch)
+            elif batch in captured:
+                self.decode_cuda_graph_metadata[batch].scheduler_metadata = None
+        host_class.init_forward_metadata_out_graph(self, forward_batch, in_capture)
+
+    planned = step_of is _flash_step and hasattr(host_class, "init_forward_metadata_out_graph")
     body = {
+        **({"init_forward_metadata_out_graph": init_forward_metadata_out_graph} if planned else {}),
         "forward_decode": method("forward_decode"),
         "forward_extend": method("forward_extend"),
         "fastkernels_layers": layers,

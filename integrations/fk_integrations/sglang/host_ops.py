@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.verify.measure import Live
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
-from fk_integrations.sglang import attention, experts
+from fk_integrations.sglang import attention, decode_points, experts, heads, linear_points
 
 
 class _OfRunner(HostOp):
@@ -31,12 +30,38 @@ class Attention(_OfRunner):
         return super().whole_shape(op, module) if served else None
 
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if not Environment.read().verify:  # by default only what was proved on a GPU
-            return ()
         return attention.points(self.model_runner)
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
+        return Live(decode_points.calls_on(self.model_runner), decode_points.host_kernel(self.model_runner))
 
     def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
         return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+
+
+class Linear(_OfRunner):
+    """Linear layers, and the product of the LM head, which the logits processor computes."""
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        processor = heads.is_processor(module)
+        return super().shape(op, heads.head(self.model_runner.model) if processor else module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        return None if heads.is_processor(module) else super().whole_shape(op, module)
+
+    def heads(self, model: Any) -> Sequence[Any]:
+        found = heads.head(model)
+        return [found] if heads.unsupported(found) is None else []
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
+        return Live(linear_points.calls)
+
+
+class LogitsProcessor(_OfRunner):
+    """Logits of an LM head."""
+
+    def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return heads.swap(module, heads.head(self.model_runner.model), self.version, journal, by_table)
 
 
 class Experts(_OfRunner):
@@ -69,5 +94,6 @@ class Experts(_OfRunner):
 
 
 SPECIAL: dict[str, type[_OfRunner]] = {
-    "attention": Attention, "attention_decode": Attention, "fused_experts": Experts, "fused_experts_fp8": Experts,
+    "attention": Attention, "attention_decode": Attention, "linear": Linear, "logits_processor": LogitsProcessor,
+    "fused_experts": Experts, "fused_experts_fp8": Experts,
 }  # fmt: skip
