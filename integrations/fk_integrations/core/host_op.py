@@ -38,6 +38,10 @@ class HostOp:
         """The LM heads whose product is this op: measured as its modules are, and not replaced."""
         return ()
 
+    def layers(self, op: Op, model: Any) -> Sequence[Any]:
+        """The layers of an op that runs in place of several modules, none of which it replaces alone."""
+        return ()
+
     def runner(self, module: Any) -> Any:
         """The object that runs the op for a layer, if the layer's own class does not; None for any other module."""
         return None

@@ -82,6 +82,13 @@ class SglangAdapter(Adapter):
             Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
         )
 
+    def in_pass(self, module: Any) -> bool | Reason:
+        arguments = self.model_runner.server_args
+        named = str(getattr(arguments, "cuda_graph_backend_prefill", None) or "")
+        if getattr(arguments, "enable_torch_compile", False) or "tc_piecewise" in named:
+            return Reason(Kind.LEFT_TO_HOST, "SGLang compiles it, and no pass of ours changes its graphs")
+        return False
+
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()
 

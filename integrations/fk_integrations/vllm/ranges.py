@@ -1,14 +1,18 @@
 """Compile ranges: in a compiled model ours runs only in batches of the sizes at which it was measured to win.
 
 vLLM compiles a model once for each range of tokens. Above the largest batch that a kernel of ours wins, our pass puts
-plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched.
+plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched. In the batches of prompts
+in which the product of gate and up with its activation was measured to win, the pass puts that op in.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fastkernels.core import registry, tuning
 from fastkernels.core.env import Environment
@@ -16,7 +20,10 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import Request
 from fastkernels.verify.measure import named_shape
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import NAME as GATED
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.journal import Journal
+from fk_integrations.patching import gated_products
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
 from fk_integrations.vllm.plain_forms import PLAIN
@@ -50,7 +57,13 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
     for name in registry.op_names():
         spec = registry.get(name)
         op = spec.tuned_by
-        if op is None or op.key is None or op.key.sizes != TOKENS or {name, op.name} & {*request.disable}:
+        if (
+            op is None
+            or op.key is None
+            or op.key.sizes != TOKENS
+            or name == GATED
+            or {name, op.name} & {*request.disable}
+        ):
             continue
         if not (listed := tuning.entries(op.name, chip)):
             continue
@@ -59,8 +72,49 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
     return max(found)
 
 
-def stays(op: str, most: int) -> Reason | None:
+@dataclass(frozen=True)
+class Prompts:
+    """The compile ranges with products of gate and up that are computed with their activation.
+
+    more_than  the largest number of tokens in which they stay apart
+    shapes     N, K and dtype of the products
+    """
+
+    more_than: int
+    shapes: frozenset[tuple[Any, ...]]
+
+
+def prompts(found: Iterable[Gated], request: Request, device: str) -> Prompts | None:
+    """The ranges for these blocks; None: in none is ours faster for prompts of all sizes above a number of tokens."""
+    from fastkernels.overrides.linear.linear_silu_and_mul import FEW
+
+    key = registry.get(GATED).op.key
+    shapes = {key.module(gated.layer) for gated in found}
+    if gated_products.requested(request):
+        return Prompts(FEW, frozenset(shapes)) if shapes else None
+    listed = tuning.entries(GATED, tuning.chip_of(device))
+    ends = {}
+    for shape in shapes:
+        here = [e for e in listed if dict(e.shape) == named_shape(GATED, shape)]
+        if (end := _wins_above({e.sizes["M"]: e.faster for e in here})) is not None:
+            ends[shape] = max(end, FEW)
+    return Prompts(max(ends.values()), frozenset(ends)) if ends else None
+
+
+def _wins_above(faster: dict[int, bool]) -> int | None:
+    """The size above which ours is faster at all measured sizes, up to the largest; None: not at the largest."""
+    end = None
+    for size in sorted(faster, reverse=True):
+        if not faster[size] or (end is not None and size < end):
+            break
+        end = max([size // tuning.REACH, *(other for other in faster if other < size)])
+    return end
+
+
+def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
     """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
+    if op == "silu_and_mul" and of_prompts is not None:
+        return None  # the pass finds the activation after a product by our op
     return Reason(Kind.LEFT_TO_HOST, FUSED) if op in PLAIN and not most else None
 
 
@@ -75,15 +129,20 @@ def outside(config: Any, model: Any, host_class: str) -> int:
     return found
 
 
-def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> bool:
-    """Keep the ops of `plain` to batches of at most `most` tokens; whether this changes anything.
+def limit(
+    config: Any, most: int, plain: Iterable[str], journal: Journal, of_prompts: Prompts | None = None
+) -> bool:  # fmt: skip
+    """Keep the ops of `plain` to batches of at most `most` tokens, and have prompts run what `of_prompts` says.
 
-    For code that is compiled from now on. The journal restores the ranges.
+    Returns whether this changes anything. For code that is compiled from now on. The journal restores the ranges.
     """
     compilation = config.compilation_config
     ends = compilation.compile_ranges_endpoints
     plain = tuple(sorted(plain))
-    if not most or not plain or most >= max(ends):
+    limits = bool(plain) and most < max(ends) and (bool(most) or of_prompts is not None)
+    if of_prompts is not None and of_prompts.more_than >= max(ends):
+        of_prompts = None
+    if not limits and of_prompts is None:
         return False
     found = fusions.rewriting(config, journal)
     if found is None:
@@ -91,10 +150,15 @@ def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> boo
         return False
 
     def back() -> None:
-        compilation.compile_ranges_endpoints, found.most, found.plain = ends, None, ()
+        compilation.compile_ranges_endpoints, found.most, found.plain, found.prompts = ends, None, (), None
 
     journal.add(back)
-    compilation.compile_ranges_endpoints = sorted({*ends, most})
-    found.most, found.plain = most, plain
-    log.debug("up to %d tokens a batch runs %s of ours, above vLLM's compiled code", most, ", ".join(plain))
+    new = {*ends, *([most] if limits and most else ()), *([of_prompts.more_than] if of_prompts else ())}
+    compilation.compile_ranges_endpoints = sorted(new)
+    found.prompts = of_prompts
+    if limits:
+        found.most, found.plain = most, plain
+        log.debug(
+            "up to %d tokens a batch runs %s of ours, above vLLM's compiled code", most, ", ".join(plain)
+        )
     return True
