@@ -1,4 +1,4 @@
-"""linear_silu_and_mul in place of a layer and the activation after it: in a host's graph, or between its two modules."""
+"""linear_silu_and_mul in place of a layer and the activation after it, in a host's graph or between its modules."""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None] | str:
     if weight is None or any("val" not in part.meta for part in (x, weight)):
         return "the product's weight is not a transposed matrix"
     a, b = x.meta["val"], weight.meta["val"]
-    if b.dim() != 2 or a.dtype != b.dtype or b.shape[0] % 2:
+    if b.dim() != 2 or not all(isinstance(size, int) for size in b.shape):
+        return "the weight's sizes are unknown"
+    if a.dtype != b.dtype or b.shape[0] % 2:
         return f"x is {a.dtype}, the weight {b.dtype} {tuple(b.shape)}"
     return x, weight, bias
 

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core.candidate import CandidateError
 from fastkernels.core import registry
+from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason

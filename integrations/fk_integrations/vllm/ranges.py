@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fastkernels.core import registry, tuning
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
