@@ -14,6 +14,7 @@ from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.selection import HOPPER
+from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.tiled_linear_cuda import (
     LEAST,
     PARAMS,
@@ -163,11 +164,15 @@ linear_silu_and_mul = define(
 def fuses(layer: Any, x: torch.Tensor) -> bool:
     """Whether the op runs in place of a layer and silu_and_mul: many tokens, and ours was measured as faster.
 
-    layer: unquantized, with packed gate and up. Not in code that torch.compile traces, which has no number of tokens.
+    layer: unquantized, with packed gate and up. Not in code that torch.compile traces, which has no number of tokens,
+    and not where linear or silu_and_mul is requested by name.
     """
     if torch.compiler.is_compiling() or x.numel() <= FEW * x.shape[-1]:
         return False
-    return linear_silu_and_mul.faster(x, layer.weight, layer.bias)
+    op = linear_silu_and_mul
+    if op.requested == "off" or linear.requested or silu_and_mul.requested:
+        return False
+    return op.requested == "named" or op.faster(x, layer.weight, layer.bias)
 
 
 def _case(

@@ -422,12 +422,10 @@ def _rows_without_a_table(patched: Patched, planned: set[str]) -> list[Row]:
 
 def _gated_rows(patched: Patched) -> list[Row]:
     """Rows of blocks whose product of gate and up is computed with its activation, one for each class of blocks."""
-    if patched.adapter.own:
-        return []  # its blocks choose themselves
-    done = gated_products.apply(
-        patched.adapter, patched.request, patched.model, _device(patched.model), patched.journal
-    )
-    made = []
+    request, device, made = patched.request, _device(patched.model), []
+    if not gated_products.requested(request) and not _by_table(registry.get(GATED), patched.model):
+        return []
+    done = gated_products.apply(patched.adapter, request, patched.model, device, patched.journal)
     for name in dict.fromkeys([*done.modules, *done.reasons]):
         row = Row(patched.rank, GATED, name, done.modules[name], "off")
         row.explain(done.reasons.get(name, {}))

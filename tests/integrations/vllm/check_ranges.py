@@ -20,7 +20,10 @@ ABSENT = (
     "silu_and_mul_quant", "fused_qk_norm_rope",
 )  # fmt: skip
 OURS = ("linear", "rms_norm", "silu_and_mul", "rotary_emb", "embedding")
-GATED, APART = "linear_silu_and_mul", 64  # and tokens up to which the tables below keep gate and up apart from SwiGLU
+GATED, APART = (
+    "linear_silu_and_mul",
+    64,
+)  # and tokens up to which the tables below keep gate and up apart from SwiGLU
 
 
 @pytest.fixture(scope="module")
