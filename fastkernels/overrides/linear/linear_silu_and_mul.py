@@ -154,7 +154,7 @@ linear_silu_and_mul = define(
         dims=lambda N, K, dtype, M: {"tokens": M, "hidden": K, "intermediate": N // 2},
         module=_shape_of,
         propose=_propose,
-        points=((2048,), (MANY,), (1024,), (512,)),
+        points=((2048,), (MANY,), (1024,), (512,), (256,)),
         own=_own,
         scratch=lambda N, K, dtype, M: 2 * M * N * dtype.itemsize,
     ),
@@ -173,6 +173,19 @@ def fuses(layer: Any, x: torch.Tensor) -> bool:
     if op.requested == "off" or linear.requested or silu_and_mul.requested:
         return False
     return op.requested == "named" or op.faster(x, layer.weight, layer.bias)
+
+
+def activated(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return silu_and_mul(layer(x)): one op of an unquantized layer where `fuses` says so.
+
+    layer: with packed gate and up, a host's or ours, which returns the product and a bias that it has not added
+    """
+    method = type(getattr(layer, "quant_method", None)).__name__
+    plain = "UnquantizedLinearMethod" in method and not hasattr(layer, "base_layer")  # as a LoRA wrapper has
+    if plain and fuses(layer, x):
+        return linear_silu_and_mul(x, layer.weight, layer.bias)  # type: ignore[no-any-return]
+    gate_up, _ = layer(x)
+    return silu_and_mul(gate_up)  # type: ignore[no-any-return]
 
 
 def _case(
