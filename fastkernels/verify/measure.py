@@ -31,6 +31,8 @@ ROUNDS, CPU_ROUNDS = 60, 15
 MOST_PROPOSALS, MOST_CALLS, LEAST_CALLS = 3, 96, 4
 # A kernel that is SLOWER times as slow as the fastest one, in each of the first rounds, runs in no more of them
 FIRST_ROUNDS, SLOWER = 8, 1.1
+# Kernels of long prompts take milliseconds: after LEAST_ROUNDS, rounds end once a point has taken LONGEST_S
+LEAST_ROUNDS, LONGEST_S = 20, 1.5
 COLD = 2  # the weights of a graph's calls are this many times as large as L2
 COMPARED = 1 << 24  # values of two results that are compared at once
 SPARE = 512 << 20  # bytes of memory that a measurement leaves free
@@ -407,8 +409,10 @@ def interleaved(
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     runs = [_replay(subject, calls, device, pool) for subject in subjects]
     times: list[list[float]] = [[] for _ in subjects]
-    left = list(range(len(runs)))
+    left, spent = list(range(len(runs))), 0.0
     for i in range(rounds):
+        if i >= LEAST_ROUNDS and spent > LONGEST_S:
+            break
         if i and i == first:
             left = [0, *(which for which in left[1:] if not slower(times[which], times))]
             if len(left) == 1:
@@ -416,6 +420,7 @@ def interleaved(
         order = [left[(i + j) % len(left)] for j in range(len(left))]
         for which, seconds in _round(runs, order, device):
             times[which].append(seconds)
+            spent += seconds
     return times
 
 

@@ -119,8 +119,8 @@ class Adapter:
         """The special handling of an op, by its name or that of the functional op that it is measured by."""
         return gated_products.GatedProduct() if op == gated_products.NAME else HostOp()
 
-    def in_pass(self, module: Any) -> bool | Reason:
-        """Whether a compiler pass of ours changes the graph that has this module, or why it cannot; False: no graph."""
+    def in_pass(self, gated: gated_products.Gated) -> bool | Reason:
+        """Whether a compiler pass of ours changes the graph that has this block, or why not; False: no graph has it."""
         return False
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:

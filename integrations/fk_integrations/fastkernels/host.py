@@ -24,6 +24,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.patching import choose
 from fk_integrations.patching.apply import Patched, apply, change
@@ -69,7 +70,7 @@ class FastKernelsAdapter(Adapter):
     def unknown(self, target: Target, host_class: Any) -> None:
         """Our classes need no fingerprint."""
 
-    def in_pass(self, module: Any) -> bool | Reason:
+    def in_pass(self, gated: Gated) -> bool | Reason:
         """Our blocks themselves run the op where it is faster."""
         return True
 

@@ -75,7 +75,7 @@ def apply(adapter: Adapter, request: Request, model: Any, device: str, journal: 
     for gated in of_model(model):
         reason: Reason | bool | None = whole or stays(adapter, request, gated, device)
         if reason is None:
-            reason = adapter.in_pass(gated.layer)
+            reason = adapter.in_pass(gated)
         if reason is False:
             reason = between(gated, requested(request), journal)
         if isinstance(reason, Reason):

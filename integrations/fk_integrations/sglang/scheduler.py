@@ -23,6 +23,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.patching import compilations, proof
@@ -82,7 +83,7 @@ class SglangAdapter(Adapter):
             Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
         )
 
-    def in_pass(self, module: Any) -> bool | Reason:
+    def in_pass(self, gated: Gated) -> bool | Reason:
         arguments = self.model_runner.server_args
         named = str(getattr(arguments, "cuda_graph_backend_prefill", None) or "")
         if getattr(arguments, "enable_torch_compile", False) or "tc_piecewise" in named:

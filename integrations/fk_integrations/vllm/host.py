@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
@@ -32,6 +31,7 @@ from fk_integrations.core import all_ranks, applied, call_recording, reports, ve
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.gated_products import NAME as GATED
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
@@ -141,23 +141,21 @@ class VllmAdapter(Adapter):
             return reason
         return ranges.stays(op, self.most_tokens, self.prompts)
 
-    def in_pass(self, module: Any) -> bool | Reason:
+    def in_pass(self, gated: Gated) -> bool | Reason:
         from fk_integrations.vllm import fusions, ranges
 
-        if self.worker is None or not any(m is module for m in self.compiled(self.worker.get_model())):
+        if self.worker is None or not any(m is gated.layer for m in self.compiled(self.worker.get_model())):
             return False
-        config = self.worker.vllm_config
+        config, text = self.worker.vllm_config, None
         if not ranges.limited(config, self.worker.get_model()):
-            return Reason(Kind.LEFT_TO_HOST, "vLLM compiles it without ranges of tokens")
-        if fusions.taken(config):
-            return Reason(Kind.LEFT_TO_HOST, "vLLM's compiler runs a pass of yours")
-        most, found = max(config.compilation_config.compile_ranges_endpoints), self.prompts
-        if found is None or registry.get(GATED).op.key.module(module) not in found.shapes:
-            return Reason(Kind.LEFT_TO_HOST, "ours is not faster in long prompts")
-        if found.more_than >= most:
-            text = f"ours is faster in batches of more than {found.more_than} tokens, and here they have up to {most}"
-            return Reason(Kind.LEFT_TO_HOST, text)
-        return True
+            text = "vLLM compiles it without ranges of tokens"
+        elif fusions.taken(config):
+            text = "vLLM's compiler runs a pass of yours"
+        elif self.prompts is None:
+            text = f"batches have at most {max(config.compilation_config.compile_ranges_endpoints)} tokens"
+        elif not hasattr(type(gated.activation), "fastkernels"):
+            text = "the pass finds the product before our silu_and_mul, and here the activation stays vLLM's"
+        return True if text is None else Reason(Kind.LEFT_TO_HOST, text)
 
     @functools.cached_property
     def most_tokens(self) -> int | None:
@@ -181,7 +179,9 @@ class VllmAdapter(Adapter):
         model, device = self.worker.get_model(), str(self.worker.device.type)
         inside = {id(m) for m in self.compiled(model)}
         found = [g for g in gated_products.chosen(self, self.request, model, device) if id(g.layer) in inside]
-        return ranges.prompts(found, self.request, device)
+        ranges_of = ranges.prompts(found, self.most_tokens)
+        longest = max(self.worker.vllm_config.compilation_config.compile_ranges_endpoints)
+        return None if ranges_of is None or ranges_of.more_than >= longest else ranges_of
 
 
 def _rebound(target: Target) -> bool:

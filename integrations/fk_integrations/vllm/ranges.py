@@ -21,7 +21,6 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.journal import Journal
-from fk_integrations.patching import gated_products
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
 from fk_integrations.vllm.plain_forms import PLAIN
@@ -72,7 +71,9 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The compile ranges with products of gate and up that are computed with their activation.
+    """The compile ranges in which one op computes products of gate and up with their activation.
+
+    The op runs our kernel in batches of the sizes at which that was measured to win, and in others cuBLAS's.
 
     more_than  the largest number of tokens in which they stay apart
     shapes     N, K and dtype of the products
@@ -82,31 +83,13 @@ class Prompts:
     shapes: frozenset[tuple[Any, ...]]
 
 
-def prompts(found: Iterable[Gated], request: Request, device: str) -> Prompts | None:
-    """The ranges for these blocks; None: in none is ours faster for prompts of all sizes above a number of tokens."""
+def prompts(found: Iterable[Gated], most: int) -> Prompts | None:
+    """The ranges for these blocks: all above those in which our linear layers win, so that none is added."""
     from fastkernels.overrides.linear.linear_silu_and_mul import FEW
 
     key = registry.get(GATED).op.key
-    shapes = {key.module(gated.layer) for gated in found}
-    if gated_products.requested(request):
-        return Prompts(FEW, frozenset(shapes)) if shapes else None
-    listed = tuning.entries(GATED, tuning.chip_of(device))
-    ends = {}
-    for shape in shapes:
-        here = [e for e in listed if dict(e.shape) == named_shape(GATED, shape)]
-        if (end := _wins_above({e.sizes["M"]: e.faster for e in here})) is not None:
-            ends[shape] = max(end, FEW)
-    return Prompts(max(ends.values()), frozenset(ends)) if ends else None
-
-
-def _wins_above(faster: dict[int, bool]) -> int | None:
-    """The size above which ours is faster at all measured sizes, up to the largest; None: not at the largest."""
-    end = None
-    for size in sorted(faster, reverse=True):
-        if not faster[size] or (end is not None and size < end):
-            break
-        end = max([size // tuning.REACH, *(other for other in faster if other < size)])
-    return end
+    shapes = frozenset(key.module(gated.layer) for gated in found)
+    return Prompts(most or FEW, shapes) if shapes else None
 
 
 def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
@@ -137,9 +120,9 @@ def limit(
     compilation = config.compilation_config
     ends = compilation.compile_ranges_endpoints
     plain = tuple(sorted(plain))
-    limits = bool(plain) and most < max(ends) and (bool(most) or of_prompts is not None)
     if of_prompts is not None and of_prompts.more_than >= max(ends):
         of_prompts = None
+    limits = bool(plain) and most < max(ends) and (bool(most) or of_prompts is not None)
     if not limits and of_prompts is None:
         return False
     found = fusions.rewriting(config, journal)

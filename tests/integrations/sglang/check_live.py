@@ -99,7 +99,9 @@ def test_prompts_compute_swiglu_in_the_product(engine, stock):
         sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
         ids = [[1 + i % 90 for i in range(n)] for n in (200, 30)]
         engine.flush_cache()
-        found = [engine.generate(input_ids=some, sampling_params=sampling, return_logprob=True) for some in ids]
+        found = [
+            engine.generate(input_ids=some, sampling_params=sampling, return_logprob=True) for some in ids
+        ]
         return [step[0] for one in found for step in one["meta_info"]["output_token_logprobs"]]
 
     want = of_prompts()

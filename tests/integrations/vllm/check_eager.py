@@ -110,7 +110,9 @@ def test_prompts_compute_swiglu_in_the_product(llm, stock):
     def of_prompts():
         params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
         ids = [[1 + i % 90 for i in range(n)] for n in (200, 30)]
-        found = [llm.generate([{"prompt_token_ids": some}], params, use_tqdm=False)[0].outputs[0] for some in ids]
+        found = [
+            llm.generate([{"prompt_token_ids": some}], params, use_tqdm=False)[0].outputs[0] for some in ids
+        ]
         return [next(iter(step.values())).logprob for one in found for step in one.logprobs]
 
     from vllm import SamplingParams
