@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,9 @@ def test_ops_with_a_plain_form_stay_where_nothing_wins() -> None:
 
 class Pass:
     quantization, most, plain, prompts = True, None, (), None
+
+    def __init__(self) -> None:
+        self.apart: Counter[str] = Counter()
 
 
 def config(
@@ -141,6 +145,17 @@ def test_prompts_share_the_range_above_the_batches_that_ours_wins() -> None:
     journal.undo()
     assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
     assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
+
+
+def test_report_has_what_the_pass_left() -> None:
+    ours = Pass()
+    found = config(of=ours)
+    ours.apart["left from before"] = 3
+    assert ranges.still_apart(found) == {}
+    ranges.limit(found, 64, {"linear"}, Journal(), ranges.Prompts(64, SHAPES))
+    ours.apart["the product has another user"] = 2
+    (reason,) = ranges.still_apart(found)
+    assert reason.text == "2 activations of compiled graphs stay apart: the product has another user"
 
 
 def test_prompts_alone_add_a_range_and_nothing_else_stays_ours() -> None:

@@ -85,8 +85,9 @@ class SglangAdapter(Adapter):
 
     def in_pass(self, gated: Gated) -> bool | Reason:
         arguments = self.model_runner.server_args
-        named = str(getattr(arguments, "cuda_graph_backend_prefill", None) or "")
-        if getattr(arguments, "enable_torch_compile", False) or "tc_piecewise" in named:
+        prefill = getattr(getattr(arguments, "cuda_graph_config", None), "prefill", None)
+        in_pieces = "tc_piecewise" in str(getattr(prefill, "backend", "")).lower()
+        if getattr(arguments, "enable_torch_compile", False) or in_pieces:
             return Reason(Kind.LEFT_TO_HOST, "SGLang compiles it, and no pass of ours changes its graphs")
         return False
 

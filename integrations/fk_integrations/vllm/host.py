@@ -218,6 +218,8 @@ def _reply(
     patched: Patched | None = vars(worker).get(STATE)
     if patched is not None and not (patched.whole and patched.meant_by(request or Request("report"))):
         patched = None
+    if patched is not None:
+        _note_apart(worker, patched)
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
     place["seconds"] = {} if patched is None else patched.seconds
@@ -336,6 +338,16 @@ def _limit_ranges(worker: Any, adapter: VllmAdapter, patched: Patched) -> None:
         log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", found.most)
     if patched.rank == 0 and found.prompts is not None:
         log.info("%s runs in batches of more than %d tokens", GATED, found.prompts.more_than)
+
+
+def _note_apart(worker: Any, patched: Patched) -> None:
+    """Add to the row of products with their activations what the compiler pass has left."""
+    from fk_integrations.vllm import ranges
+
+    row = next((row for row in patched.rows if row.op == GATED and row.more_than is not None), None)
+    if row is not None and (apart := ranges.still_apart(worker.vllm_config)):
+        before = {Reason(Kind(r["kind"]), r["text"]): r["modules"] for r in row.reasons}
+        row.explain({**{reason: n for reason, n in before.items() if n}, **apart})
 
 
 def _discard(back: Callable[[], None]) -> None:

@@ -92,6 +92,17 @@ def prompts(found: Iterable[Gated], most: int) -> Prompts | None:
     return Prompts(most or FEW, shapes) if shapes else None
 
 
+def still_apart(config: Any) -> dict[Reason, int]:
+    """Why compiled graphs of prompts have activations after their products; the numbers are in the reasons."""
+    found = fusions.rewriting(config)
+    if found is None or found.prompts is None:
+        return {}
+    return {
+        Reason(Kind.LEFT_TO_HOST, f"{n} activations of compiled graphs stay apart: {why}"): 0
+        for why, n in found.apart.items()
+    }
+
+
 def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
     """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
     if op == "silu_and_mul" and of_prompts is not None:
@@ -134,6 +145,7 @@ def limit(
         compilation.compile_ranges_endpoints, found.most, found.plain, found.prompts = ends, None, (), None
 
     journal.add(back)
+    found.apart.clear()
     new = {*ends, *([most] if limits and most else ()), *([of_prompts.more_than] if of_prompts else ())}
     compilation.compile_ranges_endpoints = sorted(new)
     found.prompts = of_prompts
