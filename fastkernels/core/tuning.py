@@ -81,7 +81,7 @@ class Key:
     points  sizes at which a patch measures the proposals for each shape of a model, the most important ones first
     own     own(module, args) -> the arguments `args` of a call with the module's own weights
     usual   {name of shape: values that hosts have by default}, for commands about shapes that are unknown in part
-    scratch scratch(**shape, **sizes) -> bytes that a measured call needs beside its arguments and its result
+    scratch scratch(**shape, **sizes) -> bytes that a measured call needs in addition to its arguments and its result
     """
 
     shape: tuple[str, ...]

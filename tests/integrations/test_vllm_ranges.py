@@ -136,7 +136,7 @@ def test_limit_adds_an_endpoint_and_undo_removes_it() -> None:
 SHAPES = frozenset({(192, 64, "bfloat16")})
 
 
-def test_prompts_share_the_range_above_the_batches_that_ours_wins() -> None:
+def test_prompts_share_the_range_above_decodes() -> None:
     ours, journal = Pass(), Journal()
     found = config(of=ours)
     assert ranges.limit(found, 64, {"linear"}, journal, ranges.Prompts(64, SHAPES))

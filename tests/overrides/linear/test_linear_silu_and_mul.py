@@ -122,7 +122,7 @@ def test_tiles_equal_the_reference_at_sizes_of_models(name: str, m: int) -> None
 
 
 @pytest.mark.gpu
-def test_every_proposal_is_right_on_the_chip_and_a_graph_replays_it() -> None:
+def test_a_graph_replays_the_proposal() -> None:
     x, weight, _ = made(2048, 4096, 14336, "cuda", torch.bfloat16)
     want = F.silu(F.linear(x, weight[:14336])) * F.linear(x, weight[14336:])
     params = file._propose((28672, 4096, x.dtype), (2048,), Chip.of("cuda"))[0][1]
@@ -152,6 +152,6 @@ def test_measurement_of_an_8b_model_stays_within_its_time() -> None:
     for _ in range(2):
         found = measure.measure(points, "r", device, Chip.of("cuda"), 85.0)
     for entry in found.entries:
-        print(entry, entry.provider, entry.speedup, entry.ci95, found.said[str(points[0])])
+        print(entry, entry.provider, entry.params, entry.speedup, entry.ci95)
     print(found.seconds)
     assert found.stopped is None and len(found.entries) == 5 and sum(found.seconds.values()) < 8
