@@ -116,7 +116,7 @@ class Product(torch.Tensor):
         return self.computed
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map(_value, (args, kwargs or {}))
         return func(*args, **kwargs)
 

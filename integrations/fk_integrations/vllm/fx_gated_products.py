@@ -50,7 +50,10 @@ def fuse(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], apart: Counter[st
 
 def _product(node: Any) -> tuple[fx.Node, fx.Node, fx.Node | None] | str:
     """x, weight and bias of a linear layer's node; or why it is none."""
-    target = node.target
+    target: Any = node.target
+    x: Any
+    weight: Any
+    bias: Any
     if target is torch.ops.fastkernels.linear.default or target is torch.ops.aten.linear.default:
         given = arguments(node)
         x, weight, bias = given.get("x", given.get("input")), given["weight"], given.get("bias")
