@@ -91,6 +91,7 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
+    more_than   the largest batch in which a compiled model does not run ours; None: it runs in small ones, too
     own         whether `calls` are those of the row's own modules; else, in our engine, the op's in that process, where
                 rows of one op share them
     unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
@@ -112,6 +113,7 @@ class Row:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
+    more_than: int | None = None
     own: bool = False
     unlimited: int = 0
 
@@ -309,6 +311,7 @@ class Report:
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
+            state += f"; in batches of more than {r.more_than} tokens" if r.more_than is not None else ""
             state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""

@@ -81,6 +81,7 @@ class Key:
     points  sizes at which a patch measures the proposals for each shape of a model, the most important ones first
     own     own(module, args) -> the arguments `args` of a call with the module's own weights
     usual   {name of shape: values that hosts have by default}, for commands about shapes that are unknown in part
+    scratch scratch(**shape, **sizes) -> bytes that a measured call needs in addition to its arguments and its result
     """
 
     shape: tuple[str, ...]
@@ -92,6 +93,7 @@ class Key:
     points: tuple[tuple[int, ...], ...] = ()
     own: Callable[[Any, list[Any]], list[Any]] | None = None
     usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    scratch: Callable[..., int] | None = None
 
 
 @dataclass(frozen=True)

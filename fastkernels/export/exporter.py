@@ -125,6 +125,7 @@ LEFT = ("sglang_static_quant_fp8",)
 # Without a host class: no host has a function with their arguments.
 NO_PLACE = {
     "linear_residual": "the blocks of gated_residual call it in code that torch.compile traces",
+    "linear_silu_and_mul": "it runs in place of two modules of a host, where a measurement says so",
     "fused_experts_gelu": "fused_experts replaces the product of a host's experts with any activation: export that",
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_nvfp4": "hosts pack and order such weights for their own kernels when they load them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,10 @@ def test_ops_with_a_plain_form_stay_where_nothing_wins() -> None:
 
 
 class Pass:
-    quantization, most, plain = True, None, ()
+    quantization, most, plain, prompts = True, None, (), None
+
+    def __init__(self) -> None:
+        self.apart: Counter[str] = Counter()
 
 
 def config(
@@ -127,6 +131,56 @@ def test_limit_adds_an_endpoint_and_undo_removes_it() -> None:
     journal.undo()
     assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
     assert (ours.most, ours.plain) == (None, ())
+
+
+SHAPES = frozenset({(192, 64, "bfloat16")})
+
+
+def test_prompts_share_the_range_above_decodes() -> None:
+    ours, journal = Pass(), Journal()
+    found = config(of=ours)
+    assert ranges.limit(found, 64, {"linear"}, journal, ranges.Prompts(64, SHAPES))
+    assert found.compilation_config.compile_ranges_endpoints == [64, 512, 2048]
+    assert (ours.most, ours.plain, ours.prompts) == (64, ("linear",), ranges.Prompts(64, SHAPES))
+    journal.undo()
+    assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
+    assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
+
+
+def test_report_has_what_the_pass_left() -> None:
+    ours = Pass()
+    found = config(of=ours)
+    ours.apart["left from before"] = 3
+    assert ranges.still_apart(found) == {}
+    ranges.limit(found, 64, {"linear"}, Journal(), ranges.Prompts(64, SHAPES))
+    ours.apart["the product has another user"] = 2
+    (reason,) = ranges.still_apart(found)
+    assert reason.text == "2 activations of compiled graphs stay apart: the product has another user"
+
+
+def test_prompts_alone_add_a_range_and_nothing_else_stays_ours() -> None:
+    ours, journal = Pass(), Journal()
+    found = config(of=ours)
+    assert ranges.limit(found, 0, {"silu_and_mul"}, journal, ranges.Prompts(64, SHAPES))
+    assert found.compilation_config.compile_ranges_endpoints == [64, 512, 2048]
+    assert (ours.most, ours.plain, ours.prompts) == (0, ("silu_and_mul",), ranges.Prompts(64, SHAPES))
+    journal.undo()
+    assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
+
+
+def test_short_batches_have_no_range_for_prompts() -> None:
+    ours = Pass()
+    found = config(ends=(32,), of=ours)
+    assert not ranges.limit(found, 0, {"silu_and_mul"}, Journal(), ranges.Prompts(64, SHAPES))
+    assert found.compilation_config.compile_ranges_endpoints == [32] and ours.prompts is None
+
+
+def test_only_the_activation_becomes_ours_for_prompts_alone() -> None:
+    for_prompts = ranges.Prompts(64, SHAPES)
+    assert ranges.stays("silu_and_mul", 0, for_prompts) is None
+    assert (
+        ranges.stays("rms_norm", 0, for_prompts) is not None and ranges.stays("silu_and_mul", 0) is not None
+    )
 
 
 @pytest.mark.parametrize(

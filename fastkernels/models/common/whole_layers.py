@@ -10,11 +10,13 @@ from torch import nn
 
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import NUMBERED, Attention, Decoder, Experts, Layer, Mlp, Norm
+from fastkernels.overrides.block.gated_mlp import PackedMLP
 from fastkernels.overrides.block.vllm import (
     VllmLlamaDecoderLayer,
     VllmMixtralDecoderLayer,
     VllmQwen3DecoderLayer,
 )
+from fastkernels.overrides.linear.linear_silu_and_mul import activated
 
 Build = Callable[[int, str], nn.Module]  # a layer's number and its name
 
@@ -24,8 +26,15 @@ def builder(arch: Architecture, d: Decoder) -> Build | None:
     for op in arch.layers:
         same, make = LAYERS[op]
         if all(same(layer) == layer for layer in d.layers):
-            return lambda i, prefix: make(_config(d, d.layers[i]), prefix)
+            return lambda i, prefix: _with_activated(make(_config(d, d.layers[i]), prefix))
     return None
+
+
+def _with_activated(layer: nn.Module) -> nn.Module:
+    """A layer whose MLP may compute the product of gate and up, and its activation, at once."""
+    if isinstance(mlp := getattr(layer, "mlp", None), PackedMLP):
+        mlp.activated = activated  # type: ignore[assignment]
+    return layer
 
 
 def _llama(layer: Layer) -> Layer | None:

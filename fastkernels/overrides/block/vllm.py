@@ -67,6 +67,11 @@ class VllmLlamaMLP(PackedMLP):
         self.act_fn = VllmSiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Our engine's, which may compute the product and its activation at once: linear_silu_and_mul.activated
+        activated = getattr(self, "activated", None)
+        if activated is not None:
+            out, _ = self.down_proj(activated(self.gate_up_proj, x))
+            return out
         gate_up, _ = self.gate_up_proj(x)
         out, _ = self.down_proj(silu_and_mul(gate_up))
         return out

@@ -126,10 +126,16 @@ def _linear_gelu(x: T, weight: T, bias: T | None = None, approximate: str = "non
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
+def _linear_silu_and_mul(x: T, weight: T, bias: T | None = None) -> T:
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batched_matmul": (*from_blas(torch.bmm),),
     "linear": (*from_blas(_linear),),
     "linear_gelu": (*from_torch(_linear_gelu), inductor("linear_gelu")),
+    "linear_silu_and_mul": (*from_blas(_linear_silu_and_mul), inductor("linear_silu_and_mul")),
     "linear_int4": (
         Baseline(
             "marlin",

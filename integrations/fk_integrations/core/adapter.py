@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
-from fk_integrations.core import versions
+from fk_integrations.core import gated_products, versions
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 
@@ -117,7 +117,11 @@ class Adapter:
 
     def of(self, op: str) -> HostOp:
         """The special handling of an op, by its name or that of the functional op that it is measured by."""
-        return HostOp()
+        return gated_products.GatedProduct() if op == gated_products.NAME else HostOp()
+
+    def in_pass(self, gated: gated_products.Gated) -> bool | Reason:
+        """Whether a compiler pass of ours changes the graph that has this block, or why not; False: no graph has it."""
+        return False
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         """Why the host, which fuses this module with its neighbours, is faster without ours; or None."""

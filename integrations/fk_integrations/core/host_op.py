@@ -42,13 +42,13 @@ class HostOp:
         """The LM heads whose product is this op, measured as its modules are."""
         return ()
 
-    def callers(self, op: Op, model: Any) -> Sequence[Any]:
-        """Modules that call this op themselves: measured, and not replaced."""
-        return ()
-
     def live(self, op: Op, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
         """The part of these modules, which have one shape, in a measurement; None: calls are made up."""
         return None
+
+    def layers(self, op: Op, model: Any) -> Sequence[Any]:
+        """The modules in which the op runs without replacing one of them alone: measured as those that it replaces."""
+        return ()
 
     def runner(self, module: Any) -> Any:
         """The object that runs the op for a layer, if the layer's own class does not; None for any other module."""

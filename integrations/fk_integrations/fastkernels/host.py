@@ -26,6 +26,7 @@ from fastkernels.verify.measure import Live
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.expert_layers import live_calls, shape_of
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.patching import choose
 from fk_integrations.patching.apply import Patched, apply, change
@@ -73,6 +74,10 @@ class FastKernelsAdapter(Adapter):
     def unknown(self, target: Target, host_class: Any) -> None:
         """Our classes need no fingerprint."""
 
+    def in_pass(self, gated: Gated) -> bool | Reason:
+        """Our blocks themselves run the op where it is faster."""
+        return True
+
 
 class _Attention(HostOp):
     """Attention with keys and values of several heads."""
@@ -110,7 +115,7 @@ class _Experts(HostOp):
     def __init__(self, model_runner: Any):
         self.model_runner = model_runner
 
-    def callers(self, op: Any, model: Any) -> Sequence[Any]:
+    def layers(self, op: Any, model: Any) -> Sequence[Any]:
         from fastkernels.models.common.decoder import DecoderExperts
 
         found = [m for m in model.modules() if isinstance(m, DecoderExperts)]

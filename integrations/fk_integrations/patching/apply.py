@@ -23,6 +23,7 @@ from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.instance_class import is_bound_method
 from fk_integrations.core.journal import Journal
 from fk_integrations.live import asleep, trials
@@ -30,7 +31,7 @@ from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.live.prepared import prepare
 from fk_integrations.live.tally import Counts, Tally
 from fk_integrations.live.trials import Trial
-from fk_integrations.patching import choose, seam_interface
+from fk_integrations.patching import choose, gated_products, seam_interface
 from fk_integrations.patching.seam_interface import Seam, Swap
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def _swap_modules(patched: Patched) -> None:
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
+    patched.rows += _gated_rows(patched)
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
     patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
@@ -416,6 +418,22 @@ def _rows_without_a_table(patched: Patched, planned: set[str]) -> list[Row]:
             if reasons:
                 made.append(Row(patched.rank, name, target.name, 0, "off"))
                 made[-1].explain({whole: 0} if whole else reasons)
+    return made
+
+
+def _gated_rows(patched: Patched) -> list[Row]:
+    """Rows of blocks whose product of gate and up is computed with its activation, one for each class of blocks."""
+    request, device, made = patched.request, _device(patched.model), []
+    if not gated_products.requested(request) and not _by_table(registry.get(GATED), patched.model):
+        return []
+    done = gated_products.apply(patched.adapter, request, patched.model, device, patched.journal)
+    for name in dict.fromkeys([*done.modules, *done.reasons]):
+        row = Row(patched.rank, GATED, name, done.modules[name], "off")
+        row.explain(done.reasons.get(name, {}))
+        if row.modules:
+            row.state = "active"
+            patched.every_step.add(id(row))  # else a report without a prompt would lack a proof
+        made.append(row)
     return made
 
 

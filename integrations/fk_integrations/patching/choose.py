@@ -20,13 +20,14 @@ from fastkernels.verify import cache, measure, phases
 from fastkernels.verify.measure import Point, named_shape
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.ranks import agree
-from fk_integrations.patching import seam_interface
+from fk_integrations.patching import gated_products, seam_interface
 
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
-TRIED = "linear", "attention_decode", "fused_experts", "fused_experts_fp8"
+TRIED = "linear", "linear_silu_and_mul", "attention_decode", "fused_experts", "fused_experts_fp8"
 SECONDS = 85.0  # of a measurement, with compiling
 WAIT_S = SECONDS + 60  # that other ranks wait for it
 
@@ -101,11 +102,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
         own = modules_of(adapter, model, spec)
-        here, more = adapter.of(op.name), []
-        if name == op.name:
-            callers = ((m, here.whole_shape(op, m)) for m in here.callers(op, model))
-            own += [(m, shape) for m, shape in callers if shape is not None]
-            more = [(m, here.whole_shape(op, m)) for m in here.heads(model)]
+        here = adapter.of(op.name)
+        more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
         for into, several in ((found, own), (heads, more)):
             for module, shape in several:
                 if shape is None:
@@ -129,11 +127,13 @@ def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
     names = {spec.name, spec.tuned_by.name}
     chosen = {*request.candidates, *request.disable, *Environment.read().provider}
     listed = request.ops is None or bool(names & set(request.ops))
+    if spec.name == GATED and gated_products.settled(adapter, request) is not None:
+        return True
     return bool(names & chosen) or not listed or bool(adapter.batch_invariant() and not spec.batch_invariant)
 
 
 def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The modules that the op can replace, each with the values of the key's shape."""
+    """The modules that the op can replace, and its layers, each with the values of the key's shape."""
     found = []
     for target in adapter.targets(spec, model):
         place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
@@ -146,6 +146,10 @@ def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tu
             shape = adapter.of(spec.tuned_by.name).whole_shape(spec.tuned_by, module)
             if shape is not None:
                 found.append((module, shape))
+    here = adapter.of(spec.name)
+    for layer in here.layers(spec.op, model) if spec.op is not None else ():
+        if (shape := here.whole_shape(spec.op, layer)) is not None:
+            found.append((layer, shape))
     return found
 
 

@@ -23,6 +23,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.patching import compilations, proof
@@ -81,6 +82,14 @@ class SglangAdapter(Adapter):
         return Reason(
             Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
         )
+
+    def in_pass(self, gated: Gated) -> bool | Reason:
+        arguments = self.model_runner.server_args
+        prefill = getattr(getattr(arguments, "cuda_graph_config", None), "prefill", None)
+        in_pieces = "tc_piecewise" in str(getattr(prefill, "backend", "")).lower()
+        if getattr(arguments, "enable_torch_compile", False) or in_pieces:
+            return Reason(Kind.LEFT_TO_HOST, "SGLang compiles it, and no pass of ours changes its graphs")
+        return False
 
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()

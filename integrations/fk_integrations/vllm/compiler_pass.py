@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from typing import Any
 
 import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from fastkernels.core import dispatch
-from fk_integrations.vllm import fx_fusions, plain_forms
+from fk_integrations.vllm import fx_fusions, fx_gated_products, plain_forms
+from fk_integrations.vllm.ranges import Prompts
 
 dispatch.only_overload = True  # which vLLM's compiler can compile
 
 
 class RewriteOps(InductorPass):
-    """Fuses our norms and activations with our quantization, and replaces our ops in compile ranges of long batches.
+    """Fuses our norms and activations with our quantization, and changes our ops in compile ranges of long batches.
 
     quantization  whether it fuses
     most          the largest number of tokens in which the ops of `plain` stay ours; None: all
+    prompts       in which ranges the product of gate and up is computed with its activation; None: in none
+    apart         {why: activations that the pass has left after their products in these ranges}
     """
 
     def __init__(self, quantization: bool):
         self.quantization = quantization
         self.most: int | None = None
         self.plain: tuple[str, ...] = ()
+        self.prompts: Prompts | None = None
+        self.apart: Counter[str] = Counter()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.quantization:
             fx_fusions.fuse_quantization(graph)
-        if self.most is not None and get_pass_context().compile_range.start > self.most:
+        start = get_pass_context().compile_range.start
+        if self.prompts is not None and start > self.prompts.more_than:
+            fx_gated_products.fuse(graph, self.prompts.shapes, self.apart)
+        if self.most is not None and start > self.most:
             plain_forms.use_plain_forms(graph, self.plain)
 
     def uuid(self) -> str:
+        files = map(inspect.getsource, (fx_fusions, fx_gated_products, plain_forms))
+        prompts = self.prompts and [self.prompts.more_than, *sorted(map(str, self.prompts.shapes))]
         return InductorPass.hash_dict({
-            "source": InductorPass.hash_source(inspect.getsource(fx_fusions), inspect.getsource(plain_forms)),
-            "quantization": self.quantization, "most": self.most, "plain": list(self.plain),
+            "source": InductorPass.hash_source(*files), "quantization": self.quantization, "most": self.most,
+            "plain": list(self.plain), "prompts": prompts,
         })  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewriteOps:

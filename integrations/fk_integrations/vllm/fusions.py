@@ -52,6 +52,14 @@ def rewriting(config: Any, journal: Journal | None = None) -> Any:
     return found if hasattr(found, "quantization") else None
 
 
+def taken(config: Any) -> bool:
+    """Whether vLLM runs a pass of the user, and so none of ours."""
+    from vllm.platforms import current_platform
+
+    found = config.compilation_config.inductor_compile_config.get(current_platform.pass_key)
+    return found is not None and not hasattr(found, "quantization")
+
+
 def fuses(config: Any) -> bool:
     """Whether our pass fuses our ops with our quantization, or nothing is compiled."""
     settings = config.compilation_config.inductor_compile_config

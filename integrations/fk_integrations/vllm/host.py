@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
-from fastkernels.core.reasons import Reason
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
@@ -30,11 +30,13 @@ from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.cancellation import or_undone, to_the_end
+from fk_integrations.core.gated_products import NAME as GATED
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.live.engine_counts import EngineCounts
-from fk_integrations.patching import compilations, seam_interface
+from fk_integrations.patching import compilations, gated_products, seam_interface
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.construction import BeforeConstruction
 from fk_integrations.patching.in_process import UNDO_FIRST
@@ -43,6 +45,7 @@ from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
+    from fk_integrations.vllm.ranges import Prompts
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
@@ -136,7 +139,23 @@ class VllmAdapter(Adapter):
         reason = fusions.fused(self.worker.vllm_config, model, op, module)
         if reason is not None or self.most_tokens is None or op in ranges.named(self.request):
             return reason
-        return ranges.stays(op, self.most_tokens)
+        return ranges.stays(op, self.most_tokens, self.prompts)
+
+    def in_pass(self, gated: Gated) -> bool | Reason:
+        from fk_integrations.vllm import fusions, ranges
+
+        if self.worker is None or not any(m is gated.layer for m in self.compiled(self.worker.get_model())):
+            return False
+        config, text = self.worker.vllm_config, None
+        if not ranges.limited(config, self.worker.get_model()):
+            text = "vLLM compiles it without ranges of tokens"
+        elif fusions.taken(config):
+            text = "vLLM's compiler runs a pass of yours"
+        elif self.prompts is None:
+            text = f"batches have at most {max(config.compilation_config.compile_ranges_endpoints)} tokens"
+        elif not hasattr(type(gated.activation), "fastkernels"):
+            text = "the pass finds the product before our silu_and_mul, and here the activation stays vLLM's"
+        return True if text is None else Reason(Kind.LEFT_TO_HOST, text)
 
     @functools.cached_property
     def most_tokens(self) -> int | None:
@@ -149,6 +168,20 @@ class VllmAdapter(Adapter):
         if not ranges.limited(self.worker.vllm_config, model):
             return None
         return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
+
+    @functools.cached_property
+    def prompts(self) -> Prompts | None:
+        """The compile ranges in which the product of gate and up is computed with its activation; None: in none."""
+        from fk_integrations.vllm import fusions, ranges
+
+        if self.most_tokens is None or fusions.taken(self.worker.vllm_config):
+            return None
+        model, device = self.worker.get_model(), str(self.worker.device.type)
+        inside = {id(m) for m in self.compiled(model)}
+        found = [g for g in gated_products.chosen(self, self.request, model, device) if id(g.layer) in inside]
+        ranges_of = ranges.prompts(found, self.most_tokens)
+        longest = max(self.worker.vllm_config.compilation_config.compile_ranges_endpoints)
+        return None if ranges_of is None or ranges_of.more_than >= longest else ranges_of
 
 
 def _rebound(target: Target) -> bool:
@@ -185,6 +218,8 @@ def _reply(
     patched: Patched | None = vars(worker).get(STATE)
     if patched is not None and not (patched.whole and patched.meant_by(request or Request("report"))):
         patched = None
+    if patched is not None:
+        _note_apart(worker, patched)
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
     place["seconds"] = {} if patched is None else patched.seconds
@@ -236,7 +271,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         patched = apply(adapter, worker.get_model(), request, _rank(worker), begun)
         seconds.update(patched.seconds)
         patched.seconds = seconds
-        _limit_ranges(worker, adapter.most_tokens, patched)
+        _limit_ranges(worker, adapter, patched)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
         removal.atexit = False
@@ -275,22 +310,44 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
 
 
-def _limit_ranges(worker: Any, most: int | None, patched: Patched) -> None:
+def _limit_ranges(worker: Any, adapter: VllmAdapter, patched: Patched) -> None:
     """Keep the ops that were not requested to the batches in which a kernel of ours wins."""
-    from fk_integrations.vllm import ranges
+    from fk_integrations.vllm import fusions, ranges
 
+    most = adapter.most_tokens
     if most is None:
         return
     active = {row.op for row in patched.rows if row.state == "active"}
     plain = (active & {*ranges.PLAIN}) - ranges.named(patched.request)
-    if ranges.limit(worker.vllm_config, most, plain, patched.journal):
-        patched.every_step.clear()  # a step of a long prompt alone calls none of them
-        for row in patched.rows:
-            if row.state == "active" and row.op in plain:
-                row.most_tokens = most
-                row.unlimited = ranges.outside(worker.vllm_config, worker.get_model(), row.host_class)
-        if patched.rank == 0:
-            log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", most)
+    of_prompts = adapter.prompts if GATED in active else None
+    if not ranges.limit(worker.vllm_config, most, plain, patched.journal, of_prompts):
+        return
+    patched.every_step.clear()  # a step of a long prompt alone calls none of them
+    found = fusions.rewriting(worker.vllm_config)
+    for row in patched.rows:
+        if row.state != "active":
+            continue
+        if row.op in plain and found.most is not None:
+            row.most_tokens = found.most
+            row.unlimited = ranges.outside(worker.vllm_config, worker.get_model(), row.host_class)
+        if row.op == GATED and found.prompts is not None:
+            row.more_than = found.prompts.more_than
+        if row.op == GATED or row.most_tokens == 0:  # only prompts call it
+            patched.every_step.add(id(row))
+    if patched.rank == 0 and found.most:
+        log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", found.most)
+    if patched.rank == 0 and found.prompts is not None:
+        log.info("%s runs in batches of more than %d tokens", GATED, found.prompts.more_than)
+
+
+def _note_apart(worker: Any, patched: Patched) -> None:
+    """Add to the row of products with their activations what the compiler pass has left."""
+    from fk_integrations.vllm import ranges
+
+    row = next((row for row in patched.rows if row.op == GATED and row.more_than is not None), None)
+    if row is not None and (apart := ranges.still_apart(worker.vllm_config)):
+        before = {Reason(Kind(r["kind"]), r["text"]): r["modules"] for r in row.reasons}
+        row.explain({**{reason: n for reason, n in before.items() if n}, **apart})
 
 
 def _discard(back: Callable[[], None]) -> None:

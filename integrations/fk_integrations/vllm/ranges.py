@@ -1,13 +1,15 @@
 """Compile ranges: in a compiled model ours runs only in batches of the sizes at which it was measured to win.
 
 vLLM compiles a model once for each range of tokens. Above the largest batch that a kernel of ours wins, our pass puts
-plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched.
+plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched. In the batches of prompts
+in which the product of gate and up with its activation was measured to win, the pass puts that op in.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fastkernels.core import registry, tuning
@@ -16,6 +18,8 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import Request
 from fastkernels.verify.measure import named_shape
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.gated_products import NAME as GATED
+from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.journal import Journal
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
@@ -50,7 +54,13 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
     for name in registry.op_names():
         spec = registry.get(name)
         op = spec.tuned_by
-        if op is None or op.key is None or op.key.sizes != TOKENS or {name, op.name} & {*request.disable}:
+        if (
+            op is None
+            or op.key is None
+            or op.key.sizes != TOKENS
+            or name == GATED
+            or {name, op.name} & {*request.disable}
+        ):
             continue
         if not (listed := tuning.entries(op.name, chip)):
             continue
@@ -59,8 +69,44 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
     return max(found)
 
 
-def stays(op: str, most: int) -> Reason | None:
+@dataclass(frozen=True)
+class Prompts:
+    """The compile ranges in which one op computes products of gate and up with their activation.
+
+    The op runs our kernel in batches of the sizes at which that was measured to win, and in others cuBLAS's.
+
+    more_than  the largest number of tokens in which they stay apart
+    shapes     N, K and dtype of the products
+    """
+
+    more_than: int
+    shapes: frozenset[tuple[Any, ...]]
+
+
+def prompts(found: Iterable[Gated], most: int) -> Prompts | None:
+    """The ranges for these blocks: all above those in which our linear layers win, so that none is added."""
+    from fastkernels.overrides.linear.linear_silu_and_mul import FEW
+
+    key = registry.get(GATED).op.key
+    shapes = frozenset(key.module(gated.layer) for gated in found)
+    return Prompts(most or FEW, shapes) if shapes else None
+
+
+def still_apart(config: Any) -> dict[Reason, int]:
+    """Why compiled graphs of prompts have activations after their products; the numbers are in the reasons."""
+    found = fusions.rewriting(config)
+    if found is None or found.prompts is None:
+        return {}
+    return {
+        Reason(Kind.LEFT_TO_HOST, f"{n} activations of compiled graphs stay apart: {why}"): 0
+        for why, n in found.apart.items()
+    }
+
+
+def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
     """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
+    if op == "silu_and_mul" and of_prompts is not None:
+        return None  # the pass finds the activation after a product by our op
     return Reason(Kind.LEFT_TO_HOST, FUSED) if op in PLAIN and not most else None
 
 
@@ -75,15 +121,20 @@ def outside(config: Any, model: Any, host_class: str) -> int:
     return found
 
 
-def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> bool:
-    """Keep the ops of `plain` to batches of at most `most` tokens; whether this changes anything.
+def limit(
+    config: Any, most: int, plain: Iterable[str], journal: Journal, of_prompts: Prompts | None = None
+) -> bool:  # fmt: skip
+    """Keep the ops of `plain` to batches of at most `most` tokens, and have prompts run what `of_prompts` says.
 
-    For code that is compiled from now on. The journal restores the ranges.
+    Returns whether this changes anything. For code that is compiled from now on. The journal restores the ranges.
     """
     compilation = config.compilation_config
     ends = compilation.compile_ranges_endpoints
     plain = tuple(sorted(plain))
-    if not most or not plain or most >= max(ends):
+    if of_prompts is not None and of_prompts.more_than >= max(ends):
+        of_prompts = None
+    limits = bool(plain) and most < max(ends) and (bool(most) or of_prompts is not None)
+    if not limits and of_prompts is None:
         return False
     found = fusions.rewriting(config, journal)
     if found is None:
@@ -91,10 +142,16 @@ def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> boo
         return False
 
     def back() -> None:
-        compilation.compile_ranges_endpoints, found.most, found.plain = ends, None, ()
+        compilation.compile_ranges_endpoints, found.most, found.plain, found.prompts = ends, None, (), None
 
     journal.add(back)
-    compilation.compile_ranges_endpoints = sorted({*ends, most})
-    found.most, found.plain = most, plain
-    log.debug("up to %d tokens a batch runs %s of ours, above vLLM's compiled code", most, ", ".join(plain))
+    found.apart.clear()
+    new = {*ends, *([most] if limits and most else ()), *([of_prompts.more_than] if of_prompts else ())}
+    compilation.compile_ranges_endpoints = sorted(new)
+    found.prompts = of_prompts
+    if limits:
+        found.most, found.plain = most, plain
+        log.debug(
+            "up to %d tokens a batch runs %s of ours, above vLLM's compiled code", most, ", ".join(plain)
+        )
     return True

@@ -94,6 +94,25 @@ def test_a_context_manager_and_a_list_of_ops(engine, stock):
     assert generate(engine) == stock
 
 
+def test_prompts_compute_swiglu_in_the_product(engine, stock):
+    def of_prompts():
+        sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        ids = [[1 + i % 90 for i in range(n)] for n in (200, 30)]
+        engine.flush_cache()
+        found = [
+            engine.generate(input_ids=some, sampling_params=sampling, return_logprob=True) for some in ids
+        ]
+        return [step[0] for one in found for step in one["meta_info"]["output_token_logprobs"]]
+
+    want = of_prompts()
+    with fastkernels.patch(engine, ops=["linear_silu_and_mul"]) as report:
+        report.reset()
+        assert of_prompts() == pytest.approx(want, abs=2e-2)
+        (row,) = report.refresh().rows
+        assert (row.host_class, row.modules, row.calls) == ("LlamaMLP", 2, 2)
+    assert of_prompts() == want
+
+
 def test_linear_layers_through_their_method_objects(engine, stock):
     with fastkernels.patch(engine, ops=["linear"]) as report:
         assert ids(generate(engine)) == ids(stock)

@@ -106,6 +106,29 @@ def test_patch_runs_prompts_without_the_jit_monitor(llm, stock, monkeypatch):
     assert heard == [1]
 
 
+def test_prompts_compute_swiglu_in_the_product(llm, stock):
+    def of_prompts():
+        params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
+        ids = [[1 + i % 90 for i in range(n)] for n in (200, 30)]
+        found = [
+            llm.generate([{"prompt_token_ids": some}], params, use_tqdm=False)[0].outputs[0] for some in ids
+        ]
+        return [next(iter(step.values())).logprob for one in found for step in one.logprobs]
+
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    want, before = of_prompts(), modules(llm)
+    report = fastkernels.patch(llm, ops=["linear_silu_and_mul"])
+    report.reset()
+    assert of_prompts() == pytest.approx(want, abs=2e-2)
+    (row,) = report.refresh().rows
+    # Two layers of the long prompt, whose 200 tokens are more than a decode's; bfloat16
+    assert (row.host_class, row.modules, row.calls) == ("LlamaMLP", 2, 2) and report.verified
+    report.undo()
+    assert modules(llm) == before
+
+
 def test_asleep_the_plugin_adds_one_method(llm, stock):
     from vllm.config import VllmConfig
     from vllm.v1.worker.worker_base import WorkerBase

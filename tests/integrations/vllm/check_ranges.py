@@ -20,6 +20,10 @@ ABSENT = (
     "silu_and_mul_quant", "fused_qk_norm_rope",
 )  # fmt: skip
 OURS = ("linear", "rms_norm", "silu_and_mul", "rotary_emb", "embedding")
+GATED, APART = (
+    "linear_silu_and_mul",
+    64,
+)  # and tokens up to which the tables below keep gate and up apart from SwiGLU
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +55,37 @@ def llm():
 @pytest.fixture
 def table(llm, tmp_path, monkeypatch):
     """A CPU's table: ours is faster for up to MOST tokens, for all layers of the model."""
+    yield from used(entries_of(llm, "linear", ((MOST, True), (64, False))), tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def of_prompts(llm, tmp_path, monkeypatch):
+    """The same, and products of gate and up with their activation are faster from APART tokens on."""
+    entries = entries_of(llm, "linear", ((MOST, True), (64, False)))
+    entries += entries_of(llm, GATED, ((APART, False), (4 * APART, True)))
+    yield from used(entries, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def of_prompts_alone(llm, tmp_path, monkeypatch):
+    yield from used(entries_of(llm, GATED, ((APART, False), (4 * APART, True))), tmp_path, monkeypatch)
+
+
+def entries_of(llm, op, sizes):
+    """An op's entries for all shapes of layers, at these numbers of tokens: whether ours is faster."""
     (shapes,) = llm.collective_rpc(shapes_of_layers)
-    entries = tuple(
-        Entry("linear", {"N": n, "K": k, "dtype": "float32"}, {"M": m}, provider, "onednn", "r", speedup=s, ci95=(s, s))
-        for n, k in shapes for m, provider, s in ((MOST, "reference", 1.5), (64, "onednn", 1.0))
-    )  # fmt: skip
-    path = tmp_path / "own.json"
-    path.write_text(Table("cpu", {"r": {}}, entries).to_json())
+    return [
+        Entry(
+            op, {"N": n, "K": k, "dtype": "float32"}, {"M": m}, "reference" if faster else "onednn", "onednn", "r",
+            speedup=1.5 if faster else 1.0, ci95=(1.5, 1.5) if faster else (1.0, 1.0),
+        )
+        for n, k in shapes for m, faster in sizes
+    ]  # fmt: skip
+
+
+def used(entries, folder, monkeypatch):
+    path = folder / "own.json"
+    path.write_text(Table("cpu", {"r": {}}, tuple(entries)).to_json())
     monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
     tuning._by_op.cache_clear()
     yield path
@@ -75,7 +103,18 @@ def calls(llm, tokens):
     for op in OPS.values():
         op.calls = 0
     llm.collective_rpc(lambda worker: worker.model_runner._dummy_run(tokens) and None)
-    return {name: OPS[name].calls for name in OURS if OPS[name].calls}
+    return {name: OPS[name].calls for name in (*OURS, GATED) if name in OPS and OPS[name].calls}
+
+
+def of_a_long_prompt(llm):
+    """Log probabilities of the tokens of a prompt with more than APART, and of the most likely next one."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, prompt_logprobs=0)
+    ids = [1 + i % 90 for i in range(3 * APART)]
+    (found,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    steps = [*found.prompt_logprobs[1:], found.outputs[0].logprobs[0]]
+    return [next(iter(step.values())).logprob for step in steps]
 
 
 def compiled_code(llm):
@@ -101,6 +140,45 @@ def test_ours_runs_in_small_batches_only(llm, table):
     assert endpoints(llm) == before and calls(llm, MOST) == {}
     assert compiled_code(llm) is code is not None  # nothing was compiled again
     assert generate(llm) == stock
+
+
+def test_prompts_compute_gate_up_and_activation_at_once(llm, of_prompts):
+    stock, before = generate(llm), endpoints(llm)
+    report = fastkernels.patch(llm)
+    assert endpoints(llm) == [MOST, *before]  # no range is added
+    row = next(row for row in report.rows if row.op == GATED)
+    assert (row.state, row.host_class, row.modules, row.more_than) == ("active", "LlamaMLP", 2, MOST)
+    assert set(calls(llm, MOST)) == {*OURS}
+    assert calls(llm, APART) == {GATED: 2, "silu_and_mul": 2}  # the op runs the usual kernels
+    assert calls(llm, APART + 1) == calls(llm, 200) == {GATED: 2}
+    assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=1e-3)
+    found = of_a_long_prompt(llm)
+    report.refresh()
+    assert report.verified and f"in batches of more than {MOST} tokens" in str(report)
+    report.undo()
+    assert endpoints(llm) == before and calls(llm, 200) == {}
+    assert found == pytest.approx(of_a_long_prompt(llm), abs=1e-3)
+    assert generate(llm) == stock
+
+
+def test_prompts_alone_are_ours(llm, of_prompts_alone):
+    """Without a kernel that wins in decodes, only prompts run an op of ours."""
+    stock, before = generate(llm), endpoints(llm)
+    report = fastkernels.patch(llm)
+    rows = {row.op: row for row in report.rows if row.state == "active"}
+    assert set(rows) == {GATED, "silu_and_mul"} and endpoints(llm) == sorted({APART, *before})
+    assert calls(llm, 1) == calls(llm, APART) == {} and calls(llm, 200) == {GATED: 2}
+    report.undo()
+    assert endpoints(llm) == before and generate(llm) == stock
+
+
+def test_disabled_parts_leave_prompts_to_the_host(llm, of_prompts, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "silu_and_mul")
+    report = fastkernels.patch(llm)
+    row = next(row for row in report.rows if row.op == GATED)
+    assert row.state == "off" and "FASTKERNELS_DISABLE=silu_and_mul" in row.reason
+    assert calls(llm, 200) == {}
+    report.undo()
 
 
 def test_saved_code_is_loaded_again(llm, table):
