@@ -378,10 +378,9 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
         return False
     if not want.numel():
         return True
-    rows = (
-        max(COMPARED // want.shape[-1], 1) if want.dim() else 1
-    )  # a float32 copy of a prompt's result is large
-    parts = [t.reshape(-1, t.shape[-1] if t.dim() else 1).split(rows) for t in (got, want)]
+    parts = [
+        t.reshape(-1).split(COMPARED) for t in (got, want)
+    ]  # a float32 copy of a prompt's result is large
     squares = sum(float(b.float().pow(2).sum(dtype=torch.float64)) for b in parts[1])
     scale = min((squares / want.numel()) ** 0.5, 1.0)
     return all(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fk_integrations.core.journal import Journal
 from fk_integrations.vllm import fusions, prompt_sizes, ranges
+from fk_integrations.vllm.fx_gated_products import Prompts
 from fk_integrations.vllm.plain_forms import PLAIN
 from fk_integrations.vllm.prompt_sizes import MOST, of, sizes
 from torch import nn
@@ -139,9 +140,9 @@ SHAPES = frozenset({(192, 64, "bfloat16")})
 def test_prompts_share_the_range_above_decodes() -> None:
     ours, journal = Pass(), Journal()
     found = config(of=ours)
-    assert ranges.limit(found, 64, {"linear"}, journal, ranges.Prompts(64, SHAPES))
+    assert ranges.limit(found, 64, {"linear"}, journal, Prompts(64, SHAPES))
     assert found.compilation_config.compile_ranges_endpoints == [64, 512, 2048]
-    assert (ours.most, ours.plain, ours.prompts) == (64, ("linear",), ranges.Prompts(64, SHAPES))
+    assert (ours.most, ours.plain, ours.prompts) == (64, ("linear",), Prompts(64, SHAPES))
     journal.undo()
     assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
     assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
@@ -152,7 +153,7 @@ def test_report_has_what_the_pass_left() -> None:
     found = config(of=ours)
     ours.apart["left from before"] = 3
     assert ranges.still_apart(found) == {}
-    ranges.limit(found, 64, {"linear"}, Journal(), ranges.Prompts(64, SHAPES))
+    ranges.limit(found, 64, {"linear"}, Journal(), Prompts(64, SHAPES))
     ours.apart["the product has another user"] = 2
     (reason,) = ranges.still_apart(found)
     assert reason.text == "2 activations of compiled graphs stay apart: the product has another user"
@@ -161,9 +162,9 @@ def test_report_has_what_the_pass_left() -> None:
 def test_prompts_alone_add_a_range_and_nothing_else_stays_ours() -> None:
     ours, journal = Pass(), Journal()
     found = config(of=ours)
-    assert ranges.limit(found, 0, {"silu_and_mul"}, journal, ranges.Prompts(64, SHAPES))
+    assert ranges.limit(found, 0, {"silu_and_mul"}, journal, Prompts(64, SHAPES))
     assert found.compilation_config.compile_ranges_endpoints == [64, 512, 2048]
-    assert (ours.most, ours.plain, ours.prompts) == (0, ("silu_and_mul",), ranges.Prompts(64, SHAPES))
+    assert (ours.most, ours.plain, ours.prompts) == (0, ("silu_and_mul",), Prompts(64, SHAPES))
     journal.undo()
     assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
 
@@ -171,12 +172,12 @@ def test_prompts_alone_add_a_range_and_nothing_else_stays_ours() -> None:
 def test_short_batches_have_no_range_for_prompts() -> None:
     ours = Pass()
     found = config(ends=(32,), of=ours)
-    assert not ranges.limit(found, 0, {"silu_and_mul"}, Journal(), ranges.Prompts(64, SHAPES))
+    assert not ranges.limit(found, 0, {"silu_and_mul"}, Journal(), Prompts(64, SHAPES))
     assert found.compilation_config.compile_ranges_endpoints == [32] and ours.prompts is None
 
 
 def test_only_the_activation_becomes_ours_for_prompts_alone() -> None:
-    for_prompts = ranges.Prompts(64, SHAPES)
+    for_prompts = Prompts(64, SHAPES)
     assert ranges.stays("silu_and_mul", 0, for_prompts) is None
     assert (
         ranges.stays("rms_norm", 0, for_prompts) is not None and ranges.stays("silu_and_mul", 0) is not None

@@ -112,7 +112,7 @@ def _own(layer: Any, args: list[Any]) -> list[Any]:
     return [args[0], layer.weight, getattr(layer, "bias", None)]
 
 
-# The set of these that was closest to that of `choose`, in the shapes named there.
+# The second fastest set in most shapes that tiled_linear_cuda.TALL was measured in
 SECOND = {"rows": 256, "columns": 192, "cooperate": True, "shares": "x", "cluster": 2}
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 NAME = "linear_silu_and_mul"
 APART = "linear", "silu_and_mul"
-LAYER, ACTIVATION = "MergedColumnParallelLinear", "SiluAndMul"  # in the names of hosts' classes and of ours
+LAYER = "MergedColumnParallelLinear"  # in the names of hosts' classes, of ours and of LoRA's wrappers
+ACTIVATIONS = "SiluAndMul", "VllmSiluAndMul", "SGLangSiluAndMul"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def of_model(model: Any) -> Iterator[Gated]:
     for block in model.modules():
         children = list(block.children())
         layers = [c for c in children if LAYER in type(c).__name__]
-        activations = [c for c in children if type(c).__name__.endswith(ACTIVATION)]
+        activations = [c for c in children if type(c).__name__ in ACTIVATIONS]
         if len(layers) == len(activations) == 1:
             yield Gated(block, layers[0], activations[0])
 

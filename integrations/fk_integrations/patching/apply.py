@@ -431,7 +431,7 @@ def _gated_rows(patched: Patched) -> list[Row]:
         row = Row(patched.rank, GATED, name, done.modules[name], "off")
         row.explain(done.reasons.get(name, {}))
         if row.modules:
-            row.state = "active"
+            row.state, row.candidate = "active", _candidate_label(patched.candidates.get(GATED))
             patched.every_step.add(id(row))  # else a report without a prompt would lack a proof
         made.append(row)
     return made

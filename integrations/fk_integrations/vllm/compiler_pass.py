@@ -11,7 +11,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from fastkernels.core import dispatch
 from fk_integrations.vllm import fx_fusions, fx_gated_products, plain_forms
-from fk_integrations.vllm.ranges import Prompts
+from fk_integrations.vllm.fx_gated_products import Prompts
 
 dispatch.only_overload = True  # which vLLM's compiler can compile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from fk_integrations.vllm.fx_fusions import arguments, behind_views, metadata_of
 
 OPS = silu_and_mul, linear, linear_silu_and_mul  # torch.ops has them by now
 _TRANSPOSED = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The compile ranges in which one op computes products of gate and up with their activation.
+
+    The op runs our kernel in batches of the sizes at which that was measured to win, and in others cuBLAS's.
+
+    more_than  the largest number of tokens in which they stay apart
+    shapes     N, K and dtype of the products
+    """
+
+    more_than: int
+    shapes: frozenset[tuple[Any, ...]]
 
 
 def fuse(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], apart: Counter[str]) -> int:

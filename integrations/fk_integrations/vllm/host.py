@@ -45,7 +45,7 @@ from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
-    from fk_integrations.vllm.ranges import Prompts
+    from fk_integrations.vllm.fx_gated_products import Prompts
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"

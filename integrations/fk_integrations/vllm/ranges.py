@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from fastkernels.core import registry, tuning
@@ -23,6 +22,7 @@ from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.journal import Journal
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
+from fk_integrations.vllm.fx_gated_products import Prompts
 from fk_integrations.vllm.plain_forms import PLAIN
 
 log = logging.getLogger("fastkernels")
@@ -67,20 +67,6 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
         shapes = [named_shape(op.name, shape) for _, shape in modules_of(adapter, model, spec)]
         found += [e.sizes["M"] for e in listed if e.faster and dict(e.shape) in shapes]
     return max(found)
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The compile ranges in which one op computes products of gate and up with their activation.
-
-    The op runs our kernel in batches of the sizes at which that was measured to win, and in others cuBLAS's.
-
-    more_than  the largest number of tokens in which they stay apart
-    shapes     N, K and dtype of the products
-    """
-
-    more_than: int
-    shapes: frozenset[tuple[Any, ...]]
 
 
 def prompts(found: Iterable[Gated], most: int) -> Prompts | None:
