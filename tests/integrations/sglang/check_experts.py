@@ -217,6 +217,21 @@ def test_a_factor_of_the_experts_stays_sglangs(monkeypatch, tmp_path, host_in_to
     assert experts.shape(registry.get("fused_experts").op, layer).text == experts.FACTOR
 
 
+@pytest.mark.parametrize("says", ["no memory", ""])
+def test_a_method_that_cannot_be_called_stays_sglangs(monkeypatch, host_in_torch, says):
+    layer = Layer()
+
+    def apply(layer, dispatched):
+        if says:
+            raise RuntimeError(says)
+        return StandardCombineInput(dispatched.hidden_states)
+
+    monkeypatch.setattr(layer.quant_method, "apply", apply)
+    found = experts.shape(registry.get("fused_experts").op, layer)
+    assert found.text.endswith(f"a measurement: RuntimeError: {says or 'it called no runner'}")
+    assert "run" not in vars(layer.runner)
+
+
 def test_unsupported_call_stays_the_hosts(monkeypatch):
     layer, args = Layer(), arguments()
     patched = patch(layer)
