@@ -293,3 +293,24 @@ def test_compiler_threads_use_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -
     )
     assert not found and used == [3]
     assert len(ran) == 2 and ran[0] != ran[1] == threading.current_thread().name  # Triton's are tried again
+
+
+def test_result_more_exact_than_production_is_right() -> None:
+    """FlashAttention-3 rounds weights to FP8 next to a cache in FP8: ours is compared with the reference, too."""
+    point = Point("attention_decode", (4, 2, 16, 16, 0, torch.float8_e4m3fn), (2, 40))
+    args = measure.arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 0)[0]
+    assert args[0].dtype == args[1].dtype == torch.float8_e4m3fn
+    reference = registry.get("attention_decode").reference
+    noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1)) * 0.05
+
+    def subject(by: float) -> measure.Subject:
+        def fn(*given: Any) -> torch.Tensor:
+            found = reference(*given)
+            return (found.float() + by * noise * found.float().abs().max()).to(found.dtype)
+
+        return measure.Subject(Provider("made-up", fn), {})
+
+    host = subject(1.0)
+    assert measure.wrong(point, subject(0.0), host, args) is None
+    assert measure.wrong(point, subject(-3.0), host, args) is not None
+    assert measure.wrong(point, subject(0.0), subject(30.0), args) is not None  # neither is right

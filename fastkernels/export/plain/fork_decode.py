@@ -30,7 +30,7 @@ def constants(
     width = next(width for width in (64, 128, 256) if width >= size)  # of a row in shared memory
     warps, seqs = 4 if width == 256 else 8, max(next_power_of_2(max(q.shape[0], 1)), 256)
     rest, sums = warps * 192 * width + 4 * (2 * seqs + warps + 3), group * (4 * width + 24)
-    slots = max(n for n in (1, warps // 2, warps) if n == 1 or rest + n * sums <= 227 * 1024)
+    slots = max(n for n in (1, 2, 4, warps) if n == 1 or rest + n * sums <= 227 * 1024)
     told = {
         "HEADS": group, "HEAD_SIZE": size, "D": width, "PAGE": page, "WARPS": warps, "KEYS": 16, "STAGES": 3,
         "RESIDENT": 1, "AHEAD": 2, "CLUSTER": 1, "WHOLE": 0, "SEQS": seqs, "BF16": int(q.dtype == torch.bfloat16),

@@ -444,41 +444,54 @@ def test_kernel_is_first_and_takes_tuned_parameters() -> None:
 # -- on a GPU
 
 
+def compared(dims: dict[str, Any], lens: list[int], **params: int) -> None:
+    """Compare a call on the GPU with float64, and its bits with those of a second one."""
+    case = Case("gpu", {"seq_lens": lens, **dims}, "float8_e4m3fn" if "queries" in dims else "bfloat16")
+    args = make_args(SPEC, case, "cuda")
+    if (reason := cuda.supports_cuda(*args[:-1])) is not None:  # without the slopes of ALiBi
+        pytest.skip(reason)
+    if params and not cuda.fits(params, *args):
+        return
+    got = cuda.decode_cuda(*args[:-1], **params)
+    assert torch.equal(got, cuda.decode_cuda(*args[:-1], **params))
+    want = oracle(SPEC, args)[0]
+    if "queries" in dims:
+        torch.testing.assert_close(got.double(), want.double(), atol=8e-3, rtol=8e-3)
+    else:
+        assert mismatch(SPEC, case, [got], [want]) is None
+
+
+GPU_WINDOW, GPU_CAP = {"window_left": 300}, {"softcap": 2.0}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
 def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
-    window, cap = {"window_left": 300}, {"softcap": 2.0}
     for dims in (
         LLAMA,
         layout(9, 3, 64, 1),
         layout(16, 1, 128, 5),
         layout(10, 2, 80, 16),
-        layout(6, 2, 96, 16),
-        layout(12, 4, 256, 16),
-        {**LLAMA, **window},
-        {**LLAMA, **cap},
-        {**layout(16, 8, 256, 16), **window, **cap},
-        layout(64, 8, 128, 16),
-        layout(16, 1, 128, 16),
-        layout(16, 1, 256, 16),
-        *({**fp8(queries), **LLAMA} for queries in ("bfloat16", "float16", "float8_e4m3fn")),
-        {**fp8(), **layout(16, 1, 128, 16)},
-        {**fp8("float8_e4m3fn"), **layout(8, 1, 64, 16), **window, **cap},
-        {**fp8(), **layout(14, 2, 256, 16)},
+        {**layout(16, 8, 256, 16), **GPU_WINDOW, **GPU_CAP},
+        {**fp8(), **LLAMA},
+        {**fp8("float8_e4m3fn"), **layout(16, 1, 128, 16), **GPU_WINDOW},
     ):
-        case = Case(
-            "gpu", {"seq_lens": [*EDGES, 700, 3000, 70000], **dims},
-            "float8_e4m3fn" if "queries" in dims else "bfloat16",
-        )  # fmt: skip
-        args = make_args(SPEC, case, "cuda")
-        if (reason := cuda.supports_cuda(*args[:-1])) is not None:  # without the slopes of ALiBi
-            pytest.skip(reason)
-        if not cuda.fits(params, *args):
-            continue
-        got = cuda.decode_cuda(*args, **params)
-        assert torch.equal(got, cuda.decode_cuda(*args, **params))
-        if "queries" in dims:
-            want = oracle(SPEC, args)[0]
-            torch.testing.assert_close(got.double(), want.double(), atol=8e-3, rtol=8e-3)
-        else:
-            assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+        compared(dims, [*EDGES, 700, 3000], **params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dims",
+    [
+        LLAMA, layout(64, 8, 128, 16), layout(8, 1, 128, 16), layout(16, 1, 128, 16), layout(12, 4, 256, 16),
+        layout(16, 1, 256, 16), layout(6, 2, 96, 16), {**LLAMA, **GPU_WINDOW}, {**LLAMA, **GPU_CAP},
+        {**LLAMA, "window_left": 127}, *({**fp8(q), **LLAMA} for q in ("bfloat16", "float16", "float8_e4m3fn")),
+        {**fp8(), **layout(16, 1, 128, 16)}, {**fp8("float8_e4m3fn"), **layout(8, 1, 64, 16), **GPU_WINDOW, **GPU_CAP},
+        {**fp8(), **layout(14, 2, 256, 16)},
+    ],
+    ids=lambda dims: "-".join(map(str, dims.values())),
+)  # fmt: skip
+def test_gpu_choices_match_reference(dims: dict[str, Any]) -> None:
+    """The default set of each layout, with short sequences and a long one."""
+    compared({**dims, "max_seqlen_k": 131072}, [*EDGES, 700])
+    compared(dims, [70000, 5])
