@@ -9,7 +9,6 @@ import torch
 from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
-from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import joined_linears, product, products
 
 
@@ -198,7 +197,7 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(module: str, name: str, compiled: tuple[str, ...] = ()) -> Target:
+def _target(module: str, name: str) -> Target:
     path = f"diffusers.models.{module}:{name}"
     return Target(
         "diffusers",
@@ -208,16 +207,16 @@ def _target(module: str, name: str, compiled: tuple[str, ...] = ()) -> Target:
         default=False,
         note=_NOTE,
         tried=True,
-        compiled=compiled,
+        compiled=True,
     )
 
 
 TARGETS = {
     "attention_dense": (
         # As fast as the compiled host's; the division by 1 would be a kernel before a gated_residual.
-        _target("attention_processor", "AttnProcessor2_0", (H100,)),
+        _target("attention_processor", "AttnProcessor2_0"),
         # FLUX.1, 1024 px, 4 steps, bfloat16: 106 ms of attention, in the compiled host 128 (H100); 109 and 129 (H200)
-        _target("transformers.transformer_flux", "FluxAttnProcessor", (H100, H200)),
+        _target("transformers.transformer_flux", "FluxAttnProcessor"),
         _target("transformers.transformer_hunyuan_video15", "HunyuanVideo15AttnProcessor2_0"),
     )
 }

@@ -20,11 +20,10 @@ from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
-from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.live import asleep, trials
+from fk_integrations.live import asleep, traced, trials
 from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.live.prepared import prepare
 from fk_integrations.live.tally import Counts, Tally
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
     pass
 
 log = logging.getLogger("fastkernels")
+
+
+_SLOWER = Reason(Kind.LEFT_TO_HOST, "not faster than the host's at their first calls")
+_SLOWER_SO_FAR = Reason(Kind.LEFT_TO_HOST, f"{_SLOWER.text}; torch.compile measures them again")
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Patched:
     module_calls  {op: calls of its modules}, for seams whose calls are counted so
     seconds     of each phase of the patch
     group       of all trials, where the host's shapes change together
+    session     of the decisions about compiled code
     """
 
     adapter: Adapter
@@ -67,9 +71,11 @@ class Patched:
     counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
     group: asleep.Group = field(default_factory=lambda: asleep.Group(together=True))
+    session: traced.Traced = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts = Counts() if self.adapter.several else EngineCounts()
+        self.session = traced.Traced(self.adapter.host, self.adapter.version)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a model, and pickled ones, are the host's
@@ -95,10 +101,10 @@ class Patched:
 
     def _decided(self, row: Row, trial: Trial, others: dict[Reason, int]) -> None:
         """Bring a row up to date with what the first calls have decided."""
-        row.modules, row.measured = trial.modules - trial.restored, trial.lines()
+        row.modules, row.measured = trial.modules - trial.restored - trial.left, trial.lines()
         row.state = "active" if row.modules else "off"
-        slower = Reason(Kind.LEFT_TO_HOST, "not faster than the host's at their first calls")
-        row.explain({**others, slower: trial.restored} if trial.restored else others)
+        left = {_SLOWER: trial.restored, _SLOWER_SO_FAR: trial.left}
+        row.explain({**others, **{reason: n for reason, n in left.items() if n}})
 
     def _count(self, row: Row) -> None:
         from fastkernels.core.dispatch import fusions_of, proving
@@ -330,10 +336,11 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     ours = _our_class(patched, spec, target)
     trial = None
     if place.decided and decides and not by_table:
-        device = _device_of(patched.model)
-        compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
-        slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
-        trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
+        trial = Trial(spec.name, host_class)
+        if target.compiled and (reason := traced.why_not(_device_of(patched.model))) is not None:
+            trial.uncompiled = reason
+        elif target.compiled:
+            trial.compiled = traced.Decided(patched.session)
         if patched.adapter.shapes_together:
             trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)
