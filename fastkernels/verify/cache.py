@@ -101,7 +101,9 @@ def kept_sides(of: dict[str, str]) -> dict[str, dict[str, Any]]:
         if found and found["facts"] != of:
             raise ValueError("it is of other facts")
         sides = found.get("sides", {})
-        if any(not isinstance(s.get("ours"), bool) or not isinstance(s.get("text"), str) for s in sides.values()):
+        if any(
+            not isinstance(s.get("ours"), bool) or not isinstance(s.get("text"), str) for s in sides.values()
+        ):
             raise ValueError("a choice lacks `ours` or `text`")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("choices are measured again: %s: %s", path, error)

@@ -171,7 +171,9 @@ class DiffusersJointAttnProcessor2_0:
         *args,
         **kwargs,
     ) -> torch.Tensor:
-        q, k, v = _normed(attn, products((attn.to_q, attn.to_k, attn.to_v), hidden_states), attn.norm_q, attn.norm_k)
+        q, k, v = _normed(
+            attn, products((attn.to_q, attn.to_k, attn.to_v), hidden_states), attn.norm_q, attn.norm_k
+        )
         text = encoder_hidden_states
         if text is not None:
             added = products((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text)
@@ -239,9 +241,7 @@ class DiffusersHunyuanAttnProcessor2_0:
         temb: torch.Tensor | None = None,
         image_rotary_emb: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _attended(
-            attn, hidden_states, encoder_hidden_states, attention_mask, temb, image_rotary_emb
-        )
+        return _attended(attn, hidden_states, encoder_hidden_states, attention_mask, temb, image_rotary_emb)
 
 
 def _attended(

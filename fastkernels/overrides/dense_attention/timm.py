@@ -427,9 +427,7 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 def _target(module: str, name: str) -> Target:
     path = f"{module}:{name}"
-    return Target(
-        "timm", path, f"Timm{name}", "module", default=False, note=_NOTE, tried=True, compiled=True
-    )
+    return Target("timm", path, f"Timm{name}", "module", default=False, note=_NOTE, tried=True, compiled=True)
 
 
 TARGETS = {

@@ -118,7 +118,9 @@ class TimmBeitAttention(nn.Module):
         self.fused_attn = True
         self.qkv_bias_separate = qkv_bias_separate
         self.qkv = nn.Linear(dim, inner * 3, bias=False, **dd)
-        self.q_bias = self.k_bias = self.v_bias = None
+        self.q_bias: Any = None
+        self.k_bias: Any = None
+        self.v_bias: Any = None
         if qkv_bias:
             del self.k_bias
             self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(inner, **dd)) for _ in range(2))
@@ -130,7 +132,9 @@ class TimmBeitAttention(nn.Module):
             rows = (2 * height - 1) * (2 * width - 1) + 3
             self.relative_position_bias_table = nn.Parameter(torch.zeros(rows, num_heads, **dd))
             del self.relative_position_index
-            self.register_buffer("relative_position_index", _pairs(height, width).to(device), persistent=False)
+            self.register_buffer(
+                "relative_position_index", _pairs(height, width).to(device), persistent=False
+            )
         else:
             self.window_size = None
         self.attn_drop = nn.Dropout(attn_drop)
@@ -154,7 +158,7 @@ class TimmBeitAttention(nn.Module):
 
 
 def _pairs(height: int, width: int) -> torch.Tensor:
-    """The row [N, N] of the bias of each pair of tokens of a window behind a class token; its rows are the last three."""
+    """The row [N, N] of the bias of each pair of tokens of a window. The class token comes first, its rows last."""
     y, x = (t.flatten() for t in torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
     inner = (y[:, None] - y + height - 1) * (2 * width - 1) + x[:, None] - x + width - 1
     last = (2 * height - 1) * (2 * width - 1) + 2
@@ -167,7 +171,9 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
 def _target(path: str, cls: str) -> Target:
-    return Target("timm", f"timm.models.{path}", cls, "module", default=False, note=_NOTE, tried=True, compiled=True)
+    return Target(
+        "timm", f"timm.models.{path}", cls, "module", default=False, note=_NOTE, tried=True, compiled=True
+    )
 
 
 TARGETS = {

@@ -445,9 +445,7 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 def _target(model: str, name: str, cls: str = "") -> Target:
     path, ours = f"transformers.models.{model}.modeling_{model}:{name}", f"Transformers{cls or name}"
-    return Target(
-        "transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=True
-    )
+    return Target("transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=True)
 
 
 TARGETS = {

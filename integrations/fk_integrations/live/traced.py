@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import tracing
 
@@ -63,7 +62,7 @@ class Call:
     """One traced call of a method of `module`. Tensors among `args` and `kwargs` are Leaf.
 
     graphs   whether the code that is compiled runs in CUDA graphs
-    backend  what compiles it, without CUDA graphs of its own; `compiler`: its name and options
+    how      options of torch.compile for both sides, without CUDA graphs; `compiler`: these as text
     """
 
     module: Any
@@ -72,7 +71,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     graphs: bool
-    backend: Any
+    how: dict[str, Any]
     compiler: str
 
     @property
@@ -171,10 +170,8 @@ def looking(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Ca
         try:
             found, left = _decision(context, theirs, ours, op)
         except Exception as error:  # it must not end the caller's compilation
-            log.warning(
-                "compiled code of %s stays with the host: %s: %s", op, type(error).__name__, _first_line(error)
-            )
-            found, left = False, f"not measured: {type(error).__name__}"
+            log.warning("compiled code of %s stays with the host: %s", op, _said(error))
+            found, left = False, f"not measured: {_said(error)}"
         _state.found = found
         if not found:
             for each in proving(op):
@@ -189,7 +186,9 @@ def keeps_ours() -> bool:
     return _state.found
 
 
-def _decision(context: Any, theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> tuple[bool, str]:
+def _decision(
+    context: Any, theirs: Callable[..., Any], ours: Callable[..., Any], op: str
+) -> tuple[bool, str]:
     """Whether ours runs in the call, else the reason for the report."""
     module = _local(context, "self").value
     own = vars(module).get(FIRST_CALL)
@@ -253,8 +252,8 @@ def _call(context: Any, module: Any, trial: Any, op: str) -> Call:
     leaves: dict[int, Leaf] = {}
     args = _given(_local(context, "args"), leaves)
     kwargs = _given(_local(context, "kwargs"), leaves)
-    backend, compiler = _backend()
-    return Call(module, trial.host_class, op, tuple(args), kwargs, graphs_here(), backend, compiler)
+    how, compiler = _how()
+    return Call(module, trial.host_class, op, tuple(args), kwargs, graphs_here(), how, compiler)
 
 
 def _local(context: Any, name: str) -> Any:
@@ -369,19 +368,18 @@ def _compilers() -> Iterator[Any]:
         compiler = getattr(compiler, "__wrapped__", getattr(compiler, "_torchdynamo_orig_backend", None))
 
 
-def _backend() -> tuple[Any, str]:
-    """(backend, its name and options) that compiles a side as the caller's does. Raises _Unknown."""
+def _how() -> tuple[dict[str, Any], str]:
+    """(Options of torch.compile that compile a side as the caller's code, these as text). Raises _Unknown."""
     innermost = list(_compilers())[-1]
     name = getattr(innermost, "compiler_name", "")
     if name == "inductor":
         options = {key: value for key, value in innermost.config.items() if key != "triton.cudagraphs"}
-        wrapper_class: Any = type(innermost)
-        text = " ".join(f"{key}={value}" for key, value in sorted(options.items()))
-        return wrapper_class(None, {**options, "triton.cudagraphs": False}, False), f"inductor {text}".rstrip()
+        text = " ".join(["inductor", *(f"{key}={value}" for key, value in sorted(options.items()))])
+        return {"backend": "inductor", "options": {**options, "triton.cudagraphs": False}}, text
     if name == "cudagraphs":
-        return lookup_backend("aot_eager"), "aot_eager"
+        name = "aot_eager"
     if name in BACKENDS:
-        return lookup_backend(name), name
+        return {"backend": name}, name
     shown = name or getattr(innermost, "__name__", type(innermost).__name__)
     raise _Unknown(f"backend {shown}: measured are {', '.join(BACKENDS)} and cudagraphs; {HOW}")
 
@@ -395,8 +393,8 @@ def _check_place(call: Call, device: torch.device) -> None:
         raise _Unknown("the module is in training mode")
     for module in (call.module, *call.args, *call.kwargs.values()):
         if isinstance(module, nn.Module):
-            places = {p.device.type for p in (*module.parameters(), *module.buffers())}
-            if places - {device.type, "cpu"} or "cpu" in places and device.type != "cpu" and _offloaded(module):
+            places = {p.device.type for p in module.parameters()}
+            if places - {device.type}:
                 raise _Unknown(f"weights are on {', '.join(sorted(places))}, and the call on {device.type}")
     if device.type != "cuda":
         return
@@ -407,10 +405,6 @@ def _check_place(call: Call, device: torch.device) -> None:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if free < needed:
         raise _Unknown(f"too little free memory: {free >> 20} MiB, and {needed >> 20} MiB are needed")
-
-
-def _offloaded(module: nn.Module) -> bool:
-    return any(p.device.type == "cpu" for p in module.parameters())
 
 
 def _extent(leaf: Leaf) -> int:
@@ -442,12 +436,12 @@ def _made(value: Any, tensors: dict[int, torch.Tensor], generator: torch.Generat
     return value
 
 
-def _lane(function: Callable[..., Any], module: Any, call: Call) -> Callable[..., Any]:
+def _lane(function: Callable[..., Any], call: Call) -> Callable[..., Any]:
     """A function of the call's arguments and a tensor: the method between a sum and a residual sum, as in a model.
 
     A compiler can fuse these with the host's code, and not with a kernel of ours, which so pays for them.
     """
-    first = call.args[0] if call.args else None
+    module, first = call.module, call.args[0] if call.args else None
     if isinstance(first, Leaf) and first.dtype.is_floating_point and len(first.shape) > 1:
 
         def run(before: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -490,15 +484,10 @@ def _measured(
             args = _made(call.args, tensors, generator)
             kwargs = _made(call.kwargs, tensors, generator)
             before = torch.zeros_like(tensors[0]) if tensors else torch.zeros((), device=device)
-            lanes = [
-                partial(
-                    torch.compile(
-                        _lane(f, call.module, call), backend=call.backend, fullgraph=True, dynamic=False
-                    ),
-                    before, *args, **kwargs,
-                )
-                for f in (theirs, ours)
-            ]  # fmt: skip
+            lanes: list[Callable[[], Any]] = []
+            for function in (theirs, ours):
+                side = torch.compile(_lane(function, call), fullgraph=True, dynamic=False, **call.how)
+                lanes.append(partial(side, before, *args, **kwargs))
             want, got = (lane() for lane in lanes)
             if (reason := different(got, want)) is not None:
                 return {"ours": False, "text": f"the host's; {reason}", "bytes": _more(device, reserved)}
@@ -506,19 +495,19 @@ def _measured(
             calls: list[list[Any]] = [[]] * CALLS
             rounds = ROUNDS if device.type == "cuda" else CPU_ROUNDS
             gpu = Ratio.of(*reversed(interleaved(lanes, calls, device, rounds)))
-            found = {"ours": gpu.low > 1.0, "text": f"{gpu.value:.3f} ({gpu.low:.3f} to {gpu.high:.3f})"}
+            won, text = gpu.low > 1.0, f"{gpu.value:.3f} ({gpu.low:.3f} to {gpu.high:.3f})"
             if device.type == "cuda" and not call.graphs:
                 whole, issued = one_by_one(lanes, device, rounds)
                 cpu = Ratio.of(*reversed(issued))
                 waits = min(issued[1]) > CPU_BOUND * min(whole[1])
-                found["ours"] = wins_without_graphs(gpu, cpu, waits)
-                found["text"] += f", CPU {cpu.value:.3f} ({cpu.low:.3f} to {cpu.high:.3f})"
-            found["text"] = f"{'ours' if found['ours'] else 'the host' + chr(39) + 's'} ({found['text']})"
-            return {**found, "bytes": _more(device, reserved)}
+                won = wins_without_graphs(gpu, cpu, waits)
+                text += f", CPU {cpu.value:.3f} ({cpu.low:.3f} to {cpu.high:.3f})"
+            whose = "ours" if won else "the host's"
+            return {"ours": won, "text": f"{whose} ({text})", "bytes": _more(device, reserved)}
         except torch.OutOfMemoryError as error:
-            raise _Unknown(f"too little free memory: {_first_line(error)}") from error
+            raise _Unknown(f"too little free memory: {_said(error)}") from error
         except Exception as error:  # of a kernel, a compiler or a capture
-            raise _Unknown(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise _Unknown(_said(error)) from error
 
 
 def wins_without_graphs(gpu: Ratio, cpu: Ratio, waits: bool) -> bool:
@@ -536,5 +525,8 @@ def _more(device: torch.device, reserved: int) -> int:
     return max(torch.cuda.memory_reserved(device) - reserved, 0) if device.type == "cuda" else 0
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]
+def _said(error: BaseException) -> str:
+    """The type and the first line of an error, or of the one that a compiler has wrapped."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"

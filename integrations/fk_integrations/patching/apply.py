@@ -27,6 +27,7 @@ from fk_integrations.live import asleep, traced, trials
 from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.live.prepared import prepare
 from fk_integrations.live.tally import Counts, Tally
+from fk_integrations.live.traced import Decided, Traced
 from fk_integrations.live.trials import Trial
 from fk_integrations.patching import choose, seam_interface
 from fk_integrations.patching.seam_interface import Seam, Swap
@@ -71,11 +72,11 @@ class Patched:
     counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
     group: asleep.Group = field(default_factory=lambda: asleep.Group(together=True))
-    session: traced.Traced = field(init=False)
+    session: Traced = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts = Counts() if self.adapter.several else EngineCounts()
-        self.session = traced.Traced(self.adapter.host, self.adapter.version)
+        self.session = Traced(self.adapter.host, self.adapter.version)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a model, and pickled ones, are the host's
@@ -337,10 +338,11 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     trial = None
     if place.decided and decides and not by_table:
         trial = Trial(spec.name, host_class)
-        if target.compiled and (reason := traced.why_not(_device_of(patched.model))) is not None:
-            trial.uncompiled = reason
+        unmeasured = traced.why_not(_device_of(patched.model))
+        if target.compiled and unmeasured is not None:
+            trial.uncompiled = unmeasured
         elif target.compiled:
-            trial.compiled = traced.Decided(patched.session)
+            trial.compiled = Decided(patched.session)
         if patched.adapter.shapes_together:
             trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)

@@ -36,7 +36,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setattr(trials, "_measured", measured)
     monkeypatch.setattr(traced, "why_not", lambda device: None)
-    monkeypatch.setattr(traced, "_backend", lambda: ("eager", "eager"))
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
     monkeypatch.setattr(traced, "decide", lambda *_: (True, ""))
     yield shapes
     asleep.wake_all()

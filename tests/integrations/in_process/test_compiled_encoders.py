@@ -73,7 +73,7 @@ def test_compiled_blocks_are_ours_if_they_win(
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setattr(traced, "why_not", lambda device: None)
-    monkeypatch.setattr(traced, "_backend", lambda: ("eager", "eager"))
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
     monkeypatch.setattr(traced, "decide", lambda *_: (kept, "slower"))
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0) if kept else (8, 0))

@@ -359,7 +359,7 @@ def test_compiled_code_stays_the_hosts(patched_first: bool) -> None:
 @pytest.mark.parametrize("ours", [True, False])
 def test_compiled_mlp_with_tanh_is_ours_if_it_wins(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "why_not", lambda device: None)
-    monkeypatch.setattr(traced, "_backend", lambda: ("eager", "eager"))
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
     monkeypatch.setattr(traced, "decide", lambda *_: (ours, "slower"))
     sizes = {"img_size": 32, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 0}
     model, seen = timm.create_model("vit_tiny_patch16_224", act_layer="gelu_tanh", **sizes).eval(), []
@@ -373,9 +373,7 @@ def test_compiled_mlp_with_tanh_is_ours_if_it_wins(ours: bool, monkeypatch: pyte
         with torch.no_grad():
             model(torch.randn(1, 3, 32, 32))
     found = {n.split(".")[1] for n in seen if "fastkernels" in n}
-    assert found == (
-        {"attention_dense", "layer_norm", "linear_gelu", "linear_products"} if ours else set()
-    )
+    assert found == ({"attention_dense", "layer_norm", "linear_gelu", "linear_products"} if ours else set())
     torch.compiler.reset()
 
 

@@ -344,7 +344,7 @@ def test_without_ops_compiled_blocks_are_ours_if_they_win(
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setattr(traced, "why_not", lambda device: None)
-    monkeypatch.setattr(traced, "_backend", lambda: ("eager", "eager"))
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
     monkeypatch.setattr(traced, "decide", lambda *_: (kept, "slower"))
     block, seen = filled(getattr(host, name)(**SIZES)), set()
     whole = torch.nn.Sequential(block)
@@ -417,7 +417,7 @@ def test_compiled_gelu(
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setattr(traced, "why_not", lambda device: None)
-    monkeypatch.setattr(traced, "_backend", lambda: ("eager", "eager"))
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
     monkeypatch.setattr(traced, "decide", lambda *_: (approximate == "tanh", "slower"))
     layer, seen, x = filled(diffusers.models.activations.GELU(16, 24, approximate)), set(), draw(3, 16)
 
