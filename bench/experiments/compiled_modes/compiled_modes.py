@@ -218,7 +218,8 @@ def measure(
                 ratio = Ratio.of(times[1], times[0])
                 twins = [Ratio.of(t, times[0]) for t in times[2:]]
                 row = {
-                    "model": name, "layers": layers if name in DIFFUSERS else None, "batch": batch, "mode": mode, "stock_ms": 1e3 * median(times[0]),
+                    "model": name, "layers": layers if name in DIFFUSERS else None, "batch": batch, "mode": mode,
+                    "stock_ms": 1e3 * median(times[0]),
                     "patched_ms": 1e3 * median(times[1]), "speedup": ratio.value, "ci95": [ratio.low, ratio.high],
                     "cosine": near, "first_call_s": first, "stock_twice": [[t.low, t.high] for t in twins],
                 }  # fmt: skip

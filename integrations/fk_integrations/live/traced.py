@@ -99,7 +99,7 @@ class Call:
 
 @dataclass
 class Traced:
-    """What the modules of one patch decide while they are traced.
+    """The decisions of the modules of one patch while they are traced.
 
     host, version  of the library whose modules these are
     seconds        that measurements have taken
@@ -307,7 +307,7 @@ def _leaves(value: Any) -> Iterator[Leaf]:
 
 
 def _identity(value: Any) -> Any:
-    """What the time of a call depends on in an argument or in the object itself, with the same text in each process."""
+    """The parts of an argument, or of the object itself, on which the time of a call depends; the same in each process."""
     if isinstance(value, Leaf):
         return (value.alias, value.shape, value.stride, str(value.dtype), value.device.type)
     if isinstance(value, dict):
@@ -361,7 +361,7 @@ def graphs_here() -> bool:
 
 
 def _compilers() -> Iterator[Any]:
-    """What compiles the code that is traced now, from the outermost wrapper to the backend itself."""
+    """The compiler of the code that is traced now: from the outermost wrapper to the backend itself."""
     compiler: Any = getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
     while compiler is not None:
         yield compiler
