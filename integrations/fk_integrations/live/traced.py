@@ -103,11 +103,13 @@ class Traced:
 
     host, version  of the library whose modules these are
     seconds        that measurements have taken
+    began          when the outermost one of those that run now began
     """
 
     host: str
     version: str
     seconds: float = 0.0
+    began: float = 0.0
     _facts: dict[str, str] | None = None
     _kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -231,15 +233,19 @@ def _kept_or_measured(
         raise _Unknown(reason)
     kept = session.kept(device)
     if key not in kept:
-        if session.seconds >= SECONDS:
+        outermost, began = not _state.modes, time.monotonic()
+        session.began = began if outermost else session.began
+        if session.seconds + began - session.began >= SECONDS:
             raise _Unknown(f"the limit of {SECONDS:.0f} s was reached; the next start measures the rest")
         _check_place(call, device)
-        outermost, began = not _state.modes, time.monotonic()
         try:
             found = _measured(call, theirs, ours, device)
         finally:
             taken = time.monotonic() - began
-            session.seconds += taken if outermost else 0.0
+            if outermost:
+                session.seconds += taken
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
         text = f"{call}: {found['text']}; {taken:.1f} s, {found['bytes'] >> 20} MiB more"
         session.keep(key, {"ours": found["ours"], "text": text})
     return kept[key]
@@ -307,7 +313,7 @@ def _leaves(value: Any) -> Iterator[Leaf]:
 
 
 def _identity(value: Any) -> Any:
-    """The parts of an argument, or of the object itself, on which the time of a call depends; the same in each process."""
+    """The parts of an argument or of the object on which the time of a call depends, the same in each process."""
     if isinstance(value, Leaf):
         return (value.alias, value.shape, value.stride, str(value.dtype), value.device.type)
     if isinstance(value, dict):
@@ -521,7 +527,7 @@ def wins_without_graphs(gpu: Ratio, cpu: Ratio, waits: bool) -> bool:
 
 
 def _more(device: torch.device, reserved: int) -> int:
-    """Bytes of device memory that PyTorch took since; the allocator keeps them for later calls."""
+    """Bytes of device memory that PyTorch took since; they are returned after the outermost measurement."""
     return max(torch.cuda.memory_reserved(device) - reserved, 0) if device.type == "cuda" else 0
 
 
