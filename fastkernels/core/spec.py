@@ -52,8 +52,8 @@ class Target:
     default   whether patch() without a list of ops applies it, if the op's `by_default` is set
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
-    compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
-    traced    with `compiled`: further ops that such code calls
+    compiled  with `tried`: whether code that torch.compile traces may keep ours, which is measured as it is traced; for
+              classes with products or attention, since a compiler fuses all else better
     computes  arguments of the op that the class has built in: {"approximate": "tanh"}, or a tensor that it cannot take
               or does not write, as None
     writes    arguments that the host's class overwrites although the op does not, with its mutated arguments: ("x",)
@@ -70,8 +70,7 @@ class Target:
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     writes: tuple[str, ...] = ()
     tried: bool = False
-    compiled: tuple[str, ...] = ()
-    traced: tuple[str, ...] = ()
+    compiled: bool = False
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

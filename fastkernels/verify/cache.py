@@ -23,6 +23,7 @@ log = logging.getLogger("fastkernels")
 
 LIBRARY = Path(__file__).resolve().parents[1]
 NAME = "verified"
+SIDES = "compiled-sides"  # the folder of the choices between two sides of compiled code, which no table has
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -88,12 +89,45 @@ def keep(table: Table, of: dict[str, str]) -> None:
     folder = compile_cache.folder(NAME)
     if folder is None:
         return
-    path, name = folder / file_name(of), None
+    path = folder / file_name(of)
+    before = _read(path, of, logging.DEBUG) if path.is_file() else Table(of["chip"], {}, ())
+    _replace(path, before.merged(table).to_json())
+
+
+def kept_sides(of: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """{name of a call: its choice} from earlier processes with the same facts. One log line for a damaged file."""
+    path = compile_cache.requested_folder(SIDES) / file_name(of)
     try:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}-")
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        if found and found["facts"] != of:
+            raise ValueError("it is of other facts")
+        sides = found.get("sides", {})
+        if any(
+            not isinstance(s.get("ours"), bool) or not isinstance(s.get("text"), str) for s in sides.values()
+        ):
+            raise ValueError("a choice lacks `ours` or `text`")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("choices are measured again: %s: %s", path, error)
+        return {}
+    return dict(sides)
+
+
+def keep_side(name: str, side: dict[str, Any], of: dict[str, str]) -> None:
+    """Add one choice to the file of these facts, if there is a writable folder."""
+    folder = compile_cache.folder(SIDES)
+    if folder is None:
+        return
+    path = folder / file_name(of)
+    sides = {**(kept_sides(of) if path.is_file() else {}), name: side}
+    _replace(path, json.dumps({"facts": of, "sides": sides}, indent=1, sort_keys=True))
+
+
+def _replace(path: Path, text: str) -> None:
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
         with os.fdopen(handle, "w") as file:
-            before = _read(path, of, logging.DEBUG) if path.is_file() else Table(of["chip"], {}, ())
-            file.write(before.merged(table).to_json())
+            file.write(text)
         os.replace(name, path)
     except OSError as error:
         log.warning("verified choices were not kept, and the next start measures them again: %s", error)

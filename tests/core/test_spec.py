@@ -34,6 +34,9 @@ NEVER = {
     "VllmChunkGatedDeltaRule": "state=a tensor",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "DiffusersAttnProcessor2_0": "another module calls it",
+    **{
+        f"Diffusers{name}AttnProcessor2_0": "another module calls it" for name in ("Joint", "Hunyuan", "Sana")
+    },
     "DiffusersFluxAttnProcessor": "another module calls it",
     "DiffusersHunyuanVideo15AttnProcessor2_0": "another module calls it",
     "DiffusersApproximateGELU": "needs dim_in",
@@ -78,6 +81,7 @@ NEVER = {
     "TimmMlp": "needs in_features",
     "TimmEvaAttention": "needs dim",
     "TimmWindowAttention": "needs dim",
+    **{f"Timm{name}Attention": "needs dim" for name in ("Beit", "MaskUnit", "MetaFormer")},
     "TransformersSiglipAttention": "needs config",
     "TransformersCLIPAttention": "needs config",
     "TransformersViTAttention": "needs config",

@@ -14,7 +14,6 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.dense_attention.timm_projections import in_one_kernel
 from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
-from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
@@ -426,11 +425,9 @@ class TimmWindowAttention(_Parts):
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(module: str, name: str, compiled: tuple[str, ...] = ()) -> Target:
+def _target(module: str, name: str) -> Target:
     path = f"{module}:{name}"
-    return Target(
-        "timm", path, f"Timm{name}", "module", default=False, note=_NOTE, tried=True, compiled=compiled
-    )
+    return Target("timm", path, f"Timm{name}", "module", default=False, note=_NOTE, tried=True, compiled=True)
 
 
 TARGETS = {
@@ -441,5 +438,5 @@ TARGETS = {
         _target("timm.layers.attention_pool", "AttentionPoolLatent"),
     ),
     # SwinV2-B, 256 px, bfloat16: 1.29 to 1.38 times the compiled host's images per second
-    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention", (H100, H200)),),
+    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention"),),
 }

@@ -17,7 +17,6 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.dense_attention.window_attention import window_attention
 from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
-from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.linear_rope import rotated_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
@@ -444,11 +443,9 @@ class TransformersSiglip2MultiheadAttentionPoolingHead(TransformersSiglipMultihe
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(model: str, name: str, cls: str = "", compiled: tuple[str, ...] = ()) -> Target:
+def _target(model: str, name: str, cls: str = "") -> Target:
     path, ours = f"transformers.models.{model}.modeling_{model}:{name}", f"Transformers{cls or name}"
-    return Target(
-        "transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=compiled
-    )
+    return Target("transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=True)
 
 
 TARGETS = {
@@ -460,7 +457,7 @@ TARGETS = {
         _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
         # ViT-L, 2,048 tokens, bfloat16: 1.49 to 1.51 times the compiled host's videos per second
-        _target("vjepa2", "VJEPA2RopeAttention", compiled=(H100,)),
+        _target("vjepa2", "VJEPA2RopeAttention"),
         _target("sam3", "Sam3Attention"),
         _target("sam3", "Sam3ViTRoPEAttention"),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),

@@ -12,7 +12,6 @@ from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.dense_attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.diffusion.timm_residuals import add_both
-from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import changed
 
 
@@ -174,7 +173,7 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 TARGETS = {
     "gated_residual": tuple(
         Target("timm", f"timm.models.{path}", f"Timm{path.partition(':')[2]}", "module", default=False, note=_NOTE,
-               tried=True, compiled=(H100, H200), traced=("linear_gelu", "linear_residual"))
+               tried=True, compiled=True)
         for path in ("vision_transformer:Block", "eva:EvaBlock")
     ),
 }  # fmt: skip

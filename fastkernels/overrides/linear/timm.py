@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import autocasts
 from fastkernels.overrides.kit.unlike import not_linear
 from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue, linear_gelu
@@ -90,7 +89,7 @@ TARGETS = {
         Target(
             "timm", "timm.layers.mlp:Mlp", "TimmMlp", "module", default=False, tried=True,
             note="decided at first calls on a GPU, elsewhere replaced on request",
-            compiled=(H100, H200),
+            compiled=True,
         ),
     ),
 }  # fmt: skip

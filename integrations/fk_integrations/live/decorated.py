@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import update_wrapper
 from types import CellType, FunctionType
 from typing import Any
 
@@ -72,3 +74,15 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not yet set
         return None
+
+
+def wrapper(run: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.update_wrapper` for code that torch.compile traces.
+
+    diffusers reads the signature of a processor's __call__ in forward. torch 2.13 then guards on the defaults of `run`,
+    with the length of those of `inner`. A function of *args and **kwargs does not use its own.
+    torch.compile limits the recompilations of a code object, so each function gets one that no other has.
+    """
+    run.__code__ = run.__code__.replace()
+    run.__defaults__ = getattr(inner, "__defaults__", None)
+    return update_wrapper(run, inner)

@@ -21,11 +21,11 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fk_integrations.core.instance_class import bind_methods, change_class
 from fk_integrations.core.journal import Journal
-from fk_integrations.live.decorated import host_function, plain_function, redecorated
+from fk_integrations.live.decorated import host_function, plain_function, redecorated, wrapper
 from fk_integrations.live.tally import Tally, calling, counted
-from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of, wrapper
+from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of
 
-_LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
 _PLAIN = "fastkernels_plain"  # of these classes: their methods without what counts them
@@ -47,16 +47,14 @@ def live_class(
     calls. A trial implies it.
     """
     op = trial.op if trial is not None else differentiable
-    compiled, plainly = (trial.compiled, not trial.plainly) if trial is not None else (False, False)
-    key = (host_class, ours, by_table, op, trial is not None, compiled, plainly)
+    key = (host_class, ours, by_table, op, trial is not None)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
             choose = ours.by_table  # type: ignore[attr-defined]
             methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
         if trial is not None:
-            how = (op, compiled, plainly)
-            methods = {n: choosing(getattr(host_class, n), own, *how, n) for n, own in methods.items()}
+            methods = {n: choosing(getattr(host_class, n), own, op, n) for n, own in methods.items()}
         if op:
             needs = getattr(ours, "needs_host", None)
             methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}

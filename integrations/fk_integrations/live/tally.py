@@ -19,7 +19,8 @@ from torch._dynamo.comptime import comptime
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.asleep import TALLY as ATTRIBUTE
-from fk_integrations.live.trials import MEASURING, wrapper
+from fk_integrations.live.decorated import wrapper
+from fk_integrations.live.versus import MEASURING
 
 log = logging.getLogger("fastkernels")
 _alive: WeakSet[Tally] = WeakSet()
@@ -176,6 +177,8 @@ def counted_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_compiled(context: Any) -> None:
     """Note that torch.compile traces a module; runs while it does."""
+    if MEASURING:
+        return
     try:
         module = context.get_local("self")._ComptimeVar__variable.realize().value
     except (AttributeError, KeyError) as error:  # of another PyTorch: its calls are then not in a row's

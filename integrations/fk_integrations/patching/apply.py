@@ -20,16 +20,16 @@ from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
-from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.instance_class import is_bound_method
 from fk_integrations.core.journal import Journal
-from fk_integrations.live import asleep, trials
+from fk_integrations.live import asleep, traced, trials
 from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.live.prepared import prepare
 from fk_integrations.live.tally import Counts, Tally
+from fk_integrations.live.traced import Decided, Traced
 from fk_integrations.live.trials import Trial
 from fk_integrations.patching import choose, gated_products, seam_interface
 from fk_integrations.patching.seam_interface import Seam, Swap
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     pass
 
 log = logging.getLogger("fastkernels")
+
+
+_SLOWER = Reason(Kind.LEFT_TO_HOST, "not faster than the host's at their first calls")
+_SLOWER_SO_FAR = Reason(Kind.LEFT_TO_HOST, f"{_SLOWER.text}; torch.compile measures them again")
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Patched:
     module_calls  {op: calls of its modules}, for seams whose calls are counted so
     seconds     of each phase of the patch
     group       of all trials, where the host's shapes change together
+    session     of the decisions about compiled code
     """
 
     adapter: Adapter
@@ -69,9 +74,11 @@ class Patched:
     counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
     group: asleep.Group = field(default_factory=lambda: asleep.Group(together=True))
+    session: Traced = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts = Counts() if self.adapter.several else EngineCounts()
+        self.session = Traced(self.adapter.host, self.adapter.version)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a model, and pickled ones, are the host's
@@ -97,10 +104,10 @@ class Patched:
 
     def _decided(self, row: Row, trial: Trial, others: dict[Reason, int]) -> None:
         """Bring a row up to date with what the first calls have decided."""
-        row.modules, row.measured = trial.modules - trial.restored, trial.lines()
+        row.modules, row.measured = trial.modules - trial.restored - trial.left, trial.lines()
         row.state = "active" if row.modules else "off"
-        slower = Reason(Kind.LEFT_TO_HOST, "not faster than the host's at their first calls")
-        row.explain({**others, slower: trial.restored} if trial.restored else others)
+        left = {_SLOWER: trial.restored, _SLOWER_SO_FAR: trial.left}
+        row.explain({**others, **{reason: n for reason, n in left.items() if n}})
 
     def _count(self, row: Row) -> None:
         from fastkernels.core.dispatch import fusions_of, proving
@@ -333,10 +340,12 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     ours = _our_class(patched, spec, target)
     trial = None
     if place.decided and decides and not by_table:
-        device = _device_of(patched.model)
-        compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
-        slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
-        trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
+        trial = Trial(spec.name, host_class)
+        unmeasured = traced.why_not(_device_of(patched.model))
+        if target.compiled and unmeasured is not None:
+            trial.uncompiled = unmeasured
+        elif target.compiled:
+            trial.compiled = Decided(patched.session)
         if patched.adapter.shapes_together:
             trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fk_integrations.live import trials
+from fk_integrations.live import traced, trials
 from torch._dynamo.backends.registry import lookup_backend
 
 import fastkernels
-from fastkernels.core import cuda_rtc, tuning
+from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit import hopper
-from fastkernels.overrides.kit.chips import H100
 
 timm = pytest.importorskip("timm")
 SWIN = {"img_size": 64, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "window_size": 8}
@@ -60,23 +59,22 @@ OURS = [
     ("eva02", {"attention_dense", "layer_norm", "linear_rope", "linear_residual", "linear_swiglu"}),
     ("siglip", {"attention_dense", "layer_norm", "linear_gelu", "linear_products", "linear_residual"}),
 ]
-# On a chip where nothing is ours, all compile in the same way.
-ON_CHIPS = [
-    *((*case, H100, True) for case in OURS),
-    *(
-        pytest.param(*case, "NVIDIA A100", False, marks=[] if case[0] == "siglip" else pytest.mark.slow)
-        for case in OURS
-    ),
+# Where nothing is ours, all compile in the same way.
+DECIDED = [
+    *((*case, True) for case in OURS),
+    *(pytest.param(*case, False, marks=[] if case[0] == "siglip" else pytest.mark.slow) for case in OURS),
 ]
 
 
-@pytest.mark.parametrize(("name", "ops", "chip", "kept"), ON_CHIPS)
+@pytest.mark.parametrize(("name", "ops", "kept"), DECIDED)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_blocks_are_ours_on_h100(
-    name: str, ops: set[str], chip: str, kept: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
+def test_compiled_blocks_are_ours_if_they_win(
+    name: str, ops: set[str], kept: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
-    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    monkeypatch.setattr(traced, "why_not", lambda device: None)
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
+    monkeypatch.setattr(traced, "decide", lambda *_: (kept, "slower"))
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0) if kept else (8, 0))
     monkeypatch.setattr(trials, "_measured", lambda *_: trials.Choice(False, False, "the host's"))

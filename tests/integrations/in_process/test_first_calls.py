@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core.journal import Journal
-from fk_integrations.live import trials
+from fk_integrations.live import traced, trials
 from fk_integrations.live.live_class import live_class
 from fk_integrations.live.trials import OWN, Trial, sizes_of
 from torch import nn
 
 import fastkernels
-from fastkernels.core import tuning
 from fastkernels.overrides.activation.gelu import gelu
 
 timm = pytest.importorskip("timm")
@@ -52,7 +51,9 @@ def ours(seconds: float, factor: float = 2, error: bool = False) -> type:
 
 
 def tried(module: Host, cls: type, compiled: bool = False) -> tuple[Trial, Journal]:
-    trial, journal = Trial("gelu", Host, compiled), Journal()
+    trial, journal = Trial("gelu", Host), Journal()
+    if compiled:
+        trial.compiled = traced.Decided(traced.Traced("timm", "0"))
     journal.set_class(module, live_class(Host, cls, trial=trial))
     trial.begin(module, sizes_of(module), lambda: setattr(module, "__class__", Host), journal)
     return trial, journal
@@ -108,7 +109,7 @@ def test_each_mode_is_decided_by_its_own_time(
     """Times of the host's and of ours. issued: those of the CPU in eager calls."""
     monkeypatch.setattr(trials, "interleaved", lambda *_: [[float(t)] * 21 for t in graph])
     monkeypatch.setattr(
-        trials, "_eager", lambda *_: tuple([[float(t)] * 21 for t in of] for of in (eager, issued))
+        trials, "one_by_one", lambda *_: tuple([[float(t)] * 21 for t in of] for of in (eager, issued))
     )
     found = trials._measured(lambda: 1, lambda: 1, torch.device("cpu"))
     assert (found.captured, found.eager) == won
@@ -133,7 +134,6 @@ def test_decided_call_runs_the_hosts_at_once(compiled: bool, monkeypatch: pytest
     with torch.no_grad():
         assert torch.equal(module(x), x * 2) and type(module) is not Host
         monkeypatch.setattr(trials, "_signature", None)  # what the choice costs in each other call
-        monkeypatch.setattr(trials, "OPS", None)
         for given in ((x,), {"x": x}) if compiled else ((x,),):
             out = module(**given) if isinstance(given, dict) else module(*given)
             assert torch.equal(out, x * 2)
@@ -192,6 +192,7 @@ def test_compiled_code_keeps_ours_where_measured(
 ) -> None:
     """eager_first: calls before the compilation, in which ours has lost."""
     monkeypatch.setattr(trials, "_measured", lambda *_: trials.Choice(False, False, "the host's"))
+    monkeypatch.setattr(traced, "decide", lambda *_: (True, ""))
     module, x = Host(0.0), torch.randn(3)
     tried(module, ours(0.0, factor=3), compiled)
     with torch.no_grad():
@@ -213,20 +214,19 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize(("how", "variable", "graphs"), GRAPHS)
-def test_slow_calls_of_ours_compile_for_graphs_only(
+def test_each_compiled_mode_is_decided(
     how: dict[str, Any], variable: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import compile_fx
 
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, *_, **__: graph.forward)
+    monkeypatch.setattr(traced, "decide", lambda decided, call, *_: (call.graphs, ""))
     monkeypatch.setenv("FASTKERNELS_GRAPHS", variable)
     module, x = Host(0.0), torch.randn(3)
-    trial = Trial("gelu", Host, compiled=True, plainly="a call takes 60 us")
-    module.__class__ = live_class(Host, ours(0.0, factor=3), trial=trial)
+    tried(module, ours(0.0, factor=3), compiled=True)
     module.compile(**how)
     with torch.no_grad():
         assert torch.equal(module(x), x * (3 if graphs else 2))
-    assert trial.lines() == ["gelu compiled code is ours in CUDA graphs only: a call takes 60 us"]
     torch.compiler.reset()
 
 
@@ -356,11 +356,11 @@ def test_compiled_code_stays_the_hosts(patched_first: bool) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("chip", "ours"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100", False)])
-def test_compiled_mlp_with_tanh_is_ours_on_hopper(
-    chip: str, ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+@pytest.mark.parametrize("ours", [True, False])
+def test_compiled_mlp_with_tanh_is_ours_if_it_wins(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "why_not", lambda device: None)
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
+    monkeypatch.setattr(traced, "decide", lambda *_: (ours, "slower"))
     sizes = {"img_size": 32, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 0}
     model, seen = timm.create_model("vit_tiny_patch16_224", act_layer="gelu_tanh", **sizes).eval(), []
 
@@ -373,7 +373,7 @@ def test_compiled_mlp_with_tanh_is_ours_on_hopper(
         with torch.no_grad():
             model(torch.randn(1, 3, 32, 32))
     found = {n.split(".")[1] for n in seen if "fastkernels" in n}
-    assert found == ({"layer_norm", "linear_gelu"} if ours else set())
+    assert found == ({"attention_dense", "layer_norm", "linear_gelu", "linear_products"} if ours else set())
     torch.compiler.reset()
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from fk_integrations.live import traced
 from support.kernels import warm
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkernels
-from fastkernels.core import registry, tuning
+from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
@@ -336,19 +336,16 @@ OF_BOTH = {
 
 
 @pytest.mark.parametrize(
-    ("name", "chip", "kept"),
-    [
-        (DOUBLE, H100, True),
-        (SINGLE, H100, True),
-        (SINGLE, "NVIDIA A100", False),
-        pytest.param(DOUBLE, "NVIDIA A100", False, marks=pytest.mark.slow),
-    ],
+    ("name", "kept"),
+    [(DOUBLE, True), (SINGLE, True), (SINGLE, False), pytest.param(DOUBLE, False, marks=pytest.mark.slow)],
 )
-def test_without_ops_compiled_blocks_are_ours_on_hopper(
-    name: str, chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+def test_without_ops_compiled_blocks_are_ours_if_they_win(
+    name: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
-    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    monkeypatch.setattr(traced, "why_not", lambda device: None)
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
+    monkeypatch.setattr(traced, "decide", lambda *_: (kept, "slower"))
     block, seen = filled(getattr(host, name)(**SIZES)), set()
     whole = torch.nn.Sequential(block)
     classes = [type(m) for m in whole.modules()]
@@ -419,7 +416,9 @@ def test_compiled_gelu(
     approximate: str, asked: list[str] | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
-    monkeypatch.setattr(tuning, "chip_of", lambda device: H100)
+    monkeypatch.setattr(traced, "why_not", lambda device: None)
+    monkeypatch.setattr(traced, "_how", lambda: ({}, "eager"))
+    monkeypatch.setattr(traced, "decide", lambda *_: (approximate == "tanh", "slower"))
     layer, seen, x = filled(diffusers.models.activations.GELU(16, 24, approximate)), set(), draw(3, 16)
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -44,7 +44,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], set[str]]] = {
         {**HEADS, "sample_size": 8, "num_layers": 3, "caption_projection_dim": 32, "joint_attention_dim": 32,
          "pooled_projection_dim": 64, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
         {**IMAGE, **TEXTS, "pooled_projections": draw(2, 64)},
-        {"ada_layer_norm", "timestep_embedding", "layer_norm", "gelu", "rms_norm"},
+        {"attention_dense", "ada_layer_norm", "timestep_embedding", "layer_norm", "gelu", "rms_norm"},
+    ),
+    "hunyuan-dit": (
+        "HunyuanDiT2DModel",
+        {"attention_head_dim": 8, "num_attention_heads": 4, "in_channels": 4, "patch_size": 2, "num_layers": 4,
+         "sample_size": 8, "hidden_size": 32, "mlp_ratio": 2.0,
+         "cross_attention_dim": 32, "cross_attention_dim_t5": 24, "pooled_projection_dim": 16, "text_len": 7,
+         "text_len_t5": 5,
+         "activation_fn": "gelu-approximate"},
+        {"hidden_states": draw(2, 4, 8, 8), "timestep": torch.tensor([3.0, 5.0]), **TEXTS,
+         "text_embedding_mask": torch.ones(2, 7).tril(4), "encoder_hidden_states_t5": draw(2, 5, 24),
+         "text_embedding_mask_t5": torch.ones(2, 5), "image_meta_size": torch.tensor([[8, 8, 8, 8, 0, 0]] * 2),
+         "style": torch.tensor([0, 0]), "image_rotary_emb": (draw(16, 8).cos(), draw(16, 8).sin())},
+        {"attention_dense", "ada_layer_norm", "timestep_embedding", "layer_norm", "gelu"},
     ),
     "pixart": (
         "PixArtTransformer2DModel",
@@ -57,8 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], set[str]]] = {
         "SanaTransformer2DModel",
         {**HEADS, "patch_size": 1, "num_layers": 2, "cross_attention_head_dim": 8, "num_cross_attention_heads": 4,
          "cross_attention_dim": 32, "caption_channels": 32, "sample_size": 32},
-        {**IMAGE, **TEXTS},
-        {"timestep_embedding", "layer_norm", "gelu", "rms_norm"},
+        {**IMAGE, **TEXTS, "encoder_attention_mask": torch.ones(2, 7).tril(4)},
+        {"attention_dense", "timestep_embedding", "layer_norm", "gelu", "rms_norm"},
     ),
     "hunyuan-video": (
         "HunyuanVideoTransformer3DModel",
@@ -84,7 +97,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], set[str]]] = {
         {"ada_layer_norm", "timestep_embedding", "layer_norm"},
     ),
 }  # fmt: skip
-WITH_TANH = {"sd3.5", "pixart", "hunyuan-video", "cogvideox"}  # GELUs with tanh behind a linear layer
+WITH_TANH = {
+    "sd3.5",
+    "hunyuan-dit",
+    "pixart",
+    "hunyuan-video",
+    "cogvideox",
+}  # GELUs with tanh behind a linear layer
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,6 +125,7 @@ def test_held_out_transformer_gives_the_hosts_output(name: str) -> None:
             assert {row.op for row in active if row.calls} == expected
             assert not any(row.fallbacks for row in active)
             others = [row for row in report.rows if "unsupported: the processor" in row.reason]
-            assert bool(others) == (name != "pixart")  # processors without a target are listed
+            known = ("sd3.5", "hunyuan-dit", "pixart")
+            assert bool(others) == (name not in known)  # processors without a target are listed
         assert torch.equal(model(**inputs, return_dict=False)[0], before)
     assert [type(m) for m in model.modules()] == classes

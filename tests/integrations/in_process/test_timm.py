@@ -19,6 +19,7 @@ timm = pytest.importorskip("timm")
 TINY = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7}
 VIT = {**TINY, "patch_size": 16, "class_token": False, "global_pool": "map", "act_layer": "gelu_tanh"}
 SWIN = {"img_size": 64, "embed_dim": 24, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4}
+HIERA = {"img_size": (64, 64), "embed_dim": 24, "num_heads": 1, "stages": (1, 1, 2, 1), "num_classes": 7}
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
 
 
@@ -83,8 +84,14 @@ def modules(rows: list[Any]) -> dict[str, int]:
             {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2, "patch_embedding": 1},
         ),
         ("convnextv2_atto", CONVNEXT, {"layer_norm": 9, "gelu": 4, "patch_embedding": 4}),
+        (
+            "beit_base_patch16_224",
+            TINY,
+            {"layer_norm": 5, "gelu": 2, "attention_dense": 2, "patch_embedding": 1},
+        ),
+        ("hiera_tiny_224", HIERA, {"layer_norm": 11, "gelu": 5, "attention_dense": 5}),
     ],
-    ids=["siglip", "dinov3", "rope", "swinv2", "swiglu", "glu", "convnextv2"],
+    ids=["siglip", "dinov3", "rope", "swinv2", "swiglu", "glu", "convnextv2", "beit", "hiera"],
 )
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_patched_models_give_the_hosts_outputs(
@@ -254,13 +261,20 @@ def test_compiled_models_are_compiled_again() -> None:
     assert torch.equal(run(), before)
 
 
-def test_attention_pooling_and_windows_built_anew_equal_timms() -> None:
+def test_attention_built_anew_equals_timms() -> None:
     """Our classes with the host's constructor and weights, as in a fork; a window mask of two images."""
     from timm.layers import AttentionPoolLatent
+    from timm.models import beit, hiera, metaformer
     from timm.models.swin_transformer_v2 import WindowAttention
 
     from fastkernels.overrides.dense_attention.timm import TimmAttentionPoolLatent, TimmWindowAttention
+    from fastkernels.overrides.dense_attention.timm_models import (
+        TimmBeitAttention,
+        TimmMaskUnitAttention,
+        TimmMetaFormerAttention,
+    )
 
+    shared = torch.randn(3, 15, 15)
     mask = torch.zeros(2, 15, 15).masked_fill(torch.rand(2, 15, 15) < 0.2, -100.0)
     for ours, theirs, args, options, size, more in (
         (TimmAttentionPoolLatent, AttentionPoolLatent, (24,), {"num_heads": 3, "norm_layer": torch.nn.LayerNorm},
@@ -273,6 +287,14 @@ def test_attention_pooling_and_windows_built_anew_equal_timms() -> None:
         (TimmWindowAttention, WindowAttention, (24, (3, 5), 3), {"qkv_bias_separate": True,
          "pretrained_window_size": (6, 4)}, 24, ()),
         (TimmWindowAttention, WindowAttention, (24, (5, 3), 1), {"qkv_bias": False}, 24, ()),
+        (TimmBeitAttention, beit.Attention, (24, 3), {"window_size": (2, 7), "qkv_bias": True}, 24, (shared,)),
+        (TimmBeitAttention, beit.Attention, (24, 2), {"window_size": (7, 2), "qkv_bias": True,
+         "qkv_bias_separate": True}, 24, ()),
+        (TimmBeitAttention, beit.Attention, (24, 3), {"attn_head_dim": 8}, 24, (shared,)),
+        (TimmMaskUnitAttention, hiera.MaskUnitAttention, (24, 48, 3, 1, 3, True), {}, 24, ()),
+        (TimmMaskUnitAttention, hiera.MaskUnitAttention, (24, 36, 2, 3, 1, True), {}, 24, ()),
+        (TimmMaskUnitAttention, hiera.MaskUnitAttention, (24, 24, 3, 5), {}, 24, ()),
+        (TimmMetaFormerAttention, metaformer.Attention, (24, 8), {"qkv_bias": True}, 24, ()),
     ):  # fmt: skip
         torch.manual_seed(0)
         host, mine = theirs(*args, **options).eval(), ours(*args, **options).eval()
@@ -324,7 +346,6 @@ def test_blocks_add_scale_and_norm_in_one_op(
 @pytest.mark.parametrize(
     ("name", "classes"),
     [
-        ("beit_base_patch16_224", {"beit.Attention": 2}),
         ("cait_xxs24_224", {"cait.TalkingHeadAttn": 2, "cait.ClassAttn": 2}),
         ("twins_pcpvt_small", {"twins.GlobalSubSampleAttn": 16}),
     ],
