@@ -306,7 +306,7 @@ def test_proposals_are_for_hopper_and_sizes_of_tiles() -> None:
 
 def test_a_measurement_needs_room_for_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[int] = []
-    monkeypatch.setattr(measure, "_leave_room", lambda device, needed: wanted.append(needed))
+    monkeypatch.setattr(measure, "leave_room", lambda device, needed: wanted.append(needed))
     point = measure.Point(NAME, (2 * INNER, K, torch.float32), (64,))
     measure.arguments(point, torch.device("cpu"), torch.Generator(), 0)
     moved = 4 * (64 * K + 2 * INNER * K + 64 * INNER)

@@ -7,7 +7,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fk_bench.batch.queue import Command, Part, cores_of, placed, predicted
+from fk_bench.batch.queue import Part, predicted
+from fk_bench.core.gpus import Command, cores_of, placed
 from fk_bench.serving.lanes import shell_line
 
 

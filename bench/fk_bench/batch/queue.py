@@ -8,22 +8,19 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fk_bench.core.flags import ConfigError
+from fk_bench.core.gpus import Command, cores_of, placed
 from fk_bench.serving.lanes import shell_line
 from fk_bench.serving.process import Server
 
 GRACE_S = 60.0  # for a terminated part to stop its children itself
 NOTED_S = 10.0  # interval of recording a part's children
 LEFT_OUT = "left out"
-
-Command = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -150,22 +147,6 @@ def predicted(
         now, part, mine = running.pop(0)
         free = [g for g in gpus if g in free or g in mine]
         queue.ended(part, True)
-
-
-def cores_of(gpus: Sequence[str]) -> dict[str, list[int]]:
-    """Return {GPU: its contiguous share of the CPU cores that this process may use}."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // max(1, len(gpus))
-    return {gpu: cores[i * each : (i + 1) * each] for i, gpu in enumerate(gpus)}
-
-
-def placed(
-    command: Command, gpus: Sequence[str], cores: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, str], Command]:
-    """Return environment and command for these GPUs and their cores; without a GPU, all cores."""
-    mine = [str(core) for gpu in gpus for core in cores[gpu]]
-    pinned = ("taskset", "-c", ",".join(mine)) if mine and shutil.which("taskset") else ()
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1"}, (*pinned, *command)
 
 
 @dataclass

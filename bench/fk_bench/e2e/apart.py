@@ -12,11 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fk_bench.batch.queue import cores_of, placed
 from fk_bench.core.flags import ConfigError, comma_list
+from fk_bench.core.gpus import cores_of, placed, visible
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.asked import Asked
-from fk_bench.evaluate.run.gpus import visible
 
 GRACE_S = 60.0  # for a process to stop its engines
 TAIL = 5  # lines of a process's standard error in the reason of its failure

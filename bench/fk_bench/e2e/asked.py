@@ -149,7 +149,7 @@ class Asked:
         return max(preset, key=lambda load: room_for([load]), default=None)
 
     def _folder_of(self, model: str) -> str:
-        from fk_bench.e2e.command import sizes_of
+        from fk_bench.e2e.model_configs import sizes_of
 
         return sizes_of(model, self.folder) if self.load_format == "dummy" else model
 

@@ -21,6 +21,7 @@ from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
 from fk_bench.e2e.loads import PRESETS, Load, parse_loads, room_for
+from fk_bench.e2e.model_configs import sizes_of
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 from fk_bench.offline.host import (
     COMMAND,
@@ -304,19 +305,6 @@ def _loaded(
                     versions=machine.interpreter(host.python).versions,
                     status=Status.WRONG if problem else Status.OK, reason=problem,
                 )  # fmt: skip
-
-
-def sizes_of(model: str, folder: Path) -> str:
-    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
-    from fk_bench.core.model_names import public_name
-    from fk_bench.e2e.model_configs import load_config
-
-    if public_name(model) is None:
-        return model
-    name, config = load_config(model)
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / name / "config.json").write_text(json.dumps(config.to_dict()))
-    return str(folder / name)
 
 
 def _check_size(host: str, held: int, wanted: int) -> None:

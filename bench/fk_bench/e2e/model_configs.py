@@ -47,6 +47,16 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
     return model, config
 
 
+def sizes_of(model: str, folder: Path) -> str:
+    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
+    if public_name(model) is None:
+        return model
+    name, config = load_config(model)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(config.to_dict()))
+    return str(folder / name)
+
+
 def _check_generates(model: str, architecture: str) -> None:
     runner = by_architecture()[architecture].arch.runner
     if runner != "Generate":

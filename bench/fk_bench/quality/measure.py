@@ -204,7 +204,7 @@ def folder_of(model: str, folder: Path) -> str:
     """The folder of a checkpoint: a path, a model of the hub, or a public name as llama-3.2-1b, of which only the sizes
     are known. Raises ModelError.
     """
-    from fk_bench.e2e.command import sizes_of
+    from fk_bench.e2e.model_configs import sizes_of
 
     if Path(model).expanduser().exists():
         return str(Path(model).expanduser())

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from fk_bench.batch import queue as batch
-from fk_bench.batch.queue import Batch, Part, Queue, chosen, cores_of, placed, predicted
+from fk_bench.batch.queue import Batch, Part, Queue, chosen, predicted
 from fk_bench.core.flags import ConfigError
+from fk_bench.core.gpus import cores_of, placed
 
 # writes when it began and ended, on which GPUs and cores, to FOLDER/NAME.json
 NOTE = """

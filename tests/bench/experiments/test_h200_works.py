@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 from experiments import h200
 from experiments.works_with import works_with
-from fk_bench.batch.queue import Command, Part
+from fk_bench.batch.queue import Part
+from fk_bench.core.gpus import Command
 
 
 def works(quick: bool) -> dict[str, Part]:

@@ -236,7 +236,7 @@ class Evaluation:
 
     def run(self, entries: Sequence[Entry], cluster: str, suite: str, model: str) -> None:
         """Measure these items, here or on a cluster. Raises ConfigError for a cluster that does not answer."""
-        from fk_bench.evaluate.run.gpus import visible
+        from fk_bench.core.gpus import visible
         from fk_bench.evaluate.run.side import Launcher
 
         for one in self.sets:

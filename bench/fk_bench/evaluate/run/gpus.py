@@ -10,12 +10,6 @@ from fk_bench.core.rows import Row
 from fk_bench.evaluate.run.cluster import Job, Lost, measured
 
 
-def visible(count: int) -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES, or the numbers of all `count` GPUs."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(count)] if chosen is None else [g for g in chosen.split(",") if g.strip()]
-
-
 def run(jobs: Sequence[Job], gpus: Sequence[str], arrived: Callable[[Job, list[Row] | Lost], None]) -> None:
     """Run all jobs, those with most GPUs first, and pass on the rows of each when it ends."""
     waiting = sorted(jobs, key=lambda job: -job.gpus)
