@@ -13,6 +13,7 @@ from fk_bench.tables.origin import Files
 
 COLORS = ("#3b6fb6", "#e08a3c", "#5a9a5a", "#8c8c8c", "#b05ab0", "#c0504d", "#4db3b3", "#8a6d3b")
 LEFT, TOP, LINE, PLOT, RIGHT, BOTTOM = 300, 78, 22, 430, 20, 30
+LEGEND = 20  # from one line of the legend to the next
 STEP = 0.2  # between grid lines
 TEXT = 'font-family="system-ui, sans-serif" fill="#24292f"'
 
@@ -38,28 +39,28 @@ def _plot(table: Table | None, title: str, ratios: Sequence[str], labels: int) -
     paper = columns.index("paper")
     values = [float(row[i]) for row in cells for i in (*shown, paper) if row[i]]
     low, high = math.floor(min(values) / STEP) * STEP, math.ceil(max(values) / STEP) * STEP
-    width, height = LEFT + PLOT + RIGHT, TOP + LINE * len(cells) + BOTTOM
+    width = LEFT + PLOT + RIGHT
+    legend = [*((columns[i], c) for i, c in zip(shown, COLORS, strict=False)), ("paper", "#24292f")]
+    places, lines = _placed([name for name, _ in legend], width)
+    top = TOP + LEGEND * (lines - 1)
+    height = top + LINE * len(cells) + BOTTOM
 
     def x(value: float) -> float:
         return LEFT + PLOT * (value - low) / (high - low)
 
     parts = [_text(16, 24, title, 15, "start", "600")]
-    at = 16.0
-    for name, color in [
-        *((columns[i], c) for i, c in zip(shown, COLORS, strict=False)),
-        ("paper", "#24292f"),
-    ]:
-        parts.append(_mark(at + 5, 46, color, name == "paper") + _text(at + 14, 50, name, 11, "start"))
-        at += 34 + 6.2 * len(name)
+    for (name, color), (at, line) in zip(legend, places, strict=True):
+        y = 46 + LEGEND * line
+        parts.append(_mark(at + 5, y, color, name == "paper") + _text(at + 14, y + 4, name, 11, "start"))
     for i in range(round((high - low) / STEP) + 1):
         value = low + i * STEP
         color = "#57606a" if abs(value - 1) < STEP / 2 else "#d0d7de"
         parts.append(
-            f'<line x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{TOP - 8}" y2="{height - BOTTOM}" stroke="{color}"/>'
+            f'<line x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{top - 8}" y2="{height - BOTTOM}" stroke="{color}"/>'
         )
         parts.append(_text(x(value), height - 12, f"{value:.1f}x", 11))
     for n, row in enumerate(cells):
-        y = TOP + LINE * (n + 0.5)
+        y = top + LINE * (n + 0.5)
         parts.append(_text(LEFT - 10, y + 4, " ".join(row[:labels]), 11, "end"))
         for i, color in zip((*shown, paper), (*COLORS[: len(shown)], "#24292f"), strict=True):
             if row[i]:
@@ -70,6 +71,18 @@ def _plot(table: Table | None, title: str, ratios: Sequence[str], labels: int) -
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     frame = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'
     return "\n".join([head, f"<title>{escape(title)}</title>", frame, *parts, "</svg>", ""])
+
+
+def _placed(names: Sequence[str], width: float) -> tuple[list[tuple[float, int]], int]:
+    """Where each name of the legend stands, (x, line), and the number of lines."""
+    found, at, line = [], 16.0, 0
+    for name in names:
+        wide = 34 + 6.2 * len(name)
+        if at + wide > width and found:
+            at, line = 16.0, line + 1
+        found.append((at, line))
+        at += wide
+    return found, line + 1
 
 
 def _mark(x: float, y: float, color: str, paper: bool, title: str = "") -> str:

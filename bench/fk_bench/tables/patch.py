@@ -55,6 +55,11 @@ def mixed(files: Files) -> Iterator[Table]:
     yield from _kinds(files, "Prompts that arrive during decodes", (Kind.MIXED,), (TPOT, "ttft_ms", OUTPUT))
 
 
+def _four_digits(value: float) -> str:
+    """Without an exponent."""
+    return f"{float(f'{value:.4g}'):,.10g}"
+
+
 def _kinds(files: Files, title: str, kinds: Sequence[Kind], metrics: Sequence[str]) -> Iterator[Table]:
     """A table of the loads of these kinds: each metric's medians, and the ratios of patched host and our engine."""
 
@@ -70,7 +75,8 @@ def _kinds(files: Files, title: str, kinds: Sequence[Kind], metrics: Sequence[st
                 for metric in metrics
                 for cell in (
                     " / ".join(
-                        f"{line[f'{s}_{metric}']:.4g}" if f"{s}_{metric}" in line else "-" for s in states
+                        _four_digits(line[f"{s}_{metric}"]) if f"{s}_{metric}" in line else "-"
+                        for s in states
                     ),
                     _interval(line, f"{metric}_ratio"),
                     *([_interval(line, f"{metric}_{ENGINE}_ratio")] if ENGINE in states else []),
