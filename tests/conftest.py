@@ -82,7 +82,7 @@ def cpu_seconds() -> float:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[started] = cpu_seconds()
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
-        # It measures the latency of the guards for a log, with the caches flushed: 170 ms of CPU for each graph.
+        # It measures the latency of the guards for a log, with flushed caches: 40 ms of CPU or more for each graph.
         guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
     if item.get_closest_marker("gpu") is not None:
         import torch
