@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.gated_products import NAME, Gated, of_model
+from fk_integrations.core.gated_products import NAME, Gated, GatedProduct, of_model
 from fk_integrations.core.journal import Journal
 from fk_integrations.patching import choose, gated_products
 from fk_integrations.patching.apply import Patched, apply
@@ -165,6 +168,58 @@ def test_code_between_product_and_activation_sees_the_product(name: str, table: 
     assert calls == (name == "the tensor itself")
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     found.undo()
+
+
+RAW = {  # what code that launches kernels itself, or copies a result, does with it
+    "data_ptr": lambda x: ctypes.string_at(x.data_ptr(), 4 * x.numel()),
+    "storage": lambda x: bytes(x.untyped_storage()),
+    "numpy": lambda x: x.numpy().tobytes(),
+    "dlpack": lambda x: torch.utils.dlpack.from_dlpack(x.__dlpack__()).numpy().tobytes(),
+    "deepcopy": lambda x: copy.deepcopy(x).numpy().tobytes(),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)).numpy().tobytes(),
+}
+
+
+@pytest.mark.parametrize("how", RAW)
+def test_memory_of_the_product_is_its_own(how: str, table: Any) -> None:
+    table({(2 * INNER, K)})
+    found: list[bytes] = []
+
+    def between(x: T) -> T:
+        found.append(RAW[how](x))
+        return x
+
+    model = nn.Sequential(LlamaMLP(between))
+    want, _ = run(model, MANY)
+    undo = patched(model).undo
+    got, calls = run(model, MANY)
+    undo()
+    assert found[1] == found[0] and calls == 0
+    torch.testing.assert_close(got, want)
+
+
+def test_a_product_without_memory_has_no_null_pointer(table: Any) -> None:
+    table({(2 * INNER, K)})
+    undo = patched(nn.Sequential(model := LlamaMLP())).undo
+    with torch.inference_mode():
+        product, _ = model.gate_up_proj(torch.zeros(MANY, K))
+        assert isinstance(product, gated_products.Product)
+        with pytest.raises(RuntimeError, match="data pointer"):  # as C++ reads it
+            torch.utils.dlpack.to_dlpack(product)
+    undo()
+
+
+@pytest.mark.parametrize("name", ["swiglu_limit", "limit"])
+def test_blocks_that_clamp_are_left(name: str, table: Any) -> None:
+    table({(2 * INNER, K)})
+    model = nn.Sequential(LlamaMLP())
+    setattr(model[0], name, None)
+    assert applied(model).modules == {"LlamaMLP": 1}
+    model = nn.Sequential(LlamaMLP())
+    setattr(model[0], name, 7.0)
+    rows = applied(model)
+    assert not rows.modules and "clamps gate and up" in only_reason(rows).text
+    assert not GatedProduct().layers(linear_silu_and_mul, model)
 
 
 def test_calls_that_need_gradients_are_the_hosts(table: Any) -> None:

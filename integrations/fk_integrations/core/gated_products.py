@@ -15,6 +15,7 @@ NAME = "linear_silu_and_mul"
 APART = "linear", "silu_and_mul"
 LAYER = "MergedColumnParallelLinear"  # in the names of hosts' classes, of ours and of LoRA's wrappers
 ACTIVATIONS = "SiluAndMul", "VllmSiluAndMul", "SGLangSiluAndMul"
+LIMITS = "swiglu_limit", "limit"  # attributes of blocks, None where gate and up are not clamped
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Gated:
             return "a LoRA adapter adds to the product before the activation"
         if "UnquantizedLinearMethod" not in method:
             return f"its product of gate and up is quantized by {method}"
+        if any(getattr(self.block, name, None) is not None for name in LIMITS):
+            return "it clamps gate and up, with a function of its own in the place of SiluAndMul"
         sizes = list(getattr(layer, "output_sizes", ()))
         if len(sizes) != 2 or sizes[0] != sizes[1]:
             return f"its packed parts have {sizes} rows, not those of gate and up"

@@ -27,7 +27,7 @@ from fastkernels.core import tuning
 from fastkernels.core.dispatch import proving
 from fastkernels.core.env import Environment
 from fastkernels.verify import cache
-from fastkernels.verify.measure import SPARE, Ratio, interleaved
+from fastkernels.verify.measure import NoRoom, Ratio, interleaved, leave_room
 from fk_integrations.live.asleep import FIRST_CALL
 from fk_integrations.live.versus import CALLS, different, measuring, one_by_one
 
@@ -63,6 +63,7 @@ class Call:
 
     graphs   whether the code that is compiled runs in CUDA graphs
     how      options of torch.compile for both sides, without CUDA graphs; `compiler`: these as text
+    autocast  the dtype of torch.autocast, in which both sides are measured; empty: it is off
     """
 
     module: Any
@@ -73,6 +74,7 @@ class Call:
     graphs: bool
     how: dict[str, Any]
     compiler: str
+    autocast: str = ""
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -86,7 +88,7 @@ class Call:
         """A name for all that the time of both sides depends on, aside from `cache.facts`."""
         parts = (
             self.host_class, self.op, self.graphs, self.compiler, _identity(self.module), _identity(self.args),
-            _identity(self.kwargs), sorted(Environment.read().provider.items()),
+            _identity(self.kwargs), sorted(Environment.read().provider.items()), self.autocast,
         )  # fmt: skip
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -94,7 +96,8 @@ class Call:
         tensors = [leaf for leaf in self.leaves if leaf.shape]
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         shapes = ", ".join(str(list(leaf.shape)) for leaf in tensors[:4])
-        return f"{self.host_class.__name__} {kind} {shapes}, compiled {self.mode}"
+        cast = f", autocast to {self.autocast}" if self.autocast else ""
+        return f"{self.host_class.__name__} {kind} {shapes}{cast}, compiled {self.mode}"
 
 
 @dataclass
@@ -259,7 +262,14 @@ def _call(context: Any, module: Any, trial: Any, op: str) -> Call:
     args = _given(_local(context, "args"), leaves)
     kwargs = _given(_local(context, "kwargs"), leaves)
     how, compiler = _how()
-    return Call(module, trial.host_class, op, tuple(args), kwargs, graphs_here(), how, compiler)
+    cast = _autocast(next((leaf.device.type for leaf in leaves.values()), "cpu"))
+    return Call(module, trial.host_class, op, tuple(args), kwargs, graphs_here(), how, compiler, cast)
+
+
+def _autocast(kind: str) -> str:
+    """The dtype of torch.autocast on this kind of device, empty if it is off. Dynamo enters what it traces."""
+    on = torch.is_autocast_enabled(kind)
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else ""
 
 
 def _local(context: Any, name: str) -> Any:
@@ -406,11 +416,10 @@ def _check_place(call: Call, device: torch.device) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise _Unknown("a CUDA graph is being captured")
-    needed = SPARE + COPIES * sum(_bytes(leaf) for leaf in call.leaves)
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if free < needed:
-        raise _Unknown(f"too little free memory: {free >> 20} MiB, and {needed >> 20} MiB are needed")
+    try:
+        leave_room(device, COPIES * sum(_bytes(leaf) for leaf in call.leaves))
+    except NoRoom as error:
+        raise _Unknown(f"too little free memory: {error}") from error
 
 
 def _extent(leaf: Leaf) -> int:

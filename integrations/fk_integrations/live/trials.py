@@ -158,7 +158,8 @@ def choosing(theirs: Callable[..., Any], ours: Callable[..., Any], op: str, name
             return theirs(self, *args, **kwargs)
         if own.trial.group.asleep:  # a call of other shapes, or one that is ours
             own.trial.group.wake()
-        call = (*_signature(args), *_signature(kwargs.items()))
+        # An op of ours may not know of autocast, and then differ from the host's code.
+        call = (*_signature(args), *_signature(kwargs.items()), torch._C._is_any_autocast_enabled())
         choice = own.choices.get(call)
         if choice is None:
             choice = _decide(self, own, call, theirs, getattr(type(self), name), args, kwargs)

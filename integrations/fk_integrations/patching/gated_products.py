@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,8 @@ class Product(torch.Tensor):
         shape = (*x.shape[:-1], layer.weight.shape[0])
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
         made.x, made.layer, made.bias, made.compute, made.computed = x, layer, bias, compute, None
+        # Code that asks C++ for the pointer, as DLPack does, gets an error, not null
+        torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
         return made  # type: ignore[no-any-return]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -114,6 +117,25 @@ class Product(torch.Tensor):
         if self.computed is None:
             self.computed = self.compute()
         return self.computed
+
+    def data_ptr(self) -> int:
+        """The product's address, for kernels that are launched with it, as Triton's are."""
+        return self.value().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.value().untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.value().numpy(force=force)
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.value().__dlpack__(**how)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.value(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

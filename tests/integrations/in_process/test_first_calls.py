@@ -173,6 +173,23 @@ def test_other_shapes_are_decided_anew() -> None:
     ) is not Host
 
 
+def test_autocast_is_decided_anew() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if torch.is_autocast_enabled("cpu") else x * 2  # an op that does not know of it
+
+    module = Host(0.005)
+    trial, _ = tried(module, type("Ours", (nn.Module,), {"forward": forward}))
+    x = torch.randn(3)
+    with torch.no_grad():
+        module(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(module(x), 2 * x)
+            torch.testing.assert_close(module(x), 2 * x)
+        module(x)
+    assert [choice.eager for choice in trial.choices.values()] == [True, False]
+    assert "our result differs" in trial.lines()[1]
+
+
 def _slow_if_long(x: torch.Tensor) -> torch.Tensor:
     time.sleep(0.015 if len(x) > 10 else 0.0)
     return x * 2

@@ -132,6 +132,22 @@ def test_shapes_and_sizes_are_told_apart() -> None:
     assert len(trial.lines()) == 2  # [96, 256] and [8, 256]
 
 
+def test_autocast_is_told_apart() -> None:
+    """An op of ours may not know of it: its result then has another dtype than the host's."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return gelu(3 * (x @ self.weight), "none")
+
+    module = Host(12)
+    trial, _ = tried(module, type("Ours", (nn.Module,), {"forward": forward}))
+    assert run(module).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(module).dtype == torch.bfloat16
+    plain, cast = trial.lines()
+    assert ": ours (" in plain and "autocast to bfloat16" in cast and "the host's; our result" in cast
+
+
 def test_nested_modules_decide_first() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
