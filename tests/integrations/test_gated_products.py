@@ -96,6 +96,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         path = tmp_path / "own.json"
         path.write_text(Table("cpu", {"r": {}}, entries).to_json())
         monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
+        monkeypatch.setattr(gated_products, "unproved", lambda request: False)
         tuning._by_op.cache_clear()
         linear_silu_and_mul.reset()
 
@@ -143,6 +144,16 @@ def test_blocks_run_the_op_where_it_won(bias: bool, table: Any) -> None:
     found.undo()
     assert run(model, MANY)[1] == 0 and "apply" not in vars(model[0].gate_up_proj.quant_method)
     assert "forward" not in vars(model[0].act_fn)
+
+
+def test_between_modules_the_op_waits_for_a_request(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unproved = gated_products.unproved
+    table({(2 * INNER, K)})
+    monkeypatch.setattr(gated_products, "unproved", unproved)
+    rows = applied(model := LlamaMLP())
+    assert only_reason(rows).text == gated_products.UNPROVED and not rows.modules
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    assert applied(model).modules["LlamaMLP"] == 1
 
 
 def _in_place(x: T) -> T:

@@ -119,6 +119,10 @@ class Adapter:
         """The special handling of an op, by its name or that of the functional op that it is measured by."""
         return gated_products.GatedProduct() if op == gated_products.NAME else HostOp()
 
+    def has_passes(self) -> bool:
+        """Whether a compiler of the host runs passes of ours on a part of the model."""
+        return False
+
     def in_pass(self, gated: gated_products.Gated) -> bool | Reason:
         """Whether a compiler pass of ours changes the graph that has this block, or why not; False: no graph has it."""
         return False

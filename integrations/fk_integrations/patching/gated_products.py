@@ -18,10 +18,17 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import APART, NAME, Gated, of_model
 from fk_integrations.core.journal import Journal
 
+UNPROVED = "between the host's modules it has not run on a GPU; ops=['linear_silu_and_mul'] requests it"
+
 
 def requested(request: Request) -> bool:
     """Whether the user has requested the op: it then runs wherever a batch has more tokens than decodes."""
     return NAME in {*(request.ops or ()), *request.candidates, *Environment.read().provider}
+
+
+def unproved(request: Request) -> bool:
+    """Whether the op stays out of the place between two modules of a host."""
+    return not (requested(request) or Environment.read().verify)
 
 
 def settled(adapter: Adapter, request: Request) -> Reason | None:
@@ -31,6 +38,8 @@ def settled(adapter: Adapter, request: Request) -> Reason | None:
     named = {*request.candidates, *Environment.read().provider} & {*APART}
     if named and not requested(request):
         return Reason(Kind.LEFT_TO_HOST, f"{' and '.join(sorted(named))} was requested by name")
+    if not adapter.own and not adapter.has_passes() and unproved(request):
+        return Reason(Kind.LEFT_TO_HOST, UNPROVED)
     if mode := adapter.batch_invariant():
         return Reason(Kind.LEFT_TO_HOST, f"{mode} is on, and this op's results may depend on the batch")
     return None
@@ -77,6 +86,8 @@ def apply(adapter: Adapter, request: Request, model: Any, device: str, journal: 
         reason: Reason | bool | None = whole or stays(adapter, request, gated, device)
         if reason is None:
             reason = adapter.in_pass(gated)
+        if reason is False and unproved(request):
+            reason = Reason(Kind.LEFT_TO_HOST, UNPROVED)
         if reason is False:
             reason = between(gated, requested(request), journal)
         if isinstance(reason, Reason):

@@ -141,6 +141,9 @@ class VllmAdapter(Adapter):
             return reason
         return ranges.stays(op, self.most_tokens, self.prompts)
 
+    def has_passes(self) -> bool:
+        return self.worker is None or any(True for _ in self.compiled(self.worker.get_model()))
+
     def in_pass(self, gated: Gated) -> bool | Reason:
         from fk_integrations.vllm import fusions, ranges
 
