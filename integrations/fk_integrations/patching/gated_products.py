@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_map
 
 from fastkernels.core import registry, tuning
@@ -121,8 +122,32 @@ class Product(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def _method_of_value(name: str) -> Callable[..., Any]:
+    def method(self: Product, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.value(), name)(*args, **kwargs)
+
+    return method
+
+
+# They read the memory of a tensor without an operation
+for _name in ("__array__", "__deepcopy__", "__reduce_ex__", "__repr__", "data_ptr", "numpy", "storage", "tolist",
+              "untyped_storage"):  # fmt: skip
+    setattr(Product, _name, _method_of_value(_name))
+
+
 def _value(found: Any) -> Any:
     return found.value() if isinstance(found, Product) else found
+
+
+def _hooked(layer: Any, activation: Any) -> bool:
+    """Whether hooks may keep the product until x or the weight has other values."""
+    return bool(
+        layer._forward_hooks
+        or activation._forward_pre_hooks
+        or activation._forward_hooks
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+    )
 
 
 def between(gated: Gated, always: bool, journal: Journal) -> Reason | None:
@@ -141,6 +166,8 @@ def between(gated: Gated, always: bool, journal: Journal) -> Reason | None:
 
     def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or layer is not gated.layer:
+            return theirs(layer, x, bias)
+        if _hooked(layer, activation):
             return theirs(layer, x, bias)
         many = x.numel() > FEW * x.shape[-1]
         if many and bias is layer.bias and (always or fuses(layer, x)):

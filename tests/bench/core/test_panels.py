@@ -72,7 +72,7 @@ def test_help_texts_have_no_markup() -> None:
     """`[/name]` and `[@name]` are tags of rich: --help would end in a traceback or lose them."""
     commands = typer.main.get_command(cli.build()).commands  # type: ignore[attr-defined]
     texts = [
-        text
+        text.replace("\b", "")  # of click: keep the lines
         for command in commands.values()
         for text in (command.help, command.short_help, *(getattr(p, "help", None) for p in command.params))
         if text
