@@ -233,6 +233,60 @@ def test_blocks_that_clamp_are_left(name: str, table: Any) -> None:
     assert not GatedProduct().layers(linear_silu_and_mul, model)
 
 
+READ = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "tolist": lambda x: torch.tensor(x.tolist()),
+    "data_ptr": lambda x: torch.tensor(x.data_ptr() != 0),
+    "repr": lambda x: torch.tensor(list(repr(x).encode())),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_memory_of_the_product_can_be_read(name: str, table: Any) -> None:
+    table({(2 * INNER, K)})
+    found: list[T] = []
+
+    def keep(x: T) -> T:
+        found.append(READ[name](x))
+        return x
+
+    model = nn.Sequential(LlamaMLP(keep))
+    run(model, MANY)
+    report = patched(model)
+    run(model, MANY)
+    report.undo()
+    assert [type(t) for t in found] == [T, T]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("where", ["layer", "activation", "before the activation", "all modules"])
+def test_hooks_get_products_that_do_not_change_later(where: str, table: Any) -> None:
+    table({(2 * INNER, K)})
+    model, kept = nn.Sequential(LlamaMLP()), list[T]()
+    mlp = model[0]
+    adds = {
+        "layer": lambda: mlp.gate_up_proj.register_forward_hook(lambda m, a, out: kept.append(out[0])),
+        "activation": lambda: mlp.act_fn.register_forward_hook(lambda m, a, out: kept.append(a[0])),
+        "before the activation": lambda: mlp.act_fn.register_forward_pre_hook(lambda m, a: kept.append(a[0])),
+        "all modules": lambda: nn.modules.module.register_module_forward_pre_hook(
+            lambda m, a: kept.append(a[0]) if m is mlp.act_fn else None
+        ),
+    }
+    report, handle = patched(model), adds[where]()
+    x = torch.randn(MANY, K, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want, _ = mlp.gate_up_proj(x.clone())
+        want = want + 0
+        del kept[:]
+        model(x)
+        x.zero_()
+        torch.testing.assert_close(kept[0] + 0, want)
+    handle.remove()
+    report.undo()
+
+
 def test_calls_that_need_gradients_are_the_hosts(table: Any) -> None:
     table({(2 * INNER, K)})
     model = nn.Sequential(LlamaMLP())

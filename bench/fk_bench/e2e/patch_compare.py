@@ -57,7 +57,8 @@ def patch_compare_command(
     loads: Annotated[
         str,
         typer.Option(
-            help="REQUESTSxINPUT[@CACHED_PERCENT]+OUTPUT tokens[/ARRIVINGxINPUT+OUTPUT], comma-separated, or "
+            help="REQUESTSxINPUT+OUTPUT tokens, or REQUESTSxINPUT@CACHED_PERCENT+OUTPUT, either with "
+            "/ARRIVINGxINPUT+OUTPUT for prompts that arrive later; comma-separated, or "
             f"{', '.join(PRESETS)}, whose loads are skipped where they do not fit a model "
             f"(default: {DEFAULT_LOADS}, with --with-engine {ENGINE_LOADS}, with --quick quick)",
             show_default=False,

@@ -72,7 +72,13 @@ class Trial:
         """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
         journal.add(lambda: vars(holder).pop(OWN, None))
         journal.add(self.group.wake)
-        vars(holder)[OWN] = own = _Own(self, sizes, back)
+
+        def ended() -> None:
+            back()
+            for name in (OWN, asleep.TALLY):  # the host's copies and pickles of its class would contain them
+                vars(holder).pop(name, None)
+
+        vars(holder)[OWN] = own = _Own(self, sizes, ended)
         self.owns.append(own)
         self.modules += 1
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_map
 
 from fastkernels.core import registry, tuning
@@ -129,33 +129,38 @@ class Product(torch.Tensor):
             self.computed = self.compute()
         return self.computed
 
-    def data_ptr(self) -> int:
-        """The product's address, for kernels that are launched with it, as Triton's are."""
-        return self.value().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.value().untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.value().numpy(force=force)
-
-    def __dlpack__(self, **how: Any) -> Any:
-        return self.value().__dlpack__(**how)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.value(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map(_value, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
+def _method_of_value(name: str) -> Callable[..., Any]:
+    def method(self: Product, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.value(), name)(*args, **kwargs)
+
+    return method
+
+
+# They read the memory of a tensor without an operation
+for _name in ("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "__repr__", "data_ptr", "numpy", "storage",
+              "tolist", "untyped_storage"):  # fmt: skip
+    setattr(Product, _name, _method_of_value(_name))
+
+
 def _value(found: Any) -> Any:
     return found.value() if isinstance(found, Product) else found
+
+
+def _hooked(layer: Any, activation: Any) -> bool:
+    """Whether hooks may keep the product until x or the weight has other values."""
+    return bool(
+        layer._forward_hooks
+        or activation._forward_pre_hooks
+        or activation._forward_hooks
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+    )
 
 
 def between(gated: Gated, always: bool, journal: Journal) -> Reason | None:
@@ -174,6 +179,8 @@ def between(gated: Gated, always: bool, journal: Journal) -> Reason | None:
 
     def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or layer is not gated.layer:
+            return theirs(layer, x, bias)
+        if _hooked(layer, activation):
             return theirs(layer, x, bias)
         many = x.numel() > FEW * x.shape[-1]
         if many and bias is layer.bias and (always or fuses(layer, x)):

@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar
 
 import pytest
 import typer
+from fk_bench import cli
 from fk_bench.core.panels import given, grouped
+from rich.text import Text
 from typer.testing import CliRunner
 
 
@@ -64,3 +66,16 @@ def test_fields_that_are_no_options_are_refused() -> None:
         grouped(lost)
     with pytest.raises(ValueError, match="options in two groups: width"):
         grouped(twice)
+
+
+def test_help_texts_have_no_markup() -> None:
+    """`[/name]` and `[@name]` are tags of rich: --help would end in a traceback or lose them."""
+    commands = typer.main.get_command(cli.build()).commands  # type: ignore[attr-defined]
+    texts = [
+        text.replace("\b", "")  # of click: keep the lines
+        for command in commands.values()
+        for text in (command.help, command.short_help, *(getattr(p, "help", None) for p in command.params))
+        if text
+    ]
+    assert len(texts) > 400
+    assert [text for text in texts if Text.from_markup(text, emoji=False).plain != text] == []

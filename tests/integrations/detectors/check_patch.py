@@ -139,6 +139,15 @@ def test_layer_equals_the_librarys(make_layer: Callable[[], Any]) -> None:
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_wrong_channels_raise_the_librarys_error(fused: bool) -> None:
+    model = make("yolov8n")
+    if fused:
+        model.fuse(verbose=False)
+    with fastkernels.patch(model, ops=OPS), pytest.raises(RuntimeError, match="to have 3 channels"):
+        run(model, torch.rand(1, 4, 64, 64))
+
+
 def test_activation_without_an_op_stays() -> None:
     model = torch.nn.Sequential(Conv(4, 4, 3, act=torch.nn.Softplus()), Conv(4, 4, 3)).eval()
     with fastkernels.patch(model, ops=OPS) as report:
