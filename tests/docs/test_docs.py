@@ -145,14 +145,10 @@ def test_site_navigation_names_exactly_the_pages() -> None:
     reports = {page.name for page in (DOCS / "reports").glob("*.md")}
     there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert named == there - {f"reports/{name}" for name in reports}
-    listed = re.findall(r"\]\(reports/([\w-]+\.md)\)", (DOCS / "reports.md").read_text())
-    assert sorted(listed) == sorted(reports)
-    tables = [
-        re.findall(r"^\| (\d{4}-\d\d-\d\d) ", part, re.MULTILINE)
-        for part in (DOCS / "reports.md").read_text().split("\n## ")
-    ]
-    assert sum(map(len, tables)) == len(reports)
-    assert all(dates and dates == sorted(dates, reverse=True) for dates in tables)
+    text = (DOCS / "reports.md").read_text()
+    assert sorted(re.findall(r"\]\(reports/([\w-]+\.md)\)", text)) == sorted(reports)
+    lists = [re.findall(r"^\| (\d{4}-\d\d-\d\d) ", part, re.MULTILINE) for part in text.split("\n## ")]
+    assert sum(map(len, lists)) == len(reports) and all(d == sorted(d, reverse=True) for d in lists)
 
 
 @pytest.mark.parametrize(

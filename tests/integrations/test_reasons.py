@@ -149,9 +149,8 @@ def test_rewording_changes_no_decision(
 
 def test_a_method_that_the_host_has_bound_is_patched_as_well() -> None:
     bound = nn.Sequential(Norm())
-    bound[0].forward = bound[
-        0
-    ].forward  # as removed hooks leave it, or a host that chooses one of its methods
+    # as removed hooks leave it, or a host that chooses one of its methods
+    bound[0].forward = bound[0].forward
     (row,) = (row for row in apply(Host(), bound, Request("patch")).rows if row.op == "rms_norm")
     assert (row.state, row.modules) == ("active", 1)
     assert bound[0].forward.__func__ is type(bound[0]).forward is not Norm.forward
