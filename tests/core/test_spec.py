@@ -95,6 +95,9 @@ NEVER = {
     "TransformersVJEPA2MLP": "needs config",
     "TransformersSwinv2SelfAttention": "needs config",
     "TransformersRTDetrV2MultiscaleDeformableAttention": "needs config",
+    "UltralyticsRepVGGDW": "is a block, not one convolution with a norm",
+    "UltralyticsAttention": "needs dim",
+    "UltralyticsAAttn": "needs dim",
     **{
         f"Transformers{name}": "is a block, not one convolution with a norm"
         for name in (

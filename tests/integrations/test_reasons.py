@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -72,7 +73,7 @@ def model(foreign: bool = False) -> nn.Module:
     found = nn.Sequential(Norm(), Norm())
     if foreign:
         for norm in found:
-            norm.forward = norm.forward  # as other code patches an instance
+            norm.forward = functools.partial(Norm.forward, norm)  # as other code patches an instance
     return found
 
 
@@ -144,6 +145,15 @@ def test_rewording_changes_no_decision(
 ) -> None:
     found, found_kinds = decide(options, request_, foreign)
     assert (found, list(dict.fromkeys(found_kinds))) == (outcome, kinds)
+
+
+def test_a_method_that_the_host_has_bound_is_patched_as_well() -> None:
+    bound = nn.Sequential(Norm())
+    # as removed hooks leave it, or a host that chooses one of its methods
+    bound[0].forward = bound[0].forward
+    (row,) = (row for row in apply(Host(), bound, Request("patch")).rows if row.op == "rms_norm")
+    assert (row.state, row.modules) == ("active", 1)
+    assert bound[0].forward.__func__ is type(bound[0]).forward is not Norm.forward
 
 
 def test_a_batch_invariant_host_keeps_an_op_that_is_not() -> None:

@@ -1,6 +1,6 @@
 """openfold3 in a folder of its own, in the cache: only its tests need it.
 
-`python tests/support/openfold3_library.py` prints the folder, for PYTHONPATH.
+`PYTHONPATH=tests python tests/support/openfold3_library.py` prints the folder, for PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torchrec and torch_geometric in a folder of their own, in the cache: torchrec pins another torchmetrics than ours.
 
-`python tests/support/recommender_library.py` prints the folder, for PYTHONPATH.
+`PYTHONPATH=tests python tests/support/recommender_library.py` prints the folder, for PYTHONPATH.
 """
 
 from __future__ import annotations

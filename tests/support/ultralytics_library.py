@@ -1,6 +1,6 @@
 """ultralytics in a folder of its own, in the cache: only its tests need it, and its licence is the AGPL.
 
-`python tests/support/ultralytics_library.py` prints the folder, for PYTHONPATH.
+`PYTHONPATH=tests python tests/support/ultralytics_library.py` prints the folder, for PYTHONPATH.
 """
 
 from __future__ import annotations

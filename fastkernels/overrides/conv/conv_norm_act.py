@@ -32,6 +32,7 @@ from fastkernels.overrides.conv.epilogue import (
     normalized,
 )
 from fastkernels.overrides.conv.spatial import channels_last, each, unsupported
+from fastkernels.overrides.conv.timm_activations import act_of
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import unsupported_vector
@@ -320,21 +321,42 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         eps,
         _,
     ) = filled(args, 15, *(None,) * 6, (1,), (0,), (1,), 1, "none", 1e-5, False)
-    if not takes(cls, "norm_kwargs"):
+    ultralytics = takes(cls, "c1")
+    if not ultralytics and not takes(cls, "norm_kwargs"):
         raise ValueError(f"{cls.__name__} is a block, not one convolution with a norm")
     refuse(cls, residual=residual)
     values = [set(v) for v in (weight.shape[2:], stride, padding, dilation)]
     if mean is None or any(len(v) > 1 for v in values):
         raise ValueError(f"{cls.__name__} has a norm, and one number for both dimensions")
     kernel, step, edge, spread = (v.pop() for v in values)
-    module = make(
-        cls, x, x.shape[1], len(weight), kernel, step, edge, spread, groups, bias is not None,
-        act_layer=None if activation == "none" else activation, norm_kwargs={"eps": eps},
-    )  # fmt: skip
+    if ultralytics:
+        module = _ultralytics(cls, x, len(weight), kernel, step, edge, spread, groups, activation, eps)
+    else:
+        module = make(
+            cls, x, x.shape[1], len(weight), kernel, step, edge, spread, groups, bias is not None,
+            act_layer=_named(activation), norm_kwargs={"eps": eps},
+        )  # fmt: skip
     norm = {"running_mean": mean, "running_var": var, "weight": norm_weight, "bias": norm_bias}
     load(module, {"conv.weight": weight, "conv.bias": bias, **{f"bn.{name}": t for name, t in norm.items()}})
     module.eval()
     return lambda: module(x)
+
+
+def _ultralytics(cls: type, x: T, outer: int, kernel: int, step: int, edge: int, spread: int, groups: int,
+                 activation: str, eps: float) -> Any:  # fmt: skip
+    """ultralytics' Conv, or its DWConv, which finds its padding and its groups from the other sizes."""
+    given = {"p": edge, "g": groups} if takes(cls, "g") else {}
+    module = make(cls, x, x.shape[1], outer, kernel, step, d=spread, act=act_of(_named(activation)), **given)
+    made = module.conv.groups, module.conv.padding, module.bn.eps
+    if made != (groups, (edge, edge), eps):
+        raise ValueError(
+            f"{cls.__name__} has groups={made[0]}, padding={made[1]} and eps={made[2]} for these sizes"
+        )
+    return module
+
+
+def _named(activation: str) -> str | None:
+    return None if activation == "none" else activation
 
 
 def _case(name: str, tag: str, sizes: tuple[int, ...], window: int | tuple[int, int] = 1, dtype: str = "bfloat16",

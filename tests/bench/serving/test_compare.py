@@ -38,6 +38,8 @@ SMALL = (
     "4",
     "--ready-timeout",
     "120",
+    "--resident",  # the default follows the free memory, which other tests take, too
+    "5",
 )
 
 
