@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.fastkernels.host import FastKernelsAdapter
 from fk_integrations.patching import choose
@@ -258,6 +259,30 @@ def test_a_failure_is_a_warning_and_everything_stays(
         "shapes without a table entry stay with the host: ValueError: linear: a proposal names the provider"
     )
     assert [text in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_sizes_end_at_the_largest_batch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = choose.points_of(Host(), model, Request("patch", ops=("linear",)), "cpu")
+    assert {point.sizes for point in points} == {(1,), (8,)}
+    monkeypatch.setattr(Host, "largest_batch", lambda self: 7)
+    points = choose.points_of(Host(), model, Request("patch", ops=("linear",)), "cpu")
+    assert points and {point.sizes for point in points} == {(1,)}
+
+
+def test_a_hosts_failure_in_one_op_leaves_the_others(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(HostOp):
+        def live(self, op: Any, shape: Any, modules: Any) -> Any:
+            raise RuntimeError("no pool")
+
+    class One(Host):
+        def of(self, name: str) -> HostOp:
+            return Fails() if name == failing else HostOp()
+
+    failing = "linear"
+    assert not choose.points_of(One(), model, Request("patch"), "cpu")
+    assert "linear is not measured and stays with the host: RuntimeError: no pool" in caplog.text
+    failing = "attention_decode"
+    assert choose.points_of(One(), model, Request("patch"), "cpu")
 
 
 def test_requested_linear_uses_the_verified_choice(model: Any, op: Any) -> None:

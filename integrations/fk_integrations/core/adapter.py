@@ -119,6 +119,10 @@ class Adapter:
         """The special handling of an op, by its name or that of the functional op that it is measured by."""
         return gated_products.GatedProduct() if op == gated_products.NAME else HostOp()
 
+    def largest_batch(self) -> int | None:
+        """The most tokens of a step; None: not known."""
+        return None
+
     def has_passes(self) -> bool:
         """Whether a compiler of the host runs passes of ours on a part of the model."""
         return False

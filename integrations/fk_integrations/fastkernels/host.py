@@ -58,6 +58,10 @@ class FastKernelsAdapter(Adapter):
             return _Experts(self.runner)
         return _Linear() if op == "linear" else super().of(op)
 
+    def largest_batch(self) -> int | None:
+        config = getattr(self.runner, "config", None)
+        return getattr(config, "max_num_batched_tokens", None)
+
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         if is_block(spec.name):
             return [replace(target, seam="block") for target in spec.targets]
@@ -126,10 +130,6 @@ class _Experts(HostOp):
         return shape_of(
             op, made, made.quant_method.arguments, module.described.top_k, module.gate.weight.dtype
         )
-
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        most = self.model_runner.config.max_num_batched_tokens
-        return [sizes for sizes in super().points(op) if sizes[0] <= most]
 
     def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
         def arguments(module: Any, *call: Any) -> tuple[Any, ...]:

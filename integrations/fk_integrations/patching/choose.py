@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -28,6 +30,7 @@ from fk_integrations.patching import gated_products, seam_interface
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
 TRIED = "linear", "linear_silu_and_mul", "attention_decode", "fused_experts", "fused_experts_fp8"
+OF_TOKENS = ("M",), ("tokens",)  # Key.sizes of ops whose size is the number of tokens of a step
 SECONDS = 85.0  # of a measurement, with compiling
 WAIT_S = SECONDS + 60  # that other ranks wait for it
 
@@ -100,26 +103,40 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             continue
         if op.name not in TRIED and not Environment.read().verify:
             continue
-        listed = {e.place for e in tuning.entries(op.name, chip)}
-        own = modules_of(adapter, model, spec)
-        here = adapter.of(op.name)
-        more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
-        for into, several in ((found, own), (heads, more)):
-            for module, shape in several:
-                if shape is None:
-                    continue
-                place = Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place
-                if place not in listed or not here.in_tables:
-                    into.setdefault((op.name, shape), []).append(module)
+        with _only_this_op(op.name):
+            listed = {e.place for e in tuning.entries(op.name, chip)}
+            own = modules_of(adapter, model, spec)
+            here = adapter.of(op.name)
+            more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
+            for into, several in ((found, own), (heads, more)):
+                for module, shape in several:
+                    if shape is None:
+                        continue
+                    place = Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place
+                    if place not in listed or not here.in_tables:
+                        into.setdefault((op.name, shape), []).append(module)
     last = {place: modules for place, modules in heads.items() if place not in found}
-    points = [
-        (part is last, i, Point(op, shape, sizes, tuple(modules), live))
-        for part in (found, last)
-        for (op, shape), modules in part.items()
-        for live in (adapter.of(op).live(registry.get(op).op, shape, modules),)
-        for i, sizes in enumerate(adapter.of(op).points(registry.get(op).op))
-    ]
+    points = []
+    for part in (found, last):
+        for (name, shape), modules in part.items():
+            with _only_this_op(name):
+                here, op = adapter.of(name), registry.get(name).op
+                most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
+                live = here.live(op, shape, modules)
+                for i, sizes in enumerate(here.points(op)):
+                    if most is None or sizes[0] <= most:
+                        points.append((part is last, i, Point(name, shape, sizes, tuple(modules), live)))
     return [point for *_, point in sorted(points, key=lambda each: each[:2])]
+
+
+@contextmanager
+def _only_this_op(name: str) -> Iterator[None]:
+    """Leave an op to the host, with a warning, if the host's part in its measurement fails."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("%s is not measured and stays with the host: %s", name, text)
 
 
 def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:

@@ -79,10 +79,6 @@ class Experts(_OfRunner):
         found = experts.shape(op, module)
         return None if isinstance(found, Reason) else found
 
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        most = getattr(getattr(self.model_runner, "server_args", None), "chunked_prefill_size", None) or -1
-        return [sizes for sizes in super().points(op) if most < 0 or sizes[0] <= most]
-
     def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
         return experts.live(op, shape, modules)
 

@@ -83,6 +83,11 @@ class SglangAdapter(Adapter):
             Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
         )
 
+    def largest_batch(self) -> int | None:
+        arguments = getattr(self.model_runner, "server_args", None)
+        most = getattr(arguments, "chunked_prefill_size", None) or -1
+        return most if most > 0 else None
+
     def in_pass(self, gated: Gated) -> bool | Reason:
         arguments = self.model_runner.server_args
         prefill = getattr(getattr(arguments, "cuda_graph_config", None), "prefill", None)

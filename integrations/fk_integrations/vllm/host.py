@@ -141,6 +141,11 @@ class VllmAdapter(Adapter):
             return reason
         return ranges.stays(op, self.most_tokens, self.prompts)
 
+    def largest_batch(self) -> int | None:
+        return (
+            None if self.worker is None else self.worker.vllm_config.scheduler_config.max_num_batched_tokens
+        )
+
     def has_passes(self) -> bool:
         return self.worker is None or any(True for _ in self.compiled(self.worker.get_model()))
 

@@ -55,12 +55,6 @@ class Experts(_OfWorker):
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         return experts.shape(op, module)
 
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if self.worker is None:
-            return super().points(op)
-        most = self.worker.vllm_config.scheduler_config.max_num_batched_tokens
-        return [sizes for sizes in super().points(op) if sizes[0] <= most]
-
     def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live | None:
         return experts.live(op, shape, modules)
 
