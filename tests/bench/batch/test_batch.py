@@ -14,7 +14,7 @@ import pytest
 from fk_bench.batch import queue as batch
 from fk_bench.batch.queue import Batch, Part, Queue, chosen, predicted
 from fk_bench.core.flags import ConfigError
-from fk_bench.core.gpus import cores_of, placed
+from fk_bench.core.gpus import cores_of, placed, visible
 
 # writes when it began and ended, on which GPUs and cores, to FOLDER/NAME.json
 NOTE = """
@@ -242,3 +242,12 @@ def test_part_with_too_many_gpus_is_left_out(tmp_path: Path) -> None:
     failed, said = run(tmp_path, parts, "0")
     assert failed == ["two", "needs"] and (tmp_path / "one.json").is_file()
     assert "out two needs 2 GPUs" in [x.removeprefix("left ") for x in said]
+
+
+def test_visible_gpus_are_those_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1")
+    assert visible(8) == ["3", "GPU-1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible(8) == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible(2) == ["0", "1"]

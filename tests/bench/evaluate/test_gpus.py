@@ -50,15 +50,6 @@ def test_item_that_cannot_run_is_lost_with_its_message() -> None:
     assert isinstance(found, Lost) and "no-such-suite" in str(found)
 
 
-def test_visible_gpus_are_those_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1")
-    assert gpus.visible(8) == ["3", "GPU-1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.visible(8) == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert gpus.visible(2) == ["0", "1"]
-
-
 def test_cores_are_shared_out_or_common(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {8, 1, 2, 3, 5})
     assert gpus.shares(2) == [{1, 2}, {3, 5}]

@@ -91,7 +91,7 @@ def test_prompts_contexts_and_mixed_loads_have_their_tables() -> None:
     assert title.startswith("Prompts: vLLM, patched live")
     assert columns[2] == "input tok/s: stock / patched / fastkernels"
     assert cells == [[
-        "m", "8x2048+8", "1e+05 / 1.25e+05 / 1.25e+05", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
+        "m", "8x2048+8", "100,000 / 125,000 / 125,000", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
         "10 / 8 / 8", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
     ]]  # fmt: skip
     ((_, columns, cells),) = patch.contexts(files)
