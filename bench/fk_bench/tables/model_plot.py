@@ -50,8 +50,10 @@ def _plot(table: Table | None, title: str, ratios: Sequence[str], labels: int) -
 
     parts = [_text(16, 24, title, 15, "start", "600")]
     for (name, color), (at, line) in zip(legend, places, strict=True):
-        y = 46 + LEGEND * line
-        parts.append(_mark(at + 5, y, color, name == "paper") + _text(at + 14, y + 4, name, 11, "start"))
+        down = 46 + LEGEND * line
+        parts.append(
+            _mark(at + 5, down, color, name == "paper") + _text(at + 14, down + 4, name, 11, "start")
+        )
     for i in range(round((high - low) / STEP) + 1):
         value = low + i * STEP
         color = "#57606a" if abs(value - 1) < STEP / 2 else "#d0d7de"
@@ -75,7 +77,8 @@ def _plot(table: Table | None, title: str, ratios: Sequence[str], labels: int) -
 
 def _placed(names: Sequence[str], width: float) -> tuple[list[tuple[float, int]], int]:
     """Where each name of the legend stands, (x, line), and the number of lines."""
-    found, at, line = [], 16.0, 0
+    found: list[tuple[float, int]] = []
+    at, line = 16.0, 0
     for name in names:
         wide = 34 + 6.2 * len(name)
         if at + wide > width and found:

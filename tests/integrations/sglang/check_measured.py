@@ -29,7 +29,7 @@ def test_points_are_the_models_and_kept(engine, stock):
         shape = "heads=4 kv_heads=2 head_size=32 block_size=1 window=0 dtype=float32"
         found = [line.partition(":")[0] for line in lines if line.startswith("attention_decode")]
         assert found == [f"attention_decode {shape} batch={b} context={c}" for b, c in POINTS]
-        linears = {line.partition(" M=")[0] for line in lines if line.startswith("linear")}
+        linears = {line.partition(" M=")[0] for line in lines if line.startswith("linear ")}
         shapes = ((128, 128), (128, 256), (256, 128), (512, 128))  # the last one is gate and up, and the head
         assert linears == {f"linear N={n} K={k} dtype=float32" for n, k in shapes}
         assert ids(generate(engine)) == ids(stock)
