@@ -96,7 +96,10 @@ def keep(table: Table, of: dict[str, str]) -> None:
 
 def kept_sides(of: dict[str, str]) -> dict[str, dict[str, Any]]:
     """{name of a call: its choice} from earlier processes with the same facts. One log line for a damaged file."""
-    path = compile_cache.requested_folder(SIDES) / file_name(of)
+    return _sides(compile_cache.requested_folder(SIDES) / file_name(of), of)
+
+
+def _sides(path: Path, of: dict[str, str]) -> dict[str, dict[str, Any]]:
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
         if found and found["facts"] != of:
@@ -118,7 +121,7 @@ def keep_side(name: str, side: dict[str, Any], of: dict[str, str]) -> None:
     if folder is None:
         return
     path = folder / file_name(of)
-    sides = {**(kept_sides(of) if path.is_file() else {}), name: side}
+    sides = {**_sides(path, of), name: side}
     _replace(path, json.dumps({"facts": of, "sides": sides}, indent=1, sort_keys=True))
 
 

@@ -27,6 +27,7 @@ def on_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
     traced.cache.compile_cache.folder.cache_clear()
     yield
+    monkeypatch.undo()
     torch.compiler.reset()
     traced.cache.compile_cache.folder.cache_clear()
 
@@ -121,6 +122,18 @@ def test_damaged_file_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptur
         file.write_text(damaged)
         assert traced.Traced("timm", "0").kept(torch.device("cpu")) == {}
         assert "measured again" in caplog.text or damaged == "[]"
+
+
+def test_choices_add_up_in_the_folder_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another one than the folder that is read where that cannot be written."""
+    monkeypatch.setattr(traced.cache.compile_cache, "folder", lambda name: tmp_path)
+    of = {"chip": "cpu", "host": "timm", "host_version": "0"}
+    for name in ("one", "two"):
+        traced.cache.keep_side(name, {"ours": True, "text": name}, of)
+    (file,) = tmp_path.glob("*.json")
+    assert set(json.loads(file.read_text())["sides"]) == {"one", "two"}
 
 
 def test_shapes_and_sizes_are_told_apart() -> None:
