@@ -92,6 +92,7 @@ class Row:
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
     more_than   the largest batch in which a compiled model does not run ours; None: it runs in small ones, too
+    captured    whether only CUDA graphs and compiled code run ours; eager calls are the host's
     own         whether `calls` are those of the row's own modules; else, in our engine, the op's in that process, where
                 rows of one op share them
     unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
@@ -114,6 +115,7 @@ class Row:
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
     more_than: int | None = None
+    captured: bool = False
     own: bool = False
     unlimited: int = 0
 
@@ -310,6 +312,7 @@ class Report:
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += "; in CUDA graphs, and the host's in eager steps" if r.captured else ""
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
             state += f"; in batches of more than {r.more_than} tokens" if r.more_than is not None else ""
             state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""

@@ -440,6 +440,11 @@ def observe(around: Callable[[Any, Provider], Provider] | None) -> None:
         op.forget()
 
 
+def recorded() -> bool:
+    """Whether a function is around every provider."""
+    return _around is not None
+
+
 def counters() -> dict[str, dict[str, Any]]:
     """{op: {'calls': n, 'fallbacks': {reason: n}}} of this process."""
     return {name: {"calls": op.calls, "fallbacks": dict(op.fallbacks)} for name, op in OPS.items()}

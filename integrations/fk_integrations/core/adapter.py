@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Reason
@@ -87,6 +87,13 @@ class Adapter:
 
     def batch_invariant(self) -> str | None:
         """The host's switch that makes results independent of the batch, if it is on."""
+        return None
+
+    def captures(self) -> Callable[[], bool] | Reason | None:
+        """Whether the host captures a CUDA graph now, of a host whose other steps are eager; see live.eager_steps.
+
+        A reason: it captures none, so that modules with short calls stay with the host. None: ours run in all calls.
+        """
         return None
 
     def providers(self) -> Mapping[str, Provider]:

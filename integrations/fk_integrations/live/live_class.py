@@ -22,10 +22,11 @@ from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fk_integrations.core.instance_class import bind_methods, change_class
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.decorated import host_function, plain_function, redecorated, wrapper
+from fk_integrations.live.eager_steps import captured_only
 from fk_integrations.live.tally import Tally, calling, counted
 from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of
 
-_LIVE: dict[tuple[type, type, bool, str, bool], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool, Callable[[], bool] | None], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
 _PLAIN = "fastkernels_plain"  # of these classes: their methods without what counts them
@@ -34,8 +35,9 @@ _NO_NAMES: frozenset[str] = frozenset()
 
 
 def live_class(
-    host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None, differentiable: str = ""
-) -> type:
+    host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None, differentiable: str = "",
+    captures: Callable[[], bool] | None = None,
+) -> type:  # fmt: skip
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
     `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
@@ -45,9 +47,10 @@ def live_class(
     trial: `trials.choosing` wraps each method and picks by the time of first calls.
     differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
     calls. A trial implies it.
+    captures: whether the host captures a graph now; `captured_only` wraps each method.
     """
     op = trial.op if trial is not None else differentiable
-    key = (host_class, ours, by_table, op, trial is not None)
+    key = (host_class, ours, by_table, op, trial is not None, captures)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
@@ -61,6 +64,8 @@ def live_class(
             methods = {n: counted(m) for n, m in methods.items()}
         if trial is not None:
             methods = {n: hosts_first(getattr(host_class, n), m) for n, m in methods.items()}
+        if captures is not None:
+            methods = {n: captured_only(getattr(host_class, n), m, captures) for n, m in methods.items()}
         body = {
             **methods,
             **_copies(host_class),
@@ -174,6 +179,7 @@ def _method_names(host_class: type, ours: type) -> set[str]:
 def replace_attribute(
     holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
     trial: Trial | None = None, differentiable: str = "", tally: Tally | None = None,
+    captures: Callable[[], bool] | None = None,
 ) -> Reason | None:  # fmt: skip
     """Replace the object `holder.name` with one of our class and the same state; None, or why not.
 
@@ -182,7 +188,7 @@ def replace_attribute(
     old = getattr(holder, name)
     if patched := [m for m in methods if m in vars(old)]:
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
-    new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
+    new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable, captures))
     vars(new).update(vars(old))
     live = type(new)
 

@@ -349,8 +349,13 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         if patched.adapter.shapes_together:
             trial.group = patched.group
     tally = None if patched.adapter.own else Tally(spec.name)
+    named = requested or spec.name in Environment.read().provider
+    captures = patched.adapter.captures() if place.short and not named else None
     inside = tally if patched.adapter.several or place.tallies else None  # the seam counts the calls
     for module in modules:
+        if isinstance(captures, Reason):
+            reasons[captures] += 1
+            continue
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
@@ -366,6 +371,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
                 trained,
                 inside,
                 spec.name,
+                captures,
             )
             stays = _swap(place, made)
             if stays is None:
@@ -385,6 +391,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         if place.tallies and isinstance(patched.counts, EngineCounts):
             patched.counts.alone.add(id(tally))
     row.state = "active" if row.modules else "off"
+    row.captured = bool(row.modules) and captures is not None
     row.candidate = _candidate_label(patched.candidates.get(spec.name), target.cls) if row.modules else ""
     if not row.modules and not reasons:
         reasons[Reason(Kind.NO_SUCH_MODULE, "the model has no such module")] = 0

@@ -16,6 +16,7 @@ from fk_integrations.core.instance_class import change_class
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import with_reason
 from fk_integrations.live import trials
+from fk_integrations.live.eager_steps import keep_pinned
 from fk_integrations.live.live_class import live_class
 from fk_integrations.live.tally import Tally
 from fk_integrations.live.trials import Trial
@@ -32,6 +33,7 @@ class Swap:
     differentiable  the op, if calls of the module may need gradients; see live_class.inference_only
     tally     counts the calls of the row's modules; None where the process has one model
     op        the op's name, for a seam in which the host makes the change (HostOp)
+    captures  whether the host captures a graph now: only then and in compiled code do calls run ours; None: in all
     """
 
     adapter: Adapter
@@ -44,6 +46,7 @@ class Swap:
     differentiable: str = ""
     tally: Tally | None = None
     op: str = ""
+    captures: Callable[[], bool] | None = None
 
 
 class Seam:
@@ -55,6 +58,7 @@ class Seam:
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
     decided  whether the first calls of its modules may decide between the host and ours
     counted  whether calls of its modules prove a row, because its op has no function that counts
+    short    whether a call of its modules may take the CPU longer than the GPU: see live.eager_steps
     tallies  whether the seam counts the calls of each row in every host: a module may have several rows
     """
 
@@ -64,6 +68,7 @@ class Seam:
     every_step = False
     decided = False
     counted = False
+    short = False
     tallies = False
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
@@ -84,7 +89,15 @@ class Seam:
 
 def set_live_class(swap: Swap) -> None:
     """Change a module's class, to one whose first calls decide if the swap has a trial."""
-    live = live_class(swap.host_class, swap.ours, trial=swap.trial, differentiable=swap.differentiable)
+    live = live_class(
+        swap.host_class,
+        swap.ours,
+        trial=swap.trial,
+        differentiable=swap.differentiable,
+        captures=swap.captures,
+    )
+    if swap.captures is not None:
+        keep_pinned(swap.module, swap.journal)
     swap.journal.set_class(swap.module, live)
     if swap.tally is not None:
         swap.tally.add(swap.module, swap.module, swap.journal)

@@ -14,6 +14,7 @@ class Leaf(Seam):
 
     every_step = True
     decided = True
+    short = True
 
     def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
         return other_classes(model, host_class, known)

@@ -14,6 +14,8 @@ from fk_integrations.patching.seam_interface import Seam, Swap
 class QuantMethod(Seam):
     """Replaces `quant_method`; bias, gather and all-reduce stay the host's."""
 
+    short = True
+
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """Modules of the class, or with a method object of it that is their own (a LoRA wrapper shows another's)."""
         return [
@@ -37,4 +39,6 @@ class QuantMethod(Seam):
 
     def swap(self, swap: Swap) -> Reason | None:
         by_table = swap.by_table and hasattr(swap.ours, "by_table")
-        return replace_attribute(swap.module, "quant_method", swap.ours, ("apply",), swap.journal, by_table)
+        return replace_attribute(
+            swap.module, "quant_method", swap.ours, ("apply",), swap.journal, by_table, captures=swap.captures
+        )

@@ -13,9 +13,18 @@ from fk_integrations.patching.seam_interface import Seam, Swap
 class Scheme(Seam):
     """Replaces `scheme`."""
 
+    short = True
+
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         return [m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("scheme")))]
 
     def swap(self, swap: Swap) -> Reason | None:
-        methods = ("apply_weights",)
-        return replace_attribute(swap.module, "scheme", swap.ours, methods, swap.journal, swap.by_table)
+        return replace_attribute(
+            swap.module,
+            "scheme",
+            swap.ours,
+            ("apply_weights",),
+            swap.journal,
+            swap.by_table,
+            captures=swap.captures,
+        )

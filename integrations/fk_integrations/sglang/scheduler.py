@@ -34,6 +34,9 @@ from fk_integrations.sglang import host_ops, own_kernels
 from fk_integrations.sglang.attention import backends
 
 log = logging.getLogger("fastkernels")
+NO_GRAPHS = (
+    "SGLang captures no CUDA graphs, and in eager steps calls of ours take the CPU longer than its own"
+)
 _patched: list[Patched] = []  # at most one: a scheduler process has one target model
 _trial: list[Trial] = []  # at most one
 
@@ -82,6 +85,15 @@ class SglangAdapter(Adapter):
         return Reason(
             Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
         )
+
+    def captures(self) -> Callable[[], bool] | Reason | None:
+        if self.model_runner is None or not str(self.model_runner.device).startswith("cuda"):
+            return None
+        if getattr(self.model_runner.server_args, "disable_cuda_graph", False):
+            return Reason(Kind.LEFT_TO_HOST, NO_GRAPHS)
+        from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+        return get_is_capture_mode
 
     def largest_batch(self) -> int | None:
         arguments = getattr(self.model_runner, "server_args", None)

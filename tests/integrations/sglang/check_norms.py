@@ -3,10 +3,12 @@
 import pytest
 import torch
 from fk_integrations.patching.apply import apply
-from fk_integrations.sglang.scheduler import SglangAdapter
+from fk_integrations.sglang.scheduler import NO_GRAPHS, SglangAdapter
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from fastkernels.core.dispatch import observe
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import Request
 
 OPS = ("rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm_gated")
@@ -107,3 +109,67 @@ def test_a_named_backend_runs_the_hosts_code():
     assert all(torch.allclose(module(x, backend=None), expected[name]) for name, module in model.items())
     assert [row["calls"] for row in patched.report()] == [1, 1]
     patched.undo()
+
+
+class Serving(Alone):
+    """Of an engine with CUDA graphs, `capturing` or not; None: of one without."""
+
+    faster_on_cpu = False
+    capturing: bool | None = False
+
+    def captures(self):
+        if self.capturing is None:
+            return Reason(Kind.LEFT_TO_HOST, NO_GRAPHS)
+        return is_capturing
+
+
+def is_capturing():
+    return Serving.capturing
+
+
+def test_eager_steps_run_the_hosts_code_and_graphs_ours(monkeypatch):
+    """Of modules that nobody named: a call of ours takes the CPU longer, and an eager step is bound by it."""
+    from sglang.srt.layers import activation, layernorm
+
+    model = nn.ModuleDict({"norm": layernorm.RMSNorm(64), "act": activation.SiluAndMul()}).bfloat16()
+    x = torch.randn(5, 64).bfloat16()
+
+    def run():
+        residual = x.clone()
+        return [model["act"](model["norm"](x)), *model["norm"](x.clone(), residual)]
+
+    def rows(patched):
+        return {row["op"]: row for row in patched.report() if row["modules"]}
+
+    def attributes():
+        return [{name: id(value) for name, value in vars(m).items()} for m in model.modules()]
+
+    with torch.no_grad():
+        expected, before = run(), attributes()
+        patched = apply(Serving(), model, Request("patch"), 0)
+        torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+        found = rows(patched)
+        assert set(found) == {"rms_norm", "silu_and_mul"}
+        assert all(row["captured"] and row["calls"] == 0 for row in found.values())
+        monkeypatch.setattr(Serving, "capturing", True)
+        torch.testing.assert_close(run(), expected, rtol=0.02, atol=0.02)
+        assert [row["calls"] for row in rows(patched).values()] == [2, 1]
+        monkeypatch.setattr(Serving, "capturing", False)
+        observe(lambda op, provider: provider)  # as a recording of an eager engine's calls
+        try:
+            run()
+        finally:
+            observe(None)
+        assert [row["calls"] for row in rows(patched).values()] == [4, 2]
+        patched.undo()
+        assert attributes() == before
+        named = apply(Serving(), model, Request("patch", ops=("rms_norm",)), 0)
+        run()
+        assert rows(named)["rms_norm"]["calls"] == 2 and not rows(named)["rms_norm"]["captured"]
+        named.undo()
+        monkeypatch.setattr(Serving, "capturing", None)
+        left = apply(Serving(), model, Request("patch"), 0)
+        assert not rows(left)
+        (row,) = [row for row in left.report() if row["op"] == "rms_norm" and row["host_class"] == "RMSNorm"]
+        assert NO_GRAPHS in row["reason"]
+        left.undo()
