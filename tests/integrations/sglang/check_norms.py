@@ -128,7 +128,7 @@ def is_capturing():
 
 
 def test_eager_steps_run_the_hosts_code_and_graphs_ours(monkeypatch):
-    """Of modules that nobody named: a call of ours takes the CPU longer, and an eager step is bound by it."""
+    """Of modules that no user named: a call of ours takes the CPU longer, and an eager step is bound by it."""
     from sglang.srt.layers import activation, layernorm
 
     model = nn.ModuleDict({"norm": layernorm.RMSNorm(64), "act": activation.SiluAndMul()}).bfloat16()
