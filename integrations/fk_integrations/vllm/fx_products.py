@@ -1,0 +1,93 @@
+"""Products with a weight in a compiled graph: linear layers of ours, of aten, and what Inductor makes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fastkernels.overrides.linear.linear import linear
+from fk_integrations.vllm.fx_fusions import arguments, metadata_of
+
+OPS = (linear,)  # torch.ops has it by now
+_OURS = torch.ops.fastkernels.linear.default
+_TRANSPOSED = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+_PRODUCTS = (
+    torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+)  # fmt: skip
+
+
+class Product(NamedTuple):
+    """x [..., K], weight [N, K] and bias [N] or None of a linear layer's node."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+    @property
+    def key(self) -> tuple[int, int, torch.dtype]:
+        """N, K and dtype of the weight."""
+        weight = self.weight.meta["val"]
+        return *weight.shape, weight.dtype
+
+
+def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
+    """Have our linear compute the products with weights of these shapes (N, K, dtype); return how many became ours.
+
+    All others are left as they are.
+    """
+    replaced = 0
+    for target in _PRODUCTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            given = product_of(node)
+            if isinstance(given, str) or given.key not in shapes:
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(_OURS, tuple(given))
+            new.meta.update(metadata_of(node))
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            replaced += 1
+    return replaced
+
+
+def product_of(node: Any) -> Product | str:
+    """The product that a node computes; or why it is none with a weight."""
+    target: Any = node.target
+    x: Any
+    weight: Any
+    bias: Any
+    if target is _OURS or target is torch.ops.aten.linear.default:
+        given = arguments(node)
+        x, weight, bias = given.get("x", given.get("input")), given["weight"], given.get("bias")
+    elif target is torch.ops.aten.mm.default:
+        (x, transposed), bias = node.args, None
+        weight = _behind_transpose(transposed)
+    elif target is torch.ops.aten.addmm.default:
+        bias, x, transposed = node.args
+        weight = _behind_transpose(transposed)
+        if node.kwargs or bias.meta["val"].dim() != 1:
+            return "an addmm with scales or a matrix"
+    else:
+        return f"the input of the activation is of {target}"
+    if weight is None or any("val" not in part.meta for part in (x, weight)):
+        return "the product's weight is not a transposed matrix"
+    a, b = x.meta["val"], weight.meta["val"]
+    if b.dim() != 2 or not all(isinstance(size, int) for size in b.shape):
+        return "the weight's sizes are unknown"
+    if a.dtype != b.dtype:
+        return f"x is {a.dtype}, the weight {b.dtype} {tuple(b.shape)}"
+    return Product(x, weight, bias)
+
+
+def _behind_transpose(node: Any) -> fx.Node | None:
+    """The matrix that a node transposes; None if it does not."""
+    if node.target not in _TRANSPOSED or "val" not in node.args[0].meta:
+        return None
+    source = node.args[0].meta["val"]
+    rest = tuple(node.args[1:])
+    if source.dim() != 2 or rest not in ((), ([1, 0],), (0, 1), (1, 0), (-1, -2), (-2, -1)):
+        return None
+    return node.args[0]  # type: ignore[no-any-return]
