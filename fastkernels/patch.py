@@ -314,7 +314,9 @@ class Report:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
             state += f"; in batches of more than {r.more_than} tokens" if r.more_than is not None else ""
-            state += f"; {r.in_prompts} in larger batches, too" if r.in_prompts and r.more_than is None else ""
+            state += (
+                f"; {r.in_prompts} in larger batches, too" if r.in_prompts and r.more_than is None else ""
+            )
             state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""

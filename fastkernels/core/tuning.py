@@ -25,7 +25,9 @@ from fastkernels.core.env import Environment
 log = logging.getLogger("fastkernels")
 SCHEMA = "fastkernels.tuned/1"
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
-DECODES = 64  # tokens, Key.sizes 'M', up to which a step is one of decodes; tables list prompts apart from them
+DECODES = (
+    64  # tokens, Key.sizes 'M', up to which a step is one of decodes; tables list prompts apart from them
+)
 REACH = 4  # an entry applies to sizes from its own down to a quarter of it, or to the next smaller tuned size
 NO_TABLE = "0"  # as FASTKERNELS_TUNED
 T = TypeVar("T")

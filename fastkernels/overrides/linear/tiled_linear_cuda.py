@@ -474,7 +474,9 @@ def _prepare(
     params = params or (choose_fp8(m, n, 2 * k, sms) if fp8 else choose(m, n, k, f, sms, parts))
     p = plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), out.dtype == torch.bfloat16)
-    if p.cluster > 2:  # not all SMs may be in such a cluster, and blocks that start later would take their tiles late
+    if (
+        p.cluster > 2
+    ):  # not all SMs may be in such a cluster, and blocks that start later would take their tiles late
         p = p._replace(grid=min(p.grid, p.cluster * kernel.clusters(p.cluster, THREADS)))
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)

@@ -120,7 +120,9 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
                 most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
                 live = here.live(op, shape, modules)
                 listed = {e.place for e in tuning.entries(name, chip)} if here.in_tables else set()
-                apart = part is last or (GATED, shape) in found  # prompts do not run the product, or not alone
+                apart = (
+                    part is last or (GATED, shape) in found
+                )  # prompts do not run the product, or not alone
                 for i, sizes in enumerate(here.points(op)):
                     point = Point(name, shape, sizes, tuple(modules), live)
                     entry = Entry(name, *point.named(), None, "", "")

@@ -60,4 +60,3 @@ def fuse(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], apart: Counter[st
             graph.erase_node(old)
         replaced += 1
     return replaced
-

@@ -14,6 +14,7 @@ from fk_integrations.vllm.fx_fusions import arguments, metadata_of
 OPS = (linear,)  # torch.ops has it by now
 _OURS = torch.ops.fastkernels.linear.default
 _TRANSPOSED = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
+MATRIX = "an addmm with a matrix"
 _PRODUCTS = (
     torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
 )  # fmt: skip
@@ -41,12 +42,17 @@ def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
     replaced = 0
     for target in _PRODUCTS:
         for node in graph.find_nodes(op="call_function", target=target):
-            given = product_of(node)
+            added, given = None, product_of(node)
+            if given == MATRIX:
+                added, given = node.args[0], _product(node.args[1], node.args[2], None)
             if isinstance(given, str) or given.key not in shapes:
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(_OURS, tuple(given))
-            new.meta.update(metadata_of(node))
+                new.meta.update(metadata_of(node))
+                if added is not None:  # Inductor fuses it with what comes next
+                    new = graph.call_function(torch.ops.aten.add.Tensor, (added, new))
+                    new.meta.update(metadata_of(node))
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             replaced += 1
@@ -54,24 +60,26 @@ def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
 
 
 def product_of(node: Any) -> Product | str:
-    """The product that a node computes; or why it is none with a weight."""
+    """The product that a node computes, with a bias; or why it is none."""
     target: Any = node.target
-    x: Any
-    weight: Any
-    bias: Any
     if target is _OURS or target is torch.ops.aten.linear.default:
         given = arguments(node)
-        x, weight, bias = given.get("x", given.get("input")), given["weight"], given.get("bias")
-    elif target is torch.ops.aten.mm.default:
-        (x, transposed), bias = node.args, None
-        weight = _behind_transpose(transposed)
-    elif target is torch.ops.aten.addmm.default:
-        bias, x, transposed = node.args
-        weight = _behind_transpose(transposed)
-        if node.kwargs or bias.meta["val"].dim() != 1:
-            return "an addmm with scales or a matrix"
-    else:
+        return _of(given.get("x", given.get("input")), given["weight"], given.get("bias"))
+    if target is torch.ops.aten.mm.default:
+        return _product(*node.args, None)
+    if target is not torch.ops.aten.addmm.default:
         return f"the input of the activation is of {target}"
+    bias, x, transposed = node.args
+    if node.kwargs:
+        return "an addmm with scales"
+    return MATRIX if bias.meta["val"].dim() != 1 else _product(x, transposed, bias)
+
+
+def _product(x: fx.Node, transposed: fx.Node, bias: fx.Node | None) -> Product | str:
+    return _of(x, _behind_transpose(transposed), bias)
+
+
+def _of(x: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> Product | str:
     if weight is None or any("val" not in part.meta for part in (x, weight)):
         return "the product's weight is not a transposed matrix"
     a, b = x.meta["val"], weight.meta["val"]
