@@ -54,14 +54,6 @@ class Tally:
         self.clear()
         _alive.add(self)
 
-    @classmethod
-    def of_compiled(cls, op: str, modules: list[Any]) -> Tally:
-        """The calls of modules in whose compiled code a pass of ours has put the op."""
-        made = cls(op)
-        made.ops, made.proving = list(proving(op)), {each.name for each in proving(op)}
-        made.modules, made.compiled = list(modules), {*map(id, modules)}
-        return made
-
     def clear(self) -> None:
         self.calls = self.plain = 0
         self.direct: dict[str, int] = {}

@@ -37,7 +37,6 @@ from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.live.engine_counts import EngineCounts
-from fk_integrations.live.tally import Tally
 from fk_integrations.patching import compilations, gated_products, seam_interface
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.construction import BeforeConstruction
@@ -394,8 +393,9 @@ def _report_products(patched: Patched, layers: list[Any], more_than: int) -> Non
         row.in_prompts = len(of_class)
         if row.state != "active":
             row.state, row.modules, row.more_than = "active", len(of_class), more_than
-            patched.counts.of[id(row)] = Tally.of_compiled(row.op, of_class)
-            patched.every_step.add(id(row))
+            patched.every_step.add(id(row))  # only prompts call it
+            if isinstance(patched.counts, EngineCounts):
+                patched.counts.watch_op(row.op)
 
 
 def _note_apart(worker: Any, patched: Patched) -> None:
