@@ -45,7 +45,7 @@ def test_others_have_no_proposal() -> None:
     }
 
 
-def test_longer_prompts_have_the_choice_of_the_longest_measured_ones() -> None:
+def test_longer_prompts_have_the_choice_of_8192_tokens() -> None:
     key, weight = linear.key, torch.zeros(8, 16)
     assert key is not None and (MOST,) in key.points
     assert key.of(torch.zeros(3, MOST, 16, device="meta"), weight) == ((8, 16, torch.float32), (MOST,))
