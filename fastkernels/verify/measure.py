@@ -37,7 +37,7 @@ FIRST_ROUNDS, SLOWER = 8, 1.1
 LEAST_ROUNDS, LONGEST_S = 20, 1.5
 # Tokens from which a kernel has to be the fastest alone, too: seconds of each run, of which the first third settles the
 # clock, and pairs of runs.
-LONG, ALONE_S, PAIRS = 2048, 0.1, 3
+LONG, ALONE_S, PAIRS = 2048, 0.08, 3
 COLD = 2  # the weights of a graph's calls are this many times as large as L2
 COMPARED = 1 << 24  # values of two results that are compared at once
 SPARE = 512 << 20  # bytes of memory that a measurement leaves free

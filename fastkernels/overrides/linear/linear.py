@@ -218,7 +218,7 @@ linear = define(
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
         propose=propose_linear,
-        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,), (2048,), (MOST,), (1024,)),
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,), (2048,), (MOST,), (4096,), (1024,)),
         own=_own,
         scratch=lambda N, K, dtype, M: M * N * dtype.itemsize,
     ),

@@ -64,9 +64,9 @@ def product_of(node: Any) -> Product | str:
     target: Any = node.target
     if target is _OURS or target is torch.ops.aten.linear.default:
         given = arguments(node)
-        return _of(given.get("x", given.get("input")), given["weight"], given.get("bias"))
+        return _of(given["x"] if "x" in given else given["input"], given["weight"], given.get("bias"))
     if target is torch.ops.aten.mm.default:
-        return _product(*node.args, None)
+        return _product(node.args[0], node.args[1], None)
     if target is not torch.ops.aten.addmm.default:
         return f"the input of the activation is of {target}"
     bias, x, transposed = node.args

@@ -165,7 +165,7 @@ def test_prompt_logprobs_by_row(runner, full) -> None:
 
 
 def test_last_layer_computes_the_last_tokens_alone(runner, full, logits_of) -> None:
-    """What follows its attention; with logprobs of the prompt, all tokens are needed."""
+    """Its MLP runs for the last tokens; with logprobs of the prompt, for all."""
     seen: list[int] = []
     mlp = runner.model.model.layers[-1].mlp
     hook = mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))

@@ -124,4 +124,4 @@ def test_measurement_of_an_8b_model_stays_within_its_time() -> None:
     for entry in found.entries:
         print(entry, entry.provider, entry.params, entry.speedup, entry.ci95)
     print(found.seconds)
-    assert found.stopped is None and len(found.entries) == len(points) and sum(found.seconds.values()) < 8
+    assert found.stopped is None and len(found.entries) == len(points) and sum(found.seconds.values()) < 10
