@@ -66,6 +66,8 @@ def test_layers_of_prompts_are_those_that_win_there(
     adapter: Any = SimpleNamespace(batch_invariant=lambda: None)
     request = Request("patch", disable=disable)
     assert ranges.layers_of_prompts(adapter, None, request, "cpu") == found
+    named = Request("patch", ops=("linear",), disable=disable)
+    assert ranges.layers_of_prompts(adapter, None, named, "cpu") == []
     adapter.batch_invariant = lambda: "a switch"
     assert ranges.layers_of_prompts(adapter, None, request, "cpu") == []
 

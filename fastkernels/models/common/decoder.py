@@ -598,7 +598,8 @@ class DecoderLayer(nn.Module):
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)
         if rows is not None:
-            x, out, residual = (t if t is None else t.index_select(0, rows) for t in (x, out, residual))
+            x, out = x.index_select(0, rows), out.index_select(0, rows)
+            residual = None if residual is None else residual.index_select(0, rows)
         if self.cross is not None:
             y, residual = add_and_norm(getattr(self, self.cross[1]), out, residual)
             out = getattr(self, self.cross[0])(y)

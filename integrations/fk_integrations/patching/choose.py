@@ -120,9 +120,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
                 most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
                 live = here.live(op, shape, modules)
                 listed = {e.place for e in tuning.entries(name, chip)} if here.in_tables else set()
-                apart = (
-                    part is last or (GATED, shape) in found
-                )  # prompts do not run the product, or not alone
+                # Prompts do not run the product, or not apart from its activation.
+                apart = part is last or (GATED, shape) in found
                 for i, sizes in enumerate(here.points(op)):
                     point = Point(name, shape, sizes, tuple(modules), live)
                     entry = Entry(name, *point.named(), None, "", "")

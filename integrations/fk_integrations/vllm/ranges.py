@@ -73,8 +73,8 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
 
 def layers_of_prompts(adapter: Adapter, model: Any, request: Request, device: str) -> list[Any]:
     """The linear layers for whose products a table or a measurement lists ours as faster in prompts."""
-    if choose.settled(adapter, request, registry.get(LINEAR)):
-        return []
+    if LINEAR in named(request) or choose.settled(adapter, request, registry.get(LINEAR)):
+        return []  # it runs in batches of every size, or in none
     listed = tuning.entries(LINEAR, tuning.chip_of(device))
     faster = [dict(e.shape) for e in listed if e.faster and e.of_prompts]
     if not faster:
