@@ -93,6 +93,7 @@ class Row:
     most_tokens the largest batch in which a compiled model runs ours; None: all
     more_than   the largest batch in which a compiled model does not run ours; None: it runs in small ones, too
     captured    whether only CUDA graphs and compiled code run ours; eager calls are the host's
+    in_prompts  modules for which a compiler pass has ours compute larger batches than those of decodes
     own         whether `calls` are those of the row's own modules; else, in our engine, the op's in that process, where
                 rows of one op share them
     unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
@@ -116,6 +117,7 @@ class Row:
     most_tokens: int | None = None
     more_than: int | None = None
     captured: bool = False
+    in_prompts: int = 0
     own: bool = False
     unlimited: int = 0
 
@@ -315,6 +317,9 @@ class Report:
             state += "; in CUDA graphs, and the host's in eager steps" if r.captured else ""
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
             state += f"; in batches of more than {r.more_than} tokens" if r.more_than is not None else ""
+            state += (
+                f"; {r.in_prompts} in larger batches, too" if r.in_prompts and r.more_than is None else ""
+            )
             state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""

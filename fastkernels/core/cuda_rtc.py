@@ -315,6 +315,7 @@ class Kernel:
 
         self.driver, self.types, self.shared = driver, tuple(types), shared
         self.configs: dict[tuple[int, int, int, bool], Any] = {}
+        self.active: dict[tuple[int, int], int] = {}
         with torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # makes the device's context, if nothing has
             major, minor = torch.cuda.get_device_capability(device)
@@ -328,6 +329,18 @@ class Kernel:
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
         """Launch `grid` blocks on the stream; with `overlap`, before the previous kernel ends (griddepcontrol.wait)."""
         Prepared(self, grid, block, args).launch(stream, overlap)
+
+    def clusters(self, blocks: int, threads: int) -> int:
+        """Return how many clusters of so many blocks the device runs at once."""
+        if (blocks, threads) not in self.active:
+            config, attribute = self._config(blocks, threads, 0, False), self.driver.CUlaunchAttribute()
+            attribute.id = self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dim = attribute.value.clusterDim
+            dim.x, dim.y, dim.z = blocks, 1, 1
+            config.attrs, config.numAttrs = [attribute], 1
+            (found,) = _checked(self.driver.cuOccupancyMaxActiveClusters(self.function, config))
+            self.active[blocks, threads] = max(int(found), 1)
+        return self.active[blocks, threads]
 
     def config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
         """Return the launch's configuration: making one costs more than a launch."""

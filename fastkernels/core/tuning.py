@@ -25,6 +25,9 @@ from fastkernels.core.env import Environment
 log = logging.getLogger("fastkernels")
 SCHEMA = "fastkernels.tuned/1"
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+DECODES = (
+    64  # tokens, Key.sizes 'M', up to which a step is one of decodes; tables list prompts apart from them
+)
 REACH = 4  # an entry applies to sizes from its own down to a quarter of it, or to the next smaller tuned size
 NO_TABLE = "0"  # as FASTKERNELS_TUNED
 T = TypeVar("T")
@@ -122,9 +125,14 @@ class Entry:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "source"})
 
     @property
-    def place(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """Op and shape. A user's table replaces all shipped sizes of a shape, or none."""
-        return self.op, tuple(sorted(self.shape.items()))
+    def place(self) -> tuple[str, tuple[tuple[str, Any], ...], bool]:
+        """Op, shape, and whether it is for prompts. A user's table replaces all shipped sizes of a place, or none."""
+        return self.op, tuple(sorted(self.shape.items())), self.of_prompts
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether it is for more tokens than those of decodes."""
+        return self.sizes.get("M", 0) > DECODES
 
     @property
     def point(self) -> tuple[Any, ...]:
@@ -255,10 +263,13 @@ def untuned(op: str, device: str) -> str | None:
     return None if entries(op, chip) else f"not tuned on {chip}: `fk-bench tune {op}` would measure it"
 
 
-def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) -> str | None:
+def not_faster(
+    op: str, key: Key, shape: tuple[Any, ...] | None, device: str, decodes: bool = False
+) -> str | None:
     """Return why a module stays with the host by the tables; None if ours is faster at some size of its shape.
 
-    shape  values of key.shape, with None for those unknown before the first call; None: the shape is unknown
+    shape    values of key.shape, with None for those unknown before the first call; None: the shape is unknown
+    decodes  whether sizes of prompts do not count
 
     At sizes without a faster entry the op runs the production kernel, or its own first provider. Raises TableError.
     """
@@ -273,7 +284,9 @@ def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) ->
     said = " ".join(f"{name}={str(known.get(name, '?')).removeprefix('torch.')}" for name in key.shape)
     if not of_shape:
         return f"{said} is not tuned on {chip}: `{_command(op, key, known)}` would measure it"
-    return None if any(e.faster for e in of_shape) else f"no kernel of ours is faster at {said} on {chip}"
+    if any(e.faster and not (decodes and e.of_prompts) for e in of_shape):
+        return None
+    return f"no kernel of ours is faster at {said} on {chip}"
 
 
 def _command(op: str, key: Key, known: Mapping[str, Any]) -> str:
@@ -348,7 +361,7 @@ def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
             here.setdefault(entry.place, []).append(entry)
         found = {**here, **found}
     by_op: dict[str, list[Entry]] = {}
-    for (op, _), of_shape in found.items():
+    for (op, *_), of_shape in found.items():
         by_op.setdefault(op, []).extend(of_shape)
     return by_op
 

@@ -288,6 +288,21 @@ def test_user_shapes_take_precedence(
     assert (factor(4), factor(8), factor(4, columns=6)) == (6, 1, 2)
 
 
+def test_tables_of_decodes_leave_prompts_to_others(
+    use: Callable[..., Path], op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "_VERIFIED", {"cpu": (entry(128, "reference"), entry(8, "even"))})
+    use(entry(4, "sized"))
+    assert (factor(4), factor(8), factor(64), factor(128)) == (3, 1, 2, 2)
+    found, shape = tuned.entries("test_scale", "cpu"), (4, torch.float32)
+    assert sorted((e.sizes["M"], e.of_prompts) for e in found) == [(4, False), (128, True)]
+    assert tuned.not_faster("test_scale", op.key, shape, "cpu", decodes=True) is None
+    use(entry(4, "first"))
+    assert tuned.not_faster("test_scale", op.key, shape, "cpu") is None
+    text = tuned.not_faster("test_scale", op.key, shape, "cpu", decodes=True)
+    assert text is not None and text.startswith("no kernel of ours is faster at N=4")
+
+
 def test_folder_has_one_file_per_chip(
     use: Callable[..., Path], op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:

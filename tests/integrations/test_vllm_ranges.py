@@ -50,6 +50,36 @@ def test_most_tokens_is_the_largest_batch_that_ours_wins(most: Any) -> None:
     assert most(["qkv"], entries) == 8
     assert most(["qkv"], [entry("qkv", 64, faster=False)]) == most(["down"], []) == 0
     assert most(["qkv", "down"], entries, disable=["linear"]) == 0
+    assert most(["qkv"], [entry("qkv", 8), entry("qkv", 2048)]) == 8  # prompts have a range of their own
+
+
+@pytest.mark.parametrize(("disable", "found"), [((), ["qkv"]), (("linear",), [])])
+def test_layers_of_prompts_are_those_that_win_there(
+    monkeypatch: pytest.MonkeyPatch, disable: tuple[str, ...], found: list[str]
+) -> None:
+    import torch
+
+    of_model = [(name, (*LAYERS[name], torch.float32)) for name in LAYERS]
+    monkeypatch.setattr(ranges, "modules_of", lambda adapter, model, spec: of_model)
+    listed = [entry("qkv", 2048), entry("down", 8), entry("down", 2048, faster=False)]
+    monkeypatch.setattr(tuning, "entries", lambda op, chip: listed)
+    adapter: Any = SimpleNamespace(batch_invariant=lambda: None)
+    request = Request("patch", disable=disable)
+    assert ranges.layers_of_prompts(adapter, None, request, "cpu") == found
+    named = Request("patch", ops=("linear",), disable=disable)
+    assert ranges.layers_of_prompts(adapter, None, named, "cpu") == []
+    adapter.batch_invariant = lambda: "a switch"
+    assert ranges.layers_of_prompts(adapter, None, request, "cpu") == []
+
+
+def test_ranges_of_products_alone() -> None:
+    import torch
+
+    layer = SimpleNamespace(weight=torch.zeros(LAYERS["down"]))
+    found = ranges.prompts([], [layer, layer], 0)
+    assert found == Prompts(tuning.DECODES, frozenset(), frozenset({(*LAYERS["down"], torch.float32)}))
+    assert ranges.prompts([], [], 8) is None
+    assert ranges.stays("silu_and_mul", 0, found) is not None  # its product stays apart
 
 
 def test_ops_with_a_plain_form_stay_where_nothing_wins() -> None:

@@ -269,6 +269,32 @@ def test_sizes_end_at_the_largest_batch(model: Any, monkeypatch: pytest.MonkeyPa
     assert points and {point.sizes for point in points} == {(1,)}
 
 
+def test_prompts_are_measured_apart_from_tabled_decodes(
+    model: Any, op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op.key = dataclasses.replace(op.key, points=((1,), (2048,)))
+    shape = {"N": 8, "K": 16, "dtype": "float32"}
+    listed = tuning.Entry("linear", shape, {"M": 8}, "usual", "usual", "r1")
+    monkeypatch.setattr(tuning, "entries", lambda name, chip: [listed] if name == "linear" else [])
+    points = choose.points_of(Host(), model, Request("patch", ops=("linear",)), "cpu")
+    assert [(p.shape[0], p.sizes) for p in points] == [(24, (1,)), (8, (2048,)), (24, (2048,))]
+
+
+def test_decodes_decide_where_a_pass_has_prompts(
+    model: Any, op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def proposed(shape: Any, sizes: Any, chip: Any) -> Any:
+        return [("quick", {})] if sizes[0] > 1 else [("slow", {})]
+
+    op.key = dataclasses.replace(op.key, propose=proposed, points=((1,), (2047,)))
+    found = patched(model)
+    assert [row.modules for row in found.rows] == [3]
+    found.undo()
+    monkeypatch.setattr(Host, "prompts_in_pass", lambda self, op, module: op == "linear", raising=False)
+    (row,) = patched(model).rows
+    assert row.modules == 0 and "no kernel of ours is faster" in row.reason
+
+
 def test_a_hosts_failure_in_one_op_leaves_the_others(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(HostOp):
         def live(self, op: Any, shape: Any, modules: Any) -> Any:

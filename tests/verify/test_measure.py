@@ -108,6 +108,32 @@ def test_only_a_right_and_faster_proposal_wins(linear: Any, loser: str) -> None:
     assert set(said) == {loser, "quick tile=4"}
 
 
+class Hot:
+    """A product that is fast until it has run `after` times on end."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.runs, self.at = after, 0, 0.0
+
+    def __call__(self, x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+        self.runs = self.runs + 1 if self.at == CLOCK.now else 1
+        CLOCK.now += 1e-3 if self.runs < self.after else 3e-3
+        self.at = CLOCK.now
+        return F.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize(("after", "faster"), [(20, False), (10**6, True)])
+def test_long_prompts_run_what_is_faster_alone(linear: Any, after: int, faster: bool) -> None:
+    linear.providers = (*PROVIDERS, Provider("hot", Hot(after), devices=("cpu",)))
+    linear.key = replace(linear.key, propose=lambda *args: [("hot", {})])
+    for tokens, chosen in ((measure.LONG - 1, True), (measure.LONG, faster)):
+        point = Point("linear", (24, 16, torch.float32), (tokens,))
+        found = measure.measure([point], "r1", CPU, CHIP, 60.0)
+        (entry,) = found.entries
+        assert (entry.provider == "hot") == entry.faster == chosen
+        (said,) = found.said.values()
+        assert said["hot"].startswith("2.0") and (", alone " in said["hot"]) == (tokens == measure.LONG)
+
+
 def test_the_production_kernel_is_no_proposal(linear: Any) -> None:
     found = outcome(linear, ["usual"])
     assert found.said == {"linear N=24 K=16 dtype=float32 M=3": {}} and not found.entries[0].faster

@@ -318,8 +318,16 @@ class Generate(Runner):
             more["media"] = features.prepare(media)
             if len(media.rows):
                 inputs = replace(inputs, positions=features.positions(media, inputs.positions))
+        if media is None and self._only_last(step, inputs):
+            more["rows"] = inputs.last_index[: inputs.num_rows]
         hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, **more)
-        return inputs, Outputs(hidden), metadata
+        logits = self.model.compute_logits(hidden) if "rows" in more else None
+        return inputs, Outputs(hidden, logits), metadata
+
+    def _only_last(self, step: StepInput, inputs: Inputs) -> bool:
+        """Whether nothing but the logits of each row's last token is needed, and the model can leave out the others."""
+        more = step.drafts is not None or self.drafter is not None or bool(step.prompt_targets)
+        return not more and not inputs.decode_only and getattr(self.model, "selects_rows", False)
 
     def _captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph captures.
@@ -340,7 +348,7 @@ class Generate(Runner):
     def _forward(
         self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, **media: Any
     ) -> torch.Tensor:
-        """Hidden states [T, H]. media: of the model's forward, for a step with media."""
+        """Hidden states [T, H], or those of `rows`. media: more arguments of the model's forward."""
         if self.states is not None:
             slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
             fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens

@@ -48,8 +48,8 @@ def mixed_sizes(max_tokens: int) -> list[int]:
 class Outputs(NamedTuple):
     """The model's outputs of a step.
 
-    hidden  [T, H] of all tokens
-    logits  [B, V] of rows with one query, if the graph computes them
+    hidden  [T, H] of all tokens, or [B, H] of those whose logits are there
+    logits  [B, V] of rows with one query, if the graph computes them, or of each row's last token
     tokens  [B] int64: sampled from the raw logits; None without logits
     """
 

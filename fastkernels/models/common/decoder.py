@@ -38,7 +38,7 @@ from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block.decoder_layer import DecoderLayer as WholeLayer
 from fastkernels.overrides.block.decoder_layer import apply_norm
 from fastkernels.overrides.block.self_attention import HeadNorms
-from fastkernels.overrides.block.vllm import LlamaAttention
+from fastkernels.overrides.block.vllm import LlamaAttention, VllmLlamaDecoderLayer, VllmQwen3DecoderLayer
 from fastkernels.overrides.collective.all_reduce import all_reduce
 from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
@@ -579,16 +579,27 @@ class DecoderLayer(nn.Module):
         name = self.norms[i]
         return None if name is None else getattr(self, name)
 
+    @property
+    def selects(self) -> bool:
+        """Whether each token's result depends on that token alone once attention has run."""
+        mlp = getattr(self, self.parts[1]) if self.parts[1] else None
+        others = self.cross, self.inner, self.moe, self.layer_input
+        return type(mlp) is DecoderMlp and mlp.shift is None and others == (None,) * 4
+
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
-        layer_input: torch.Tensor | None = None,
+        layer_input: torch.Tensor | None = None, rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """rows: of the tokens whose results are needed, for a layer that `selects`; None: all."""
         attend = getattr(self, self.parts[0])
         mlp = getattr(self, self.parts[1]) if self.parts[1] else None
         before_attention, after_attention, before_mlp, after_mlp = (self.norm_at(i) for i in range(4))
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)
+        if rows is not None:
+            x, out = x.index_select(0, rows), out.index_select(0, rows)
+            residual = None if residual is None else residual.index_select(0, rows)
         if self.cross is not None:
             y, residual = add_and_norm(getattr(self, self.cross[1]), out, residual)
             out = getattr(self, self.cross[0])(y)
@@ -614,6 +625,23 @@ class DecoderLayer(nn.Module):
         return (
             (done, residual) if self.layer_scalar is None else ((residual + done) * self.layer_scalar, None)
         )
+
+
+# Classes of whole layers whose parts can run one by one; a candidate's class cannot.
+WHOLE = (VllmLlamaDecoderLayer, VllmQwen3DecoderLayer)
+
+
+def run_for_rows(
+    layer: Any, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Run a layer, and all that comes after its attention for these rows alone: (hidden, residual) [rows, H]."""
+    if isinstance(layer, DecoderLayer):
+        return layer(positions, hidden, residual, rows=rows)  # type: ignore[no-any-return]
+    x = apply_norm(layer.input_layernorm, hidden, residual)
+    residual = hidden if residual is None else residual
+    out = layer.self_attn(positions=positions, hidden_states=x)
+    out, residual = out.index_select(0, rows), residual.index_select(0, rows)
+    return layer.mlp(apply_norm(layer.post_attention_layernorm, out, residual)), residual
 
 
 class Taps:
@@ -684,9 +712,20 @@ class DecoderModel(nn.Module):
         if parallel.get_tp_size() > 1 and self.sandwich is None and self.learner is None:
             _leave_sums_to_norms(layers, self.norm)
 
+    @property
+    def selects_rows(self) -> bool:
+        """Whether `rows` of a forward is supported."""
+        last: Any = self.layers[-1]
+        others = self.taps, self.sandwich, self.learner, self.layer_inputs
+        hooked = last._forward_hooks or last._forward_pre_hooks or "forward" in vars(last)
+        whole = type(last) in WHOLE and not hooked
+        return others == (None,) * 4 and (whole or (type(last) is DecoderLayer and last.selects))
+
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """rows [R]: of the tokens whose hidden states [R, H] are needed: the last layer computes no others."""
         hidden, residual = self.embed_tokens(input_ids), None
         if media is not None:
             hidden = media.insert(hidden)
@@ -711,7 +750,10 @@ class DecoderModel(nn.Module):
             if i == self.first_inner:
                 hidden, residual = add_and_norm(None, hidden, residual)[1], None
                 self._enter(input_ids, positions, i, hidden)
-            hidden, residual = layer(positions, hidden, residual, *own)
+            if rows is not None and i + 1 == len(self.layers):
+                hidden, residual = run_for_rows(layer, positions, hidden, residual, rows)
+            else:
+                hidden, residual = layer(positions, hidden, residual, *own)
             unsummed = getattr(layer, "unsummed", False)
             if media is not None and not (unsummed and parallel.get_tp_rank()):
                 hidden = media.after(i, hidden)
@@ -745,10 +787,16 @@ class Decoder(nn.Module):
             d.vocab, scale=d.logits_scale, soft_cap=d.logits_softcap or None
         )
 
+    @property
+    def selects_rows(self) -> bool:
+        """Whether `rows` of a forward is supported: hidden states of these tokens alone."""
+        return self.model.selects_rows
+
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None
-    ) -> torch.Tensor:
-        return self.model(input_ids, positions, media)
+        self, input_ids: torch.Tensor, positions: torch.Tensor, media: Media | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.model(input_ids, positions, media, rows)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = getattr(self.lm_head, "bias", None)

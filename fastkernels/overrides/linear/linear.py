@@ -14,15 +14,18 @@ from torch import nn
 
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Tensor
-from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.dispatch import ForOthers, Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit import cpu
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
-from fastkernels.overrides.linear.selection import propose_linear
+from fastkernels.overrides.linear.selection import PROMPTS, propose_linear
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
+from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, linear_tiled, supports_tiled
 from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
+
+MOST = 8192  # tokens; more are multiplied in the same tiles, only more of them
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -152,7 +155,13 @@ def _key(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[tuple[int, int, torch.dtype], tuple[int]]:
     n, k = weight.shape
-    return (n, k, x.dtype), (x.numel() // k if k else 0,)
+    return (n, k, x.dtype), (min(x.numel() // k if k else 0, MOST),)
+
+
+def _supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    if x.numel() < LEAST * x.shape[-1]:
+        return ForOthers(f"fewer than {LEAST} tokens")
+    return supports_tiled(x, weight, bias)
 
 
 def _fits(fits: Callable[[dict[str, Any], int, int], bool]) -> Callable[..., bool]:
@@ -196,6 +205,10 @@ linear = define(
             "cuda-wgmma", linear_wgmma, devices=("cuda",), supports=supports_wgmma,
             params=wgmma_linear_cuda.PARAMS, fits=_fits(wgmma_linear_cuda.fits),
         ),
+        Provider(
+            "cuda-tiled", linear_tiled, devices=("cuda",), supports=_supports_tiled, params=PROMPTS,
+            fits=lambda params, x, *_: x.numel() >= LEAST * x.shape[-1],
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(
@@ -205,8 +218,9 @@ linear = define(
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
         propose=propose_linear,
-        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,), (2048,), (MOST,), (4096,), (1024,)),
         own=_own,
+        scratch=lambda N, K, dtype, M: M * N * dtype.itemsize,
     ),
 )  # fmt: skip
 

@@ -50,7 +50,9 @@ _prepared: dict[tuple[Any, ...], cuda_rtc.Prepared] = {}
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
-# cluster        blocks that share W ('w': tiles with the same columns) or x ('x': with the same rows), and how many
+# shares         what blocks of a cluster share: W ('w': tiles with the same columns), x ('x': with the same rows), or
+#                both ('wx': half of them W, two x)
+# cluster        blocks of a cluster
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
     for rows, columns, cooperate in (
@@ -148,9 +150,14 @@ class Plan(NamedTuple):
         return self.stages * (128 * (self.rows + self.columns) + 16) + self.sent + 16 + 1024
 
     @property
+    def sharing(self) -> tuple[int, int]:
+        """Blocks of a cluster that share W, and x."""
+        return sharing(self.shares, self.cluster)
+
+    @property
     def boxes(self) -> tuple[int, int]:
         """Rows of a copy of x and W; a cluster's other blocks read the rest of what it shares."""
-        x, w = (self.cluster if self.shares == shared else 1 for shared in "xw")
+        w, x = self.sharing
         return self.rows // x, self.columns // (2 if self.f in GATED else w)
 
     def options(self, bf16: bool) -> tuple[str, ...]:
@@ -159,11 +166,16 @@ class Plan(NamedTuple):
         clustered = f"__cluster_dims__({together},1,1)" if together > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
-            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
+            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARING_W={self.sharing[0]}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
             f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}", f"-DSPLITS={self.splits}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
+
+
+def sharing(shares: str, cluster: int) -> tuple[int, int]:
+    """Return the blocks of a cluster that share W, and those that share x."""
+    return {"w": (cluster, 1), "x": (1, cluster), "wx": (cluster // 2, 2)}[shares]
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +186,8 @@ def plan(
     """Return the plan for results [m, n] of so many weights, or of two if GATED, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f in GATED else parts * -(-n // columns)
-    tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
+    with_w, with_x = sharing(shares, cluster)
+    tiles = -(-down // with_w) * -(-right // with_x)
     grid = cluster * min(tiles, sms // cluster)
     if splits > 1:
         grid = splits * tiles  # a block has one tile
@@ -198,7 +211,7 @@ def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
     x_rows, w_rows = p.boxes
-    if p.f in GATED and (p.shares, p.cluster) != ("w", 2):
+    if p.f in GATED and p.sharing[0] != 2:
         w_rows *= 2
     reading = 128 * (x_rows + w_rows) * p.grid / sms / 66.4
     piece = max(p.rows * p.columns / 32, reading) + (293 if p.cooperate else 283)
@@ -461,6 +474,10 @@ def _prepare(
     params = params or (choose_fp8(m, n, 2 * k, sms) if fp8 else choose(m, n, k, f, sms, parts))
     p = plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), out.dtype == torch.bfloat16)
+    if (
+        p.cluster > 2
+    ):  # not all SMs may be in such a cluster, and blocks that start later would take their tiles late
+        p = p._replace(grid=min(p.grid, p.cluster * kernel.clusters(p.cluster, THREADS)))
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)

@@ -138,6 +138,10 @@ class Adapter:
         """Whether a compiler pass of ours changes the graph that has this block, or why not; False: no graph has it."""
         return False
 
+    def prompts_in_pass(self, op: str, module: Any) -> bool:
+        """Whether a compiler pass puts ours into prompts for this module, so that a swap depends on decodes alone."""
+        return False
+
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         """Why the host, which fuses this module with its neighbours, is faster without ours; or None."""
         return None

@@ -52,6 +52,10 @@ class EngineCounts(Counts):
                 if id(tally) not in self.alone and _count_modules(tally, adapter, journal):
                     self.alone.add(id(tally))
 
+    def watch_op(self, name: str) -> None:
+        """Count an op that a compiler pass calls: no module of a row does."""
+        self._ops += [op for op in proving(name) if op not in self._ops]
+
     def _sharing(self, op: str) -> list[Tally]:
         return [tally for tally in self.of.values() if op in tally.proving]
 

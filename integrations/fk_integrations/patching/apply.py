@@ -517,7 +517,8 @@ def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requeste
     shape = patched.adapter.of(op.name).shape(op, module)
     if isinstance(shape, Reason):
         return _unless_requested(shape)
-    slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model))
+    decodes = patched.adapter.prompts_in_pass(op.name, module)
+    slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model), decodes)
     return None if slower is None else Reason(Kind.LEFT_TO_HOST, slower)
 
 

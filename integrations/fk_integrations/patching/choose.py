@@ -19,7 +19,7 @@ from fastkernels.core.spec import OpSpec
 from fastkernels.core.tuning import Chip, Entry, Table
 from fastkernels.patch import Request
 from fastkernels.verify import cache, measure, phases
-from fastkernels.verify.measure import Point, named_shape
+from fastkernels.verify.measure import Point
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import NAME as GATED
@@ -99,21 +99,17 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
     for name in registry.op_names():
         spec = registry.get(name)
         op = spec.tuned_by
-        if op is None or op.key is None or op.key.propose is None or _settled(adapter, request, spec):
+        if op is None or op.key is None or op.key.propose is None or settled(adapter, request, spec):
             continue
         if op.name not in TRIED and not Environment.read().verify:
             continue
         with _only_this_op(op.name):
-            listed = {e.place for e in tuning.entries(op.name, chip)}
             own = modules_of(adapter, model, spec)
             here = adapter.of(op.name)
             more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
             for into, several in ((found, own), (heads, more)):
                 for module, shape in several:
-                    if shape is None:
-                        continue
-                    place = Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place
-                    if place not in listed or not here.in_tables:
+                    if shape is not None:
                         into.setdefault((op.name, shape), []).append(module)
     last = {place: modules for place, modules in heads.items() if place not in found}
     points = []
@@ -123,9 +119,15 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
                 here, op = adapter.of(name), registry.get(name).op
                 most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
                 live = here.live(op, shape, modules)
+                listed = {e.place for e in tuning.entries(name, chip)} if here.in_tables else set()
+                # Prompts do not run the product, or not apart from its activation.
+                apart = part is last or (GATED, shape) in found
                 for i, sizes in enumerate(here.points(op)):
-                    if most is None or sizes[0] <= most:
-                        points.append((part is last, i, Point(name, shape, sizes, tuple(modules), live)))
+                    point = Point(name, shape, sizes, tuple(modules), live)
+                    entry = Entry(name, *point.named(), None, "", "")
+                    left = entry.place in listed or (name == "linear" and apart and entry.of_prompts)
+                    if not left and (most is None or sizes[0] <= most):
+                        points.append((part is last, i, point))
     return [point for *_, point in sorted(points, key=lambda each: each[:2])]
 
 
@@ -139,7 +141,7 @@ def _only_this_op(name: str) -> Iterator[None]:
         log.warning("%s is not measured and stays with the host: %s", name, text)
 
 
-def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
+def settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
     """Whether nothing is to be chosen for this op: the user has, or it is not to run."""
     names = {spec.name, spec.tuned_by.name}
     chosen = {*request.candidates, *request.disable, *Environment.read().provider}

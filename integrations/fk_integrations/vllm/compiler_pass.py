@@ -10,7 +10,7 @@ import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from fastkernels.core import dispatch
-from fk_integrations.vllm import fx_fusions, fx_gated_products, plain_forms
+from fk_integrations.vllm import fx_fusions, fx_gated_products, fx_products, plain_forms
 from fk_integrations.vllm.fx_gated_products import Prompts
 
 dispatch.only_overload = True  # which vLLM's compiler can compile
@@ -21,7 +21,7 @@ class RewriteOps(InductorPass):
 
     quantization  whether it fuses
     most          the largest number of tokens in which the ops of `plain` stay ours; None: all
-    prompts       in which ranges the product of gate and up is computed with its activation; None: in none
+    prompts       in which ranges ops of ours compute products of prompts; None: in none
     apart         {why: activations that the pass has left after their products in these ranges}
     """
 
@@ -36,14 +36,19 @@ class RewriteOps(InductorPass):
         if self.quantization:
             fx_fusions.fuse_quantization(graph)
         start = get_pass_context().compile_range.start
-        if self.prompts is not None and start > self.prompts.more_than:
-            fx_gated_products.fuse(graph, self.prompts.shapes, self.apart)
+        prompts = self.prompts if self.prompts is not None and start > self.prompts.more_than else None
+        if prompts is not None and prompts.shapes:
+            fx_gated_products.fuse(graph, prompts.shapes, self.apart)
         if self.most is not None and start > self.most:
             plain_forms.use_plain_forms(graph, self.plain)
+        if prompts is not None:
+            fx_products.use_ours(graph, prompts.products)
 
     def uuid(self) -> str:
-        files = map(inspect.getsource, (fx_fusions, fx_gated_products, plain_forms))
-        prompts = self.prompts and [self.prompts.more_than, *sorted(map(str, self.prompts.shapes))]
+        files = map(inspect.getsource, (fx_fusions, fx_gated_products, fx_products, plain_forms))
+        of, prompts = self.prompts, None
+        if of is not None:
+            prompts = [of.more_than, *(sorted(map(str, shapes)) for shapes in (of.shapes, of.products))]
         return InductorPass.hash_dict({
             "source": InductorPass.hash_source(*files), "quantization": self.quantization, "most": self.most,
             "plain": list(self.plain), "prompts": prompts,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -159,7 +160,7 @@ class VllmAdapter(Adapter):
             text = "vLLM compiles it without ranges of tokens"
         elif fusions.taken(config):
             text = "vLLM's compiler runs a pass of yours"
-        elif self.prompts is None:
+        elif self.prompts is None or not self.prompts.shapes:
             text = f"batches have at most {max(config.compilation_config.compile_ranges_endpoints)} tokens"
         elif not hasattr(type(gated.activation), "fastkernels"):
             text = "the pass finds the product before our silu_and_mul, and here the activation stays vLLM's"
@@ -178,16 +179,39 @@ class VllmAdapter(Adapter):
         return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
 
     @functools.cached_property
-    def prompts(self) -> Prompts | None:
-        """The compile ranges in which the product of gate and up is computed with its activation; None: in none."""
-        from fk_integrations.vllm import fusions, ranges
+    def passes(self) -> set[int]:
+        """The ids of the modules in compiled code whose ranges our pass can change."""
+        from fk_integrations.vllm import fusions
 
         if self.most_tokens is None or fusions.taken(self.worker.vllm_config):
+            return set()
+        return {id(m) for m in self.compiled(self.worker.get_model())}
+
+    def prompts_in_pass(self, op: str, module: Any) -> bool:
+        return op == "linear" and id(module) in self.passes
+
+    @functools.cached_property
+    def layers_of_prompts(self) -> list[Any]:
+        """The linear layers in compiled code whose products ours computes faster in prompts."""
+        from fk_integrations.vllm import ranges
+
+        if not self.passes:
+            return []
+        model, device = self.worker.get_model(), str(self.worker.device.type)
+        found = ranges.layers_of_prompts(self, model, self.request, device)
+        return [layer for layer in found if id(layer) in self.passes]
+
+    @functools.cached_property
+    def prompts(self) -> Prompts | None:
+        """The compile ranges in which ops of ours compute products of prompts; None: in none."""
+        from fk_integrations.vllm import ranges
+
+        if self.most_tokens is None or not self.passes:
             return None
         model, device = self.worker.get_model(), str(self.worker.device.type)
-        inside = {id(m) for m in self.compiled(model)}
-        found = [g for g in gated_products.chosen(self, self.request, model, device) if id(g.layer) in inside]
-        ranges_of = ranges.prompts(found, self.most_tokens)
+        chosen = gated_products.chosen(self, self.request, model, device)
+        found = [g for g in chosen if id(g.layer) in self.passes]
+        ranges_of = ranges.prompts(found, self.layers_of_prompts, self.most_tokens)
         longest = max(self.worker.vllm_config.compilation_config.compile_ranges_endpoints)
         return None if ranges_of is None or ranges_of.more_than >= longest else ranges_of
 
@@ -327,7 +351,10 @@ def _limit_ranges(worker: Any, adapter: VllmAdapter, patched: Patched) -> None:
         return
     active = {row.op for row in patched.rows if row.state == "active"}
     plain = (active & {*ranges.PLAIN}) - ranges.named(patched.request)
-    of_prompts = adapter.prompts if GATED in active else None
+    of_prompts = adapter.prompts
+    if of_prompts is not None and GATED not in active:
+        products = of_prompts.products
+        of_prompts = dataclasses.replace(of_prompts, shapes=frozenset()) if products else None
     if not ranges.limit(worker.vllm_config, most, plain, patched.journal, of_prompts):
         return
     patched.every_step.clear()  # a step of a long prompt alone calls none of them
@@ -342,10 +369,33 @@ def _limit_ranges(worker: Any, adapter: VllmAdapter, patched: Patched) -> None:
             row.more_than = found.prompts.more_than
         if row.op == GATED or row.most_tokens == 0:  # only prompts call it
             patched.every_step.add(id(row))
+    if found.prompts is not None and found.prompts.products:
+        _report_products(patched, adapter.layers_of_prompts, found.prompts.more_than)
     if patched.rank == 0 and found.most:
         log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", found.most)
     if patched.rank == 0 and found.prompts is not None:
-        log.info("%s runs in batches of more than %d tokens", GATED, found.prompts.more_than)
+        ops = [name for name in (GATED, ranges.LINEAR) if name == ranges.LINEAR or found.prompts.shapes]
+        ops = ops if found.prompts.products else [GATED]
+        log.info("%s runs in batches of more than %d tokens", " and ".join(ops), found.prompts.more_than)
+
+
+def _report_products(patched: Patched, layers: list[Any], more_than: int) -> None:
+    """Have the rows of linear layers say for how many of them our pass puts the op into the graphs of prompts."""
+    from fk_integrations.vllm import ranges
+
+    for row in patched.rows:
+        if row.op != ranges.LINEAR:
+            continue
+        kinds = ((m, type(m), type(vars(m).get("quant_method"))) for m in layers)
+        of_class = [m for m, *both in kinds if row.host_class in [kind.__name__ for kind in both]]
+        if not of_class:
+            continue
+        row.in_prompts = len(of_class)
+        if row.state != "active":
+            row.state, row.modules, row.more_than = "active", len(of_class), more_than
+            patched.every_step.add(id(row))  # only prompts call it
+            if isinstance(patched.counts, EngineCounts):
+                patched.counts.watch_op(row.op)
 
 
 def _note_apart(worker: Any, patched: Patched) -> None:

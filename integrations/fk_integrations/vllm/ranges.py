@@ -1,8 +1,8 @@
 """Compile ranges: in a compiled model ours runs only in batches of the sizes at which it was measured to win.
 
 vLLM compiles a model once for each range of tokens. Above the largest batch that a kernel of ours wins, our pass puts
-plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched. In the batches of prompts
-in which the product of gate and up with its activation was measured to win, the pass puts that op in.
+plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched. For prompts the pass puts
+ops of ours in where they were measured to win: products, and that of gate and up with its activation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.journal import Journal
+from fk_integrations.patching import choose
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
 from fk_integrations.vllm.fx_gated_products import Prompts
 from fk_integrations.vllm.plain_forms import PLAIN
 
 log = logging.getLogger("fastkernels")
+LINEAR = "linear"
 TOKENS = ("M",)  # Key.sizes of ops whose size is the number of tokens
 FUSED = (
     "vLLM's compiler fuses it with its neighbours, and next to it no kernel of ours was measured as faster"
@@ -65,17 +67,28 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
         if not (listed := tuning.entries(op.name, chip)):
             continue
         shapes = [named_shape(op.name, shape) for _, shape in modules_of(adapter, model, spec)]
-        found += [e.sizes["M"] for e in listed if e.faster and dict(e.shape) in shapes]
+        found += [e.sizes["M"] for e in listed if e.faster and not e.of_prompts and dict(e.shape) in shapes]
     return max(found)
 
 
-def prompts(found: Iterable[Gated], most: int) -> Prompts | None:
-    """The ranges for these blocks: all above those in which our linear layers win, so that none is added."""
-    from fastkernels.overrides.linear.linear_silu_and_mul import FEW
+def layers_of_prompts(adapter: Adapter, model: Any, request: Request, device: str) -> list[Any]:
+    """The linear layers for whose products a table or a measurement lists ours as faster in prompts."""
+    if LINEAR in named(request) or choose.settled(adapter, request, registry.get(LINEAR)):
+        return []  # it runs in batches of every size, or in none
+    listed = tuning.entries(LINEAR, tuning.chip_of(device))
+    faster = [dict(e.shape) for e in listed if e.faster and e.of_prompts]
+    if not faster:
+        return []
+    of_model = modules_of(adapter, model, registry.get(LINEAR))
+    return [layer for layer, shape in of_model if named_shape(LINEAR, shape) in faster]
 
-    key = registry.get(GATED).op.key
-    shapes = frozenset(key.module(gated.layer) for gated in found)
-    return Prompts(most or FEW, shapes) if shapes else None
+
+def prompts(found: Iterable[Gated], layers: Iterable[Any], most: int) -> Prompts | None:
+    """The ranges for these blocks and layers: all above those in which our layers win, so that none is added."""
+    of_gated, of_linear = registry.get(GATED).op.key, registry.get(LINEAR).op.key
+    shapes = frozenset(of_gated.module(gated.layer) for gated in found)
+    products = frozenset(of_linear.module(layer) for layer in layers)
+    return Prompts(most or tuning.DECODES, shapes, products) if shapes or products else None
 
 
 def still_apart(config: Any) -> dict[Reason, int]:
@@ -91,7 +104,7 @@ def still_apart(config: Any) -> dict[Reason, int]:
 
 def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
     """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
-    if op == "silu_and_mul" and of_prompts is not None:
+    if op == "silu_and_mul" and of_prompts is not None and of_prompts.shapes:
         return None  # the pass finds the activation after a product by our op
     return Reason(Kind.LEFT_TO_HOST, FUSED) if op in PLAIN and not most else None
 

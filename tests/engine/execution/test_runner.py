@@ -164,6 +164,25 @@ def test_prompt_logprobs_by_row(runner, full) -> None:
     assert found.ranks.tolist() == ((logprobs > want[:, :1]).sum(1) + 1).tolist()
 
 
+def test_last_layer_computes_the_last_tokens_alone(runner, full, logits_of) -> None:
+    """Its MLP runs for the last tokens; with logprobs of the prompt, for all."""
+    seen: list[int] = []
+    mlp = runner.model.model.layers[-1].mlp
+    hook = mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    driver = Driver(runner)
+    try:
+        for slot in range(3):
+            driver.enter(slot)
+        found = logits_of(driver.step([(0, PROMPT), (1, OTHER)]))
+        wanted = [PromptTargets(0, 2, np.array(PROMPT[1:]))]
+        runner.launch(driver.step([(2, PROMPT)], wanted)).result()
+    finally:
+        hook.remove()
+    assert seen == [2, len(PROMPT)]
+    want = torch.stack([full(PROMPT)[-1], full(OTHER)[-1]])
+    torch.testing.assert_close(found, want, atol=2e-4, rtol=1e-4)
+
+
 def test_prompt_logprobs_in_slices(runner, monkeypatch) -> None:
     driver = Driver(runner)
     driver.enter(0)

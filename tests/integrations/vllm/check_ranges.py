@@ -66,6 +66,25 @@ def of_prompts(llm, tmp_path, monkeypatch):
     yield from used(entries, tmp_path, monkeypatch)
 
 
+PRODUCTS = ((MOST, False), (APART, False), (4 * APART, True))
+
+
+@pytest.fixture
+def of_products_alone(llm, tmp_path, monkeypatch):
+    """Products are faster from APART tokens on, and in no decode."""
+    yield from used(entries_of(llm, "linear", PRODUCTS), tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def of_products(llm, tmp_path, monkeypatch):
+    """The same, and decodes of one shape of layers are faster, too."""
+    entries = entries_of(llm, "linear", PRODUCTS)
+    first = entries[0].shape
+    won = entries_of(llm, "linear", ((MOST, True),))
+    entries = [e for e in entries if e.shape != first or e.sizes["M"] != MOST]
+    yield from used(entries + [e for e in won if e.shape == first], tmp_path, monkeypatch)
+
+
 @pytest.fixture
 def of_prompts_alone(llm, tmp_path, monkeypatch):
     yield from used(entries_of(llm, GATED, ((APART, False), (4 * APART, True))), tmp_path, monkeypatch)
@@ -170,6 +189,40 @@ def test_prompts_alone_are_ours(llm, of_prompts_alone):
     assert calls(llm, 1) == calls(llm, APART) == {} and calls(llm, 200) == {GATED: 2}
     report.undo()
     assert endpoints(llm) == before and generate(llm) == stock
+
+
+def test_products_of_prompts_alone_are_ours(llm, of_products_alone):
+    """The modules stay vLLM's: our pass puts the op into the graphs of prompts."""
+    stock, before = generate(llm), endpoints(llm)
+    expected = of_a_long_prompt(llm)
+    report = fastkernels.patch(llm)
+    rows = [row for row in report.rows if row.state == "active"]
+    assert {row.op for row in rows} == {"linear"} and endpoints(llm) == sorted({APART, *before})
+    assert sum(row.in_prompts for row in rows) == sum(row.modules for row in rows) == 8
+    assert calls(llm, 1) == calls(llm, APART) == {} and calls(llm, 200) == {"linear": 8}
+    assert of_a_long_prompt(llm) == pytest.approx(expected, abs=1e-3)
+    report.refresh()
+    assert report.verified and f"in batches of more than {APART} tokens" in str(report)
+    report.undo()
+    assert endpoints(llm) == before and calls(llm, 200) == {} and generate(llm) == stock
+
+
+def test_layers_that_win_in_prompts_alone_stay_in_decodes(llm, of_products):
+    stock, before = generate(llm), endpoints(llm)
+    report = fastkernels.patch(llm)
+    rows = [row for row in report.rows if row.state == "active" and row.op == "linear"]
+    assert endpoints(llm) == [MOST, *before] and sum(row.in_prompts for row in rows) == 8
+    assert 0 < calls(llm, MOST)["linear"] < 8 and calls(llm, 200) == {"linear": 8}
+    assert "in larger batches, too" in str(report)
+    report.undo()
+    assert endpoints(llm) == before and calls(llm, 200) == {} and generate(llm) == stock
+
+
+def test_disabled_products_stay_the_hosts_in_prompts(llm, of_products_alone, monkeypatch):
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "linear")
+    report = fastkernels.patch(llm)
+    assert not report.active and calls(llm, 200) == {}
+    report.undo()
 
 
 def test_disabled_parts_leave_prompts_to_the_host(llm, of_prompts, monkeypatch):

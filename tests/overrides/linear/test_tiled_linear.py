@@ -54,6 +54,9 @@ def arguments(m: int, n: int, k: int, f: int, dtype: torch.dtype, scaled: bool =
         (150, 96, 200, tiled.RESIDUAL, 3, 2, {"rows": 64, "columns": 64}),
         # Clusters that share W, of which the last has a tile without rows; a ring as long as a tile
         (150, 160, 136, tiled.GELU, 3, 4, {"rows": 64, "columns": 64, "cluster": 2}),
+        # Clusters of four that share both: tiles without rows and without columns
+        pytest.param(300, 160, 136, tiled.NONE, 3, 4, {"rows": 64, "columns": 64, "shares": "wx", "cluster": 4},
+                     marks=pytest.mark.slow),
         pytest.param(150, 96, 200, tiled.NONE, 2, 2, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
                      marks=pytest.mark.slow),
         pytest.param(300, 160, 200, tiled.RESIDUAL, 2, 2, {"rows": 256, "columns": 64, "cooperate": True},
@@ -93,6 +96,8 @@ def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], t
         (2, 96, tiled.GEGLU, {"rows": 64, "columns": 64}),
         (3, 96, tiled.NONE, {"rows": 128, "columns": 64, "cooperate": True}),  # tiles that end past a weight
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 128, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 64, "shares": "wx", "cluster": 4},
+                     marks=pytest.mark.slow),
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
                      marks=pytest.mark.slow),
         pytest.param(3, 64, tiled.NONE, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},

@@ -25,8 +25,8 @@ BODIES = {
     "wait_for_others": "wait(barrier, parity);",
     "send": "const float v[4] = {a, b, c, d}; memcpy(at(in_block(to, rank)), v, 16);",
     "received": "float4 v; memcpy(&v, at(from), 16); return v;",
-    "load_x": "copy(to, map.opaque, column, row, barrier, !SHARE_W && CLUSTER > 1);",
-    "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W && CLUSTER > 1);",
+    "load_x": "copy(to, map.opaque, column, row, barrier, SHARING_X == 1 ? 1 << rank_of_block() : blocks);",
+    "load_w": "copy(to, map.opaque, column, row, barrier, SHARING_W == 1 ? 1 << rank_of_block() : blocks);",
     "cluster_begins": "arrive_at_cluster(), wait_for_cluster();",
     "cluster_ends": "arrive_at_cluster(), wait_for_cluster();",
     "rank_in_cluster": "return rank_of_block();",
@@ -47,7 +47,7 @@ BEFORE = """#define EMULATED_BLOCKS (CLUSTER * SPLITS)
 static Meeting changes;  // of barriers
 
 // Of a tensor map: its address, rows, columns, stride, rows of a box, and whether 32 rows are 4 x 4 pairs to transpose.
-static void copy(uint32_t to, const unsigned long long* map, int column, int row, uint32_t barrier, bool to_all) {
+static void copy(uint32_t to, const unsigned long long* map, int column, int row, uint32_t barrier, uint32_t blocks) {
     std::vector<uint16_t> box(64 * map[4]);
     for (int i = 0; i < (int)box.size(); i++) {
         int r = i / 64, c = column + i % 64;
@@ -55,7 +55,8 @@ static void copy(uint32_t to, const unsigned long long* map, int column, int row
         const bool there = row + r < (int)map[1] && c < (int)map[2];
         box[i] = there ? ((const uint16_t*)map[0])[(row + r) * map[3] + c] : 0;
     }
-    for (int block = to_all ? 0 : rank_of_block(); block < (to_all ? CLUSTER : rank_of_block() + 1); block++) {
+    for (int block = 0; block < CLUSTER * SPLITS; block++) {
+        if (!(blocks >> block & 1)) continue;
         for (int i = 0; i < (int)box.size(); i++) memcpy(at(swizzled(in_block(to, block) + 2 * i)), &box[i], 2);
         count(in_block(barrier, block), 0, -128 * (long)map[4]), changes.held++;
     }

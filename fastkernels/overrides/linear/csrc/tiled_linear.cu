@@ -10,8 +10,8 @@
 // They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead. Or they
 // COOPERATE: each has half of a tile's rows. Such tiles can be larger, so that less is read, but f is computed in between.
 //
-// With CLUSTER blocks in a cluster, their tiles are neighbors, and each block reads a slice of what they have in
-// common and copies it to all: of W (SHARE_W) or of x.
+// With CLUSTER blocks in a cluster, their tiles are neighbors: SHARING_W of them with the same columns, and the others next
+// to these, with the same rows. Each block reads a slice of the W and of the x that it shares, and copies it to all that do.
 //
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
@@ -24,8 +24,8 @@
 // matrix for each expert, [E, N, K], and each BM rows of x belong to one expert; blocks of rows with another one are left
 // out.
 //
-// Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
-// share W in L2), SPLITS, PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
+// Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARING_W, GROUP (rows of tiles
+// that share W in L2), SPLITS, PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
 // 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf, 8: 4 in float8
 // with a scale for 128 columns), FP8, GROUPED, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
@@ -43,7 +43,8 @@ struct Groups { const int *experts, *total, *pairs; const float* weights; float*
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
-constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
+constexpr int SHARING_X = CLUSTER / SHARING_W;
+constexpr int X_SLICE = BM / SHARING_X, W_SLICE = BN / SHARING_W;  // rows that a block reads
 #define GATES (BEHIND == 4 || BEHIND == 7)
 #define ROTATES (BEHIND == 5 || BEHIND == 6)
 #define TWO_SETS (FP8 && BM == 128 && BN <= 128)  // of sums of a piece
@@ -53,7 +54,6 @@ constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
 constexpr int OWN = BLOCKS * PLACES / SPLITS;  // rows of blocks, of eight sums each, that a block of a split tile stores
 constexpr int SENT = (SPLITS - 1) * OWN * 32 * 256;  // bytes of others' sums
-constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3 || ROTATES
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
@@ -72,22 +72,22 @@ static_assert(!FP8 || BEHIND == 0 || (BEHIND == 8 && GROUPED && BN == 256), "128
 #define COPY "cp.async.bulk.tensor."
 #define INTO ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 #define ALL ".multicast::cluster"
-__device__ __forceinline__ void load_x(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    if (SHARE_W || CLUSTER == 1)
+__device__ __forceinline__ void load_x(u32 to, const TensorMap& map, int column, int row, u32 barrier, u16 blocks) {
+    if (SHARING_X == 1)
         asm volatile(COPY "2d" INTO " [%0], [%1, {%2, %3}], [%4];"
                      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
     else
         asm volatile(COPY "2d" INTO ALL " [%0], [%1, {%2, %3}], [%4], %5;"
-                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(EVERYONE) : "memory");
+                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
 }
 
-__device__ __forceinline__ void load_w(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    if (!SHARE_W || CLUSTER == 1)
+__device__ __forceinline__ void load_w(u32 to, const TensorMap& map, int column, int row, u32 barrier, u16 blocks) {
+    if (SHARING_W == 1)
         asm volatile(COPY "5d" INTO " [%0], [%1, {%2, %3, %3, %3, %4}], [%5];"
                      ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier) : "memory");
     else
         asm volatile(COPY "5d" INTO ALL " [%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;"
-                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier), "h"(EVERYONE) : "memory");
+                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier), "h"(blocks) : "memory");
 }
 
 // Not with .release.cluster, which would first wait for this thread's stores to global memory.
@@ -229,22 +229,26 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const int begin = all_pieces * split / SPLITS, pieces = all_pieces * (split + 1) / SPLITS - begin;  // of this block
     const int of_part = (N + WIDTH - 1) / WIDTH, n_tiles = GATED ? of_part : PARTS * of_part;
     // Of clusters: m_count by n_count.
-    const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
-    const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
+    const int m_count = (m_tiles + SHARING_W - 1) / SHARING_W, n_count = (n_tiles + SHARING_X - 1) / SHARING_X;
+    const int rank_m = rank % SHARING_W, rank_n = rank / SHARING_W;
+    const u16 with_my_columns = ((1 << SHARING_W) - 1) << SHARING_W * rank_n;  // masks of the cluster's blocks
+    u16 with_my_rows = 0;
+#pragma unroll
+    for (int n = 0; n < SHARING_X; n++) with_my_rows |= 1 << (SHARING_W * n + rank_m);
     const int tiles = m_count * n_count, first = blockIdx.x / (CLUSTER * SPLITS), clusters = gridDim.x / (CLUSTER * SPLITS);
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     const u32 others = w_ring + STAGES * W_STAGE, full = others + SENT, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     auto place = [&](int tile, int& row, int& column, int& part) {
         const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
-        const int m = band * GROUP + in_band % height, n = SHARE_W ? in_band / height : in_band / height * CLUSTER + rank;
+        const int m = band * GROUP + in_band % height, n = in_band / height * SHARING_X + rank_n;
         part = GATED || PARTS == 1 ? 0 : min(n / of_part, PARTS - 1);  // the last block of a cluster may have no columns
-        row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (n - part * of_part) * WIDTH;
+        row = (m * SHARING_W + rank_m) * BM, column = (n - part * of_part) * WIDTH;
     };
 
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
-        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * (SHARING_W + SHARING_X - 1));
         make_barrier(turns, SPLITS == 1 ? 4 : 8 * (SPLITS - 1)), make_barrier(turns + 8, 4);  // or: others have sent
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -256,10 +260,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
         if (thread == 0) {
             auto read_weights = [&](int stage, int piece, int column, int part) {
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
-                const int first = SHARE_W ? W_SLICE * rank : 0;
+                const int first = W_SLICE * rank_m;
                 for (int from = first; from < first + W_SLICE; from += W_BOX)
                     load_w(w_ring + stage * W_STAGE + 128 * from, weights.of[GATED ? from / W_BOX : part], 64 * (begin + piece),
-                           column + (GATED ? 0 : from), full + 8 * stage);
+                           column + (GATED ? 0 : from), full + 8 * stage, with_my_columns);
             };
             int row, column, part, stage = 0, ahead = 0;
             u32 parity = 1;
@@ -279,8 +283,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         wait(empty + 8 * stage, parity);
                         read_weights(stage, piece, before + column, part);
                     }
-                    const int from = SHARE_W ? 0 : X_SLICE * rank;
-                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * (begin + piece), row + from, full + 8 * stage);
+                    const int from = X_SLICE * rank_n;
+                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * (begin + piece), row + from, full + 8 * stage,
+                           with_my_rows);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
@@ -309,8 +314,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             auto column_of = [&](int block) { return column + 32 * block + 8 * quad; };
             auto there = [&](int i, int block) { return row_of(i) < M && column_of(block) < N; };
             auto inside = [&](int block) { return min(column_of(block), N - 8); };  // past the end: any numbers
-            auto release = [&](int of) {
-                if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
+            auto release = [&](int of) {  // for the blocks that copy to this one
+                if (CLUSTER == 1 ? lane == 0 : (with_my_rows | with_my_columns) >> lane & 1) {
                     if (CLUSTER == 1) arrive(empty + 8 * of);
                     else arrive_at(empty + 8 * of, lane);
                 }
