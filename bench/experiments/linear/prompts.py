@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192,2048,512")
     parser.add_argument("--models", default=",".join(MODELS))
     given = parser.parse_args()
-    device, began = torch.device("cuda"), time.monotonic()
+    device, began = torch.device("cuda", torch.cuda.current_device()), time.monotonic()
     torch.manual_seed(0)
     results, meter = Results("prompts", given.out, "cublas"), Meter()
     compile_all(device)
