@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.kernels import emulated_mxfp4_stream
 
-from fastkernels.core import cuda_rtc
+from fastkernels.core import cuda_rtc, registry
+from fastkernels.core.spec import Case
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.kit.fp8 import FP8
@@ -91,3 +92,67 @@ def test_rows_without_a_local_expert_stay_unwritten(tmp_path: Path) -> None:
     x, one = torch.ones(ids.numel(), 64).bfloat16(), torch.ones(ids.numel())
     got = emulated_mxfp4_stream.product(x, w, scales, more, pairs, p, one, ALPHA, LIMIT, 3, tmp_path)
     assert torch.equal(got.isnan().all(1), local[ids.flatten().long()] < 0)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("form", "hidden", "inner"), [(few.MXFP4, 2880, 2880), (few.NVFP4, 2048, 768)])
+def test_plans_compile_for_hopper_and_fit(form: int, hidden: int, inner: int) -> None:
+    experts = 16
+    w1 = torch.empty(experts, 2 * inner, hidden // 2, dtype=torch.uint8, device="meta")
+    w2 = torch.empty(experts, hidden, inner // 2, dtype=torch.uint8, device="meta")
+    ids = torch.empty(8, 8, dtype=torch.int32, device="meta")
+    plans = stream.plans(w1, w2, ids, experts, 1 if form == few.MXFP4 else 2, form)
+    assert plans is not None and [p.tokens for p in plans] == [16, 16]
+    for p in plans:
+        options = ("--gpu-architecture=sm_90a", *p.options)
+        assert cuda_rtc.nvrtc_compile(text(few.COMMON, stream.SOURCE), options)[:4] == b"\x7fELF"
+        assert p.shared <= few.SHARED and p.stages >= 3
+
+
+def test_wide_or_odd_matrices_have_no_plan() -> None:
+    assert stream.plan(14336, 4096, 1, 0) is None  # registers
+    assert stream.plan(64, 72, 1, 0) is None  # rows: not a multiple of 16
+    found = stream.plan(4096, 2816, 8, 2, few.NVFP4, 8)
+    assert found is not None and found.tokens == 8
+    assert stream.plan(4096, 2816, 8, 2, few.NVFP4, 16) is None
+
+
+GPU_CASES = [
+    # format, tokens, topk, experts, hidden, inner, skew of the routing
+    ("mxfp4", 64, 4, 32, 2880, 2880, 0.0),
+    ("mxfp4", 40, 6, 48, 2048, 1536, 2.0),
+    ("mxfp4", 9, 2, 8, 96, 160, 0.0),
+    ("nvfp4", 64, 8, 128, 2048, 768, 0.0),
+    ("nvfp4", 200, 2, 7, 512, 320, 1.0),
+    ("nvfp4", 33, 8, 128, 4096, 1408, 0.0),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "tokens", "topk", "experts", "hidden", "inner", "skew"), GPU_CASES)
+def test_stream_experts_match_the_reference_on_a_gpu(
+    kind: str, tokens: int, topk: int, experts: int, hidden: int, inner: int, skew: float
+) -> None:
+    op = registry.get("fused_experts_swigluoai" if kind == "mxfp4" else "fused_experts_nvfp4")
+    dims = {"tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": inner}
+    case = Case("case", {**dims, **({"mxfp4": True} if kind == "mxfp4" else {})}, "bfloat16")
+    g = torch.Generator("cuda").manual_seed(0)
+    args = list(op.inputs(case, "cuda", g))
+    at = 5 if kind == "mxfp4" else 7
+    logits = torch.randn(tokens, experts, device="cuda", generator=g)
+    logits += skew * torch.randn(experts, device="cuda", generator=g)
+    weights, ids = logits.softmax(-1).topk(topk)
+    args[at : at + 2] = weights, ids.int()
+    name = "mxfp4-stream" if kind == "mxfp4" else "stream"
+    (provider,) = (p for p in op.op.providers if p.name == name)
+    assert provider.supports is not None and provider.supports(*args) is None
+    want = op.reference(args[0].float(), *args[1:])
+    got = provider.fn(*args)
+    assert ((got.float() - want).norm() / want.norm()).item() < 0.01
+    assert torch.equal(got, provider.fn(*args))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = provider.fn(*args)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, got)
