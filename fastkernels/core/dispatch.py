@@ -321,7 +321,14 @@ class Op(Choice):
 
     def run(self, *args: Any) -> Any:
         """Run the body without torch's dispatcher, for the device of the first argument."""
-        return self._pick(args[0].device.type, args, {}).fn(*args)
+        device = args[0].device.type
+        order = self._order.get(device)
+        if order is not None and device not in self._tuned:  # as in `body`
+            first = order[0]
+            if first.supports is None or first.supports(*args) is None:
+                self.calls += 1
+                return first.fn(*args)
+        return self._pick(device, args, {}).fn(*args)
 
     def into(self, out: torch.Tensor, *args: Any) -> None:
         """Run the op and put its result into `out`, a tensor of the result's shape and dtype.
