@@ -138,16 +138,13 @@ def _supports_stream(
     expert_map: T | None = None,
 ) -> str | None:  # fmt: skip
     given = (hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids, expert_map)
-    if (reason := _unsuitable(*given)) is not None:
-        return reason
-    if (plans := _stream_plans(topk_ids, w1, w2, expert_map)) is None:
-        return ForOthers("pairs are not sorted, or registers suffice for no plan")
-    return (
-        stream.unsuitable(w1, w1_scale, "w1")
-        or stream.unsuitable(w2, w2_scale, "w2")
-        or stream.unavailable(hidden_states.device)
-        or few.not_loaded(hidden_states.device, *plans)
+    reason = (
+        _unsuitable(*given) or stream.unsuitable(w1, w1_scale, "w1") or stream.unsuitable(w2, w2_scale, "w2")
     )
+    if reason is None:
+        plans = _stream_plans(topk_ids, w1, w2, expert_map)
+        reason = stream.unavailable(hidden_states.device, plans)
+    return None if reason is None else ForOthers(reason)  # what `cuda` cannot run either, it reports
 
 
 def _stream(

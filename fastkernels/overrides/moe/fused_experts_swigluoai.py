@@ -139,18 +139,15 @@ def _supports_stream(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    if topk_weights.dtype != torch.float32:
-        return f"topk_weights is {topk_weights.dtype}, not float32"
+    reason = f"topk_weights is {topk_weights.dtype}" if topk_weights.dtype != torch.float32 else None
     for name, w, scale, bias in (("w1", w1, w1_scale, w1_bias), ("w2", w2, w2_scale, w2_bias)):
-        if (reason := few.unsuitable(hidden_states, w, scale, bias, name)) is not None:
-            return reason
-        if scale is not None and (reason := stream.unsuitable(w, scale, name)) is not None:
-            return reason
-    if (plans := _stream_plans(topk_ids, w1, w2, expert_map)) is None:
-        return ForOthers(
-            f"more than {MOST_ROWS} rows an expert, pairs that are not sorted, or registers for no plan"
-        )
-    return stream.unavailable(hidden_states.device) or few.not_loaded(hidden_states.device, *plans)
+        reason = reason or few.unsuitable(hidden_states, w, scale, bias, name)
+        if reason is None and scale is not None:
+            reason = stream.unsuitable(w, scale, name)
+    if reason is None:
+        plans = _stream_plans(topk_ids, w1, w2, expert_map)
+        reason = stream.unavailable(hidden_states.device, plans)
+    return None if reason is None else ForOthers(reason)  # what `mxfp4-cuda` cannot run either, it reports
 
 
 def _stream(

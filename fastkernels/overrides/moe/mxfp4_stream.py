@@ -77,6 +77,7 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def plan(
     k: int, n: int, topk: int, glu: int, form: int = few.MXFP4, tokens: int = 16, **params: int
 ) -> Plan | None:
@@ -120,9 +121,11 @@ def unsuitable(w: torch.Tensor, scales: torch.Tensor, name: str) -> str | None:
     return None if at is None else f"{at} must begin at a multiple of 16 bytes"
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Return why the kernel cannot run on this device, None if it can."""
-    return no_hopper(few.COMMON, device) or no_hopper(SOURCE, device)
+def unavailable(device: torch.device, plans: list[Plan] | None) -> str | None:
+    """Return why a call cannot run on this device, None if it can."""
+    if plans is None:
+        return "it is for several rows an expert in sorted pairs, whose activations fit registers"
+    return no_hopper(few.COMMON, device) or no_hopper(SOURCE, device) or few.not_loaded(device, *plans)
 
 
 @lru_cache(maxsize=256)
