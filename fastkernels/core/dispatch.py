@@ -429,7 +429,7 @@ def direct_calls(device: torch.device) -> Iterator[None]:
 
 
 def begin_direct_calls() -> bool:
-    """Begin what `direct_calls` does, on any device, unless it has begun or torch watches calls. Return whether it began.
+    """Begin what `direct_calls` does, on any device, and return True, unless it has begun or torch watches calls.
 
     For a step that turns on inference mode itself, in a thread that compiles nothing.
     """

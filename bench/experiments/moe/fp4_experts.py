@@ -1,6 +1,7 @@
 """Time experts with MXFP4 and NVFP4 weights: both CUDA kernels of this repository, other plans, and vLLM's kernels.
 
-    fp4_experts.py --out rows.jsonl [--cases gpt-oss-20b,qwen3-30b] [--tokens 1,8,32,64] [--plans "tokens=8;w1=1x8 w2=2x6"]
+    fp4_experts.py --out rows.jsonl [--cases gpt-oss-20b,qwen3-30b] [--tokens 1,8,32,64]
+        [--plans "tokens=8;w1=1x8 w2=2x6"] [--skew 1]
 
 A case names a format and sizes, see CASES. A plan names what differs from mxfp4_stream's default: the pairs of a block
 (tokens), and rows x parts of the products (w1, w2). Times are microseconds of an MLP: a CUDA graph has calls of two
@@ -66,7 +67,9 @@ class Format:
                 if name in told:
                     rows, parts = told[name].split("x")
                     fields = {"rows": int(rows), "parts": int(parts)}
-                p = stream.plan(2 * w.shape[2], w.shape[1], topk, glu, self.form, int(told.get("tokens", 16)), **fields)
+                p = stream.plan(
+                    2 * w.shape[2], w.shape[1], topk, glu, self.form, int(told.get("tokens", 16)), **fields
+                )
                 if p is None:
                     raise ValueError(f"{plan}: {name} has no such plan")
                 found.append(p)
@@ -93,8 +96,9 @@ def _marlin(args: list[Any]) -> Callable[..., T]:
 
     x, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor = args[:7]
     layer: Any = SimpleNamespace(
-        num_experts=len(w1), hidden_size=x.shape[1], intermediate_size_per_partition=w1.shape[1] // 2, params_dtype=x.dtype
-    )
+        num_experts=len(w1), hidden_size=x.shape[1], intermediate_size_per_partition=w1.shape[1] // 2,
+        params_dtype=x.dtype,
+    )  # fmt: skip
     first, first_scale, first_factor, second, second_scale, second_factor = (
         marlin_utils_fp4.prepare_nvfp4_moe_layer_for_marlin(
             layer, w1, w1_scale, w1_factor[:, 0].clone(), w2, w2_scale, w2_factor[:, 0].clone(), True
@@ -184,7 +188,9 @@ def main() -> int:
     parser.add_argument("--cases", default="gpt-oss-20b,qwen3-30b", help=f"of {', '.join(CASES)}")
     parser.add_argument("--tokens", default="1,8,32,64")
     parser.add_argument("--plans", default="", help="separated by ;")
-    parser.add_argument("--skew", type=float, default=0.0, help="standard deviation of the experts' own logits")
+    parser.add_argument(
+        "--skew", type=float, default=0.0, help="standard deviation of the experts' own logits"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args()

@@ -34,7 +34,7 @@ from fastkernels.overrides.moe.fused_experts import fused_experts, on_own_rows, 
 from fastkernels.overrides.moe.sorted_pairs import sorts
 
 T = torch.Tensor
-# Rows an expert with which weights are dequantized for the call: the kernels read them again, from L2, for each 8 to 32 rows
+# Rows an expert with which weights are dequantized for the call: kernels read them again, from L2, for 8 to 32 rows
 MOST_ROWS = 64
 
 
@@ -137,7 +137,18 @@ def _supports_stream(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
     expert_map: T | None = None,
 ) -> str | None:  # fmt: skip
-    given = (hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids, expert_map)
+    given = (
+        hidden_states,
+        w1,
+        w2,
+        w1_scale,
+        w2_scale,
+        w1_factor,
+        w2_factor,
+        topk_weights,
+        topk_ids,
+        expert_map,
+    )
     reason = (
         _unsuitable(*given) or stream.unsuitable(w1, w1_scale, "w1") or stream.unsuitable(w2, w2_scale, "w2")
     )
@@ -164,7 +175,18 @@ def _supports_cuda(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
     expert_map: T | None = None,
 ) -> str | None:  # fmt: skip
-    given = (hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids, expert_map)
+    given = (
+        hidden_states,
+        w1,
+        w2,
+        w1_scale,
+        w2_scale,
+        w1_factor,
+        w2_factor,
+        topk_weights,
+        topk_ids,
+        expert_map,
+    )
     if (reason := _unsuitable(*given)) is not None:
         return reason
     plans = _plans(topk_ids, w1, w2, expert_map)

@@ -159,7 +159,16 @@ def _stream(
     assert plans is not None, "_supports_stream found plans"
     first, second = (w1, w1_scale, w1_bias), (w2, w2_scale, w2_bias)
     return few.mlp(
-        hidden_states, first, second, topk_weights, topk_ids, expert_map, plans, stream.mxfp4_stream, alpha, limit
+        hidden_states,
+        first,
+        second,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        plans,
+        stream.mxfp4_stream,
+        alpha,
+        limit,
     )
 
 

@@ -131,7 +131,9 @@ def unavailable(device: torch.device, plans: list[Plan] | None) -> str | None:
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
     few.loaded.add((device, p))
-    return cuda_rtc.Kernel(text(few.COMMON, SOURCE), "mxfp4_stream", p.options, device.index, few.TYPES, p.shared)
+    return cuda_rtc.Kernel(
+        text(few.COMMON, SOURCE), "mxfp4_stream", p.options, device.index, few.TYPES, p.shared
+    )
 
 
 def mxfp4_stream(

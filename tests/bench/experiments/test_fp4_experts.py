@@ -1,4 +1,4 @@
-"""Tests of fp4_experts.py: rows of both formats, other plans, and wrong kernels, which are reported instead of timed."""
+"""Tests of fp4_experts.py: rows of both formats, other plans, and wrong kernels, which are not timed."""
 
 from __future__ import annotations
 

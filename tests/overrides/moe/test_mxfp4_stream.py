@@ -30,9 +30,17 @@ def _matrices(
     """Return weights, scales, what they have in addition, the matrices in float64 and their biases."""
     w = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, generator=g)
     if form == few.MXFP4:
-        scales = torch.randint(121, 126, (experts, n, k // 32), dtype=torch.int32, generator=g).to(torch.uint8)
+        scales = torch.randint(121, 126, (experts, n, k // 32), dtype=torch.int32, generator=g).to(
+            torch.uint8
+        )
         more = torch.randn(experts, n, generator=g).bfloat16()
-        return w, scales, more, [mxfp4.dequantize(w[e], scales[e], torch.float64) for e in range(experts)], more
+        return (
+            w,
+            scales,
+            more,
+            [mxfp4.dequantize(w[e], scales[e], torch.float64) for e in range(experts)],
+            more,
+        )
     scales = torch.randint(0, 127, (experts, n, k // 16), dtype=torch.uint8, generator=g).view(FP8)
     more = (torch.rand(experts, n, generator=g) + 0.5) * 0.003 * k**-0.5
     matrices = [dequantize_nvfp4(w[e], scales[e], more[e].double(), torch.float64) for e in range(experts)]
@@ -49,7 +57,9 @@ def _matrices(
         (40, 1, 2, 64, 96, 0, few.MXFP4, 32, 2, {"rows": 1, "parts": 1}),
         (23, 2, 3, 96, 1024, 2, few.NVFP4, 16, 4, {"rows": 1, "parts": 4}),  # rows of scales are apart
         (9, 2, 5, 64, 96, 0, few.NVFP4, 8, 64, {"rows": 4, "parts": 1}),  # more blocks than tiles
-        pytest.param(64, 2, 3, 128, 288, 2, few.NVFP4, 24, 7, {"rows": 2, "parts": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            64, 2, 3, 128, 288, 2, few.NVFP4, 24, 7, {"rows": 2, "parts": 3}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_emulated_product_matches_float64(

@@ -17,7 +17,9 @@ def step_calls(llm, name: str) -> tuple[Counter, int]:
     def count(frame, event, _):
         if event == "call":
             parts = frame.f_code.co_filename.split("/")
-            calls[next((p for p in ("fk_integrations", "fastkernels", "vllm", "torch") if p in parts), "other")] += 1
+            calls[
+                next((p for p in ("fk_integrations", "fastkernels", "vllm", "torch") if p in parts), "other")
+            ] += 1
 
     params = SamplingParams(temperature=0, max_tokens=2 * STEPS + 4, ignore_eos=True)
     engine.add_request(name, {"prompt_token_ids": list(range(5, 12))}, params)

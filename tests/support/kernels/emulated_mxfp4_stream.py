@@ -23,8 +23,8 @@ BODIES = {
     "arrive": "ring_barriers[barrier].count(1, 0);",
     "expect": "ring_barriers[barrier].count(1, bytes);",
     "wait": "Meeting& m = ring_barriers[barrier].meeting; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
-    "copy_row": "copied.check(from, bytes); if (to % 16 || (uintptr_t)from % 16 || bytes % 16) fail(\"a copy is not aligned\");"
-    " memcpy(at(to), from, bytes); ring_barriers[barrier].count(0, -bytes);",
+    "copy_row": "copied.check(from, bytes); memcpy(at(to), from, bytes); ring_barriers[barrier].count(0, -bytes);"
+    " if (to % 16 || (uintptr_t)from % 16 || bytes % 16) fail(\"a copy is not aligned\");",
 }  # fmt: skip
 BEFORE = """
 #include <map>
@@ -50,8 +50,12 @@ static std::map<unsigned, Counted> ring_barriers;
 """
 MAIN = emulated_mxfp4.MAIN
 for before, after in (
-    ("mxfp4_gemm(a.data(), weight.data(), scales.data()", "mxfp4_stream(a.data(), (u8*)weight.data(), (u8*)scales.data()"),
-    ("static std::vector<unsigned char> scales, more;", "typedef unsigned char u8;\nstatic std::vector<uint4> scales;\nstatic std::vector<u8> more;"),
+    ("mxfp4_gemm(a.data(), weight.data()", "mxfp4_stream(a.data(), (u8*)weight.data()"),
+    (" scales.data(), more.data()", " (u8*)scales.data(), more.data()"),
+    (
+        "static std::vector<unsigned char> scales, more;",
+        "typedef unsigned char u8;\nstatic std::vector<uint4> scales;\nstatic std::vector<u8> more;",
+    ),
     ("scales = numbers<unsigned char>(file, head[6])", "scales = numbers<uint4>(file, head[6] / 16)"),
     ("run_cluster(", "ring_barriers.clear(), run_cluster("),
     (
