@@ -11,6 +11,9 @@ layers with several routings, and kernels take turns. Results are first compared
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 import torch
 from experiments.common.graph_clock import Run, against, poisoned, rounds
 
+from fastkernels.core import cuda_rtc
 from fastkernels.core.spec import Case
+from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.moe import fused_experts_nvfp4, fused_experts_swigluoai
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_stream as stream
@@ -56,26 +61,22 @@ class Format:
         self.routing = 5 if name == "mxfp4" else 7
         self.glu, self.form = (1, few.MXFP4) if name == "mxfp4" else (2, few.NVFP4)
 
-    def planned(self, plan: str, *args: Any) -> T:
-        """Call the stream kernel with another plan."""
-        told = dict(field.split("=") for field in plan.split())
+    def plans(self, text: str, ids: T, w1: T, w2: T) -> list[stream.Plan]:
+        """Return the plans of both products that a text names. Raises ValueError if there are none."""
+        told, found = dict(field.split("=") for field in text.split()), []
+        for name, w, topk, glu in (("w1", w1, ids.shape[1], self.glu), ("w2", w2, 1, 0)):
+            rows, parts = told.get(name, "0x0").split("x")
+            fields = {"rows": int(rows), "parts": int(parts)} if name in told else {}
+            tokens = int(told.get("tokens", 16))
+            p = stream.plan(2 * w.shape[2], w.shape[1], topk, glu, self.form, tokens, **fields)
+            if p is None:
+                raise ValueError(f"{text}: {name} has no such plan")
+            found.append(p)
+        return found
 
-        def plans(ids: T, w1: T, w2: T, _: Any) -> list[stream.Plan]:
-            found = []
-            for name, w, topk, glu in (("w1", w1, ids.shape[1], self.glu), ("w2", w2, 1, 0)):
-                fields = {}
-                if name in told:
-                    rows, parts = told[name].split("x")
-                    fields = {"rows": int(rows), "parts": int(parts)}
-                p = stream.plan(
-                    2 * w.shape[2], w.shape[1], topk, glu, self.form, int(told.get("tokens", 16)), **fields
-                )
-                if p is None:
-                    raise ValueError(f"{plan}: {name} has no such plan")
-                found.append(p)
-            return found
-
-        default, self.op._stream_plans = self.op._stream_plans, plans
+    def planned(self, text: str, *args: Any) -> T:
+        """Call the stream kernel with other plans."""
+        default, self.op._stream_plans = self.op._stream_plans, lambda *of: self.plans(text, *of[:3])
         try:
             result: T = self.op._stream(*args)
         finally:
@@ -181,6 +182,28 @@ def measure(run: Run, name: str, tokens: int, plans: list[str], skew: float) -> 
         )  # fmt: skip
 
 
+def compile_ahead(names: list[str], tokens: list[int], texts: list[str]) -> None:
+    """Compile all kernels in processes, before CUDA is in use here: they are read from the cache folder then."""
+    found: set[Any] = set()
+    for name in names:
+        kind, experts, topk, hidden, inner = CASES[name]
+        of = Format(kind)
+        shapes = (experts, 2 * inner, hidden // 2), (experts, hidden, inner // 2)
+        w1, w2 = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
+        for ids in (torch.empty(n, topk, dtype=torch.int32, device="meta") for n in tokens):
+            found.update(of.op._plans(ids, w1, w2, None), of.op._stream_plans(ids, w1, w2, None) or ())
+        for text in texts:
+            with contextlib.suppress(ValueError):  # reported where it is called
+                found.update(of.plans(text, ids, w1, w2))
+    source = {
+        few.Plan: hopper.text(few.COMMON, few.SOURCE),
+        stream.Plan: hopper.text(few.COMMON, stream.SOURCE),
+    }
+    jobs = [(source[type(p)], ("--gpu-architecture=sm_90a", *p.options)) for p in found if type(p) in source]
+    with multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 2, 1)) as pool:
+        pool.starmap(cuda_rtc.cubin, jobs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", required=True, help="file of rows (JSONL), which are appended")
@@ -197,14 +220,17 @@ def main() -> int:
     cases = options.cases.split(",")
     if unknown := [name for name in cases if name not in CASES]:
         parser.error(f"--cases: {', '.join(unknown)} is not one of {', '.join(CASES)}")
+    tokens, plans = options.tokens.split(","), [text for text in options.plans.split(";") if text]
+    if options.device == "cuda":
+        compile_ahead(cases, [int(n) for n in tokens], plans)
     run = Run("fp4_experts", "", options)
     run.common["baseline"] = "vllm"
     for name in cases:
-        for tokens in options.tokens.split(","):
+        for n in tokens:
             if run.left() < 0:
-                print(f"the time is up before {name} with {tokens} tokens", file=sys.stderr)
+                print(f"the time is up before {name} with {n} tokens", file=sys.stderr)
                 return 1
-            measure(run, name, int(tokens), [text for text in options.plans.split(";") if text], options.skew)
+            measure(run, name, int(n), plans, options.skew)
     return bool(run.wrong)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan(
-    k: int, n: int, topk: int, glu: int, form: int = few.MXFP4, tokens: int = 16, **params: int
+    k: int, n: int, topk: int, glu: int, form: int = few.MXFP4, tokens: int = 16, **params: Any
 ) -> Plan | None:
     """Return the plan of a product with matrices [N, K], None if registers or shared memory suffice for none.
 
