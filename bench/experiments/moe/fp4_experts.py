@@ -150,7 +150,7 @@ def measure(run: Run, name: str, tokens: int, plans: list[str], skew: float) -> 
         given = several[0] if kind == "nvfp4" else several[0][:9]
         if of.op._supports_stream(*given) is None:
             calls["stream"] = [of.op._stream] * LAYERS
-        calls.update({plan: [partial(of.planned, plan)] * LAYERS for plan in plans})
+            calls.update({plan: [partial(of.planned, plan)] * LAYERS for plan in plans})
         if find_spec("vllm") is not None:
             try:
                 calls["vllm"] = [of.vllm(args) for args in layers]

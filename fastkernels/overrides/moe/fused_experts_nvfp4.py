@@ -150,7 +150,9 @@ def _supports_stream(
         expert_map,
     )
     reason = (
-        _unsuitable(*given) or stream.unsuitable(w1, w1_scale, "w1") or stream.unsuitable(w2, w2_scale, "w2")
+        _unsuitable(*given)
+        or stream.unsuitable(w1, w1_scale, w1_factor, "w1")
+        or stream.unsuitable(w2, w2_scale, w2_factor, "w2")
     )
     if reason is None:
         plans = _stream_plans(topk_ids, w1, w2, expert_map)
@@ -277,8 +279,8 @@ fused_experts_nvfp4 = define(
     " Tensor w1_factor, Tensor w2_factor, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map=None) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider("stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("triton", _dense, devices=("cuda",), supports=_supports_dense),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),

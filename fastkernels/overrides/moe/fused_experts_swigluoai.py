@@ -143,7 +143,7 @@ def _supports_stream(
     for name, w, scale, bias in (("w1", w1, w1_scale, w1_bias), ("w2", w2, w2_scale, w2_bias)):
         reason = reason or few.unsuitable(hidden_states, w, scale, bias, name)
         if reason is None and scale is not None:
-            reason = stream.unsuitable(w, scale, name)
+            reason = stream.unsuitable(w, scale, bias, name)
     if reason is None:
         plans = _stream_plans(topk_ids, w1, w2, expert_map)
         reason = stream.unavailable(hidden_states.device, plans)
@@ -241,8 +241,8 @@ fused_experts_swigluoai = define(
     " float alpha=1.702, float limit=7.0) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("mxfp4-stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("mxfp4-cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider("mxfp4-stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -45,10 +45,11 @@ class Plan(NamedTuple):
 
     @property
     def stage(self) -> int:
-        """Bytes of a tile's weights and scales in shared memory."""
+        """Bytes of a tile's weights, scales and more in shared memory."""
         of_row = self.k // (16 if self.form == few.NVFP4 else 32)
         pitch = (self.k // 2 + 63) // 128 * 128 + 64
-        return 16 * self.rows * (pitch + of_row + (16 if of_row % 64 == 0 else 0))
+        more = 4 if self.form == few.NVFP4 else 2
+        return 16 * self.rows * (pitch + of_row + (16 if of_row % 64 == 0 else 0) + more)
 
     @property
     def shared(self) -> int:
@@ -113,11 +114,12 @@ def plans(
     return None
 
 
-def unsuitable(w: torch.Tensor, scales: torch.Tensor, name: str) -> str | None:
-    """Return why copies cannot read such a matrix of experts and its scales, None if they can."""
+def unsuitable(w: torch.Tensor, scales: torch.Tensor, more: torch.Tensor, name: str) -> str | None:
+    """Return why copies cannot read such a matrix of experts, its scales and more, None if they can."""
     if 2 * w.shape[2] % 32:
         return f"rows of {name} have {2 * w.shape[2]} weights, not a multiple of 32"
-    at = next((of for of, t in ((name, w), (f"{name}_scale", scales)) if t.data_ptr() % 16), None)
+    read = {name: w, f"{name}_scale": scales, f"the bias or factor of {name}": more}
+    at = next((of for of, t in read.items() if t.data_ptr() % 16), None)
     return None if at is None else f"{at} must begin at a multiple of 16 bytes"
 
 

@@ -29,14 +29,14 @@ BODIES = {
 BEFORE = """
 #include <map>
 struct Bounds {
-    const unsigned char *begin[2], *end[2];
+    const unsigned char *begin[3], *end[3];
     void check(const void* from, int bytes) {
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < 3; i++)
             if ((const unsigned char*)from >= begin[i] && (const unsigned char*)from + bytes <= end[i]) return;
         fail("reads past a tensor");
     }
 };
-static Bounds copied;  // weights and scales
+static Bounds copied;  // weights, scales and more
 struct Counted {
     Meeting meeting;
     long bytes = 0;
@@ -60,8 +60,8 @@ for before, after in (
     ("run_cluster(", "ring_barriers.clear(), run_cluster("),
     (
         "gridDim.x = head[3];",
-        "copied = {{(u8*)weight.data(), (u8*)scales.data()}, {(u8*)(weight.data() + weight.size()),"
-        " (u8*)(scales.data() + scales.size())}}, gridDim.x = head[3];",
+        "copied = {{(u8*)weight.data(), (u8*)scales.data(), more.data()}, {(u8*)(weight.data() + weight.size()),"
+        " (u8*)(scales.data() + scales.size()), more.data() + more.size()}}, gridDim.x = head[3];",
     ),
 ):  # fmt: skip
     assert before in MAIN, before

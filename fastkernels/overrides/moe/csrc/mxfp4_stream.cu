@@ -28,7 +28,8 @@ constexpr int PITCH = (K / 2 + 63) / 128 * 128 + 64;  // bytes of a row in share
 // Rows of scales are copied one by one if they can be, so that eight rows use different banks.
 constexpr bool APART = OF_ROW % 64 == 0;
 constexpr int SCALE_PITCH = APART ? OF_ROW + 16 : OF_ROW, REGION = (HALVES ? 8 : 16) * ROWS * OF_ROW;
-constexpr int STAGE = HEIGHT * (PITCH + SCALE_PITCH), FULL = HEIGHT * (K / 2 + OF_ROW);  // bytes of a tile there, and copied
+constexpr int MORE = FORM == 0 ? 2 : 4, MORE_AT = HEIGHT * (PITCH + SCALE_PITCH);
+constexpr int STAGE = MORE_AT + HEIGHT * MORE, FULL = HEIGHT * (K / 2 + OF_ROW + MORE);  // bytes of a tile there, and copied
 constexpr int SLOTS = 2, SUMS = WARPS * TILES * 512;  // of the tiles' sums
 constexpr int ITEMS = (ROWS * TILES + FINISHERS - 1) / FINISHERS;  // results of 16 rows and 8 tokens that a warp finishes
 static_assert(K % 32 == 0 && REGION % 16 == 0 && TOKENS % 8 == 0 && TOKENS <= 32, "what copies and lanes hold");
@@ -125,7 +126,7 @@ __device__ __forceinline__ void multiply_tile(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
-    const uint4* a, const unsigned char* weight, const unsigned char* scales, const void* more, u16* out,
+    const uint4* a, const unsigned char* weight, const unsigned char* scales, const unsigned char* more, u16* out,
     const float* weights, const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha,
     float limit) {
     SHARED_MEMORY(128);
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
     auto summed = [&](int slot) { return barriers + 8 * (2 * STAGES + slot); };
     auto stored = [&](int slot) { return barriers + 8 * (2 * STAGES + SLOTS + slot); };
     if (thread == 0) {
-        for (int i = 0; i < STAGES; i++) make_barrier(full(i), 1), make_barrier(empty(i), WARPS);
+        for (int i = 0; i < STAGES; i++) make_barrier(full(i), 1), make_barrier(empty(i), WARPS + FINISHERS);
         for (int i = 0; i < SLOTS; i++) make_barrier(summed(i), WARPS), make_barrier(stored(i), FINISHERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -168,9 +169,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
                     copy_row(to + HEIGHT * PITCH + SCALE_PITCH * row_of_scales(i / 16, i % 8, i / 8 % 2), scales + row * OF_ROW,
                              OF_ROW, full(ring.at), once);
             }
-            if (!APART && lane < (HALVES ? 2 : 1))
-                copy_row(to + HEIGHT * PITCH + REGION * lane, scales + (matrix + row_of_matrix(column, 0, 0, lane, n)) * OF_ROW,
-                         REGION, full(ring.at), once);
+            if (lane < (HALVES ? 2 : 1)) {
+                const long long row = matrix + row_of_matrix(column, 0, 0, lane, n);
+                const int bytes = (HALVES ? 8 : 16) * ROWS * MORE;
+                if (!APART) copy_row(to + HEIGHT * PITCH + REGION * lane, scales + row * OF_ROW, REGION, full(ring.at), once);
+                copy_row(to + MORE_AT + bytes * lane, more + row * MORE, bytes, full(ring.at), once);
+            }
         }
         return;
     }
@@ -178,30 +182,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
     if (warp > WARPS) {
         int mine = n_pairs;
         float share = 1;
-        for (; walk.find(experts, count); walk.tile++, slot.next(SLOTS)) {
+        for (; walk.find(experts, count); walk.tile++, ring.next(STAGES), slot.next(SLOTS)) {
             if (walk.changed) {
                 mine = lane < TOKENS ? load_from_l2(pairs + walk.block * TOKENS + lane) : n_pairs;
                 share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
             }
             const int used = (__popc(__ballot_sync(~0u, mine < n_pairs)) + 7) / 8;  // pairs stand before padding
             const int column = walk.tile - walk.block * columns;
-            const long long matrix = (long long)walk.expert * n;
-            float add[ITEMS][2] = {}, factors[ITEMS][2];
-            int row[ITEMS][2];
-#pragma unroll
-            for (int j = 0; j < ITEMS; j++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const int item = min(warp - WARPS - 1 + FINISHERS * j, ROWS * TILES - 1);
-                    row[j][r] = row_of_matrix(column, item % ROWS, group, r, n);
-                    if (FORM == 0) add[j][r] = widen(((const u16*)more)[matrix + row[j][r]]), factors[j][r] = RESTORE;
-                    else factors[j][r] = ((const float*)more)[matrix + row[j][r]] * REST_OF_TWO;
-                }
+            const unsigned char* const of_rows = memory + STAGE * ring.at + MORE_AT;  // read here: a global load takes longer
+            wait(full(ring.at), ring.parity);
             wait(summed(slot.at), slot.parity);
 #pragma unroll
             for (int j = 0; j < ITEMS; j++) {
                 const int item = warp - WARPS - 1 + FINISHERS * j, t = item / ROWS;
                 if (t >= used) break;
+                float add[2] = {}, factors[2];
+                int row[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    row[r] = row_of_matrix(column, item % ROWS, group, r, n);
+                    const int at = row_of_scales(item % ROWS, group, r);
+                    if (FORM == 0) add[r] = widen(((const u16*)of_rows)[at]), factors[r] = RESTORE;
+                    else factors[r] = ((const float*)of_rows)[at] * REST_OF_TWO;
+                }
                 const float4* from = (const float4*)(sums + SUMS * slot.at) + (item % ROWS * PARTS * TILES + t) * 32 + lane;
                 float4 sum = from[0];
 #pragma unroll
@@ -214,25 +217,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
                     const int pair = __shfl_sync(~0u, mine, 8 * t + 2 * quad + i);
                     const float by = __shfl_sync(~0u, share, 8 * t + 2 * quad + i);
                     if (pair >= n_pairs) continue;
-                    const float y[2] = {(i ? sum.y : sum.x) * factors[j][0] + add[j][0],
-                                        (i ? sum.w : sum.z) * factors[j][1] + add[j][1]};
+                    const float y[2] = {(i ? sum.y : sum.x) * factors[0] + add[0],
+                                        (i ? sum.w : sum.z) * factors[1] + add[1]};
                     if (HALVES) {
-                        out[(long long)pair * (n / 2) + row[j][0]] = (u16)narrow(y[0] * inverse(1 + power(-y[0])) * y[1], 0);
+                        out[(long long)pair * (n / 2) + row[0]] = (u16)narrow(y[0] * inverse(1 + power(-y[0])) * y[1], 0);
                         continue;
                     }
                     if (GLU) {
                         const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
                         const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
-                        out[(long long)pair * (n / 2) + row[j][0] / 2] =
+                        out[(long long)pair * (n / 2) + row[0] / 2] =
                             (u16)narrow(gate * inverse(1 + power(-alpha * gate)) * (up + 1), 0);
                         continue;
                     }
 #pragma unroll
-                    for (int r = 0; r < 2; r++) out[(long long)pair * n + row[j][r]] = (u16)narrow(y[r] * by, 0);
+                    for (int r = 0; r < 2; r++) out[(long long)pair * n + row[r]] = (u16)narrow(y[r] * by, 0);
                 }
             }
             __syncwarp();
-            if (lane == 0) arrive(stored(slot.at));
+            if (lane == 0) arrive(stored(slot.at)), arrive(empty(ring.at));
         }
         return;
     }
