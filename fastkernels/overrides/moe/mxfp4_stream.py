@@ -46,10 +46,8 @@ class Plan(NamedTuple):
     @property
     def stage(self) -> int:
         """Bytes of a tile's weights, scales and more in shared memory."""
-        of_row = self.k // (16 if self.form == few.NVFP4 else 32)
-        pitch = (self.k // 2 + 63) // 128 * 128 + 64
-        more = 4 if self.form == few.NVFP4 else 2
-        return 16 * self.rows * (pitch + of_row + (16 if of_row % 64 == 0 else 0) + more)
+        of_row, more = (self.k // 16, 4) if self.form == few.NVFP4 else (self.k // 32, 2)
+        return 16 * self.rows * (self.k // 2 + of_row + more)
 
     @property
     def shared(self) -> int:

@@ -23,7 +23,7 @@ BODIES = {
     "arrive": "ring_barriers[barrier].count(1, 0);",
     "expect": "ring_barriers[barrier].count(1, bytes);",
     "wait": "Meeting& m = ring_barriers[barrier].meeting; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
-    "copy_row": "copied.check(from, bytes); memcpy(at(to), from, bytes); ring_barriers[barrier].count(0, -bytes);"
+    "copy_rows": "copied.check(from, bytes); memcpy(at(to), from, bytes); ring_barriers[barrier].count(0, -bytes);"
     " if (to % 16 || (uintptr_t)from % 16 || bytes % 16) fail(\"a copy is not aligned\");",
 }  # fmt: skip
 BEFORE = """

@@ -24,17 +24,19 @@ constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOC
 constexpr int TILES = TOKENS / 8, HEIGHT = 16 * ROWS;
 constexpr bool HALVES = GLU == 2;
 constexpr int OF_ROW = FORM == 2 ? 2 * BLOCKS : BLOCKS;  // bytes of a row's scales
-constexpr int PITCH = (K / 2 + 63) / 128 * 128 + 64;  // bytes of a row in shared memory: two adjacent rows use different banks
-// Rows of scales are copied one by one if they can be, so that eight rows use different banks.
-constexpr bool APART = OF_ROW % 64 == 0;
-constexpr int SCALE_PITCH = APART ? OF_ROW + 16 : OF_ROW, REGION = (HALVES ? 8 : 16) * ROWS * OF_ROW;
-constexpr int MORE = FORM == 0 ? 2 : 4, MORE_AT = HEIGHT * (PITCH + SCALE_PITCH);
-constexpr int STAGE = MORE_AT + HEIGHT * MORE, FULL = HEIGHT * (K / 2 + OF_ROW + MORE);  // bytes of a tile there, and copied
+constexpr int MORE = FORM == 0 ? 2 : 4;  // bytes of a row
+// A tile in shared memory: weights, scales and more, each as in its matrix, since copies of single rows take longer. Rows of
+// gates are in front of those of up values.
+constexpr int SCALES_AT = HEIGHT * (K / 2), MORE_AT = SCALES_AT + HEIGHT * OF_ROW, STAGE = MORE_AT + HEIGHT * MORE;
+constexpr int REGIONS = HALVES ? 2 : 1, REGION = HEIGHT / REGIONS;  // rows that are adjacent in the matrix
+// Eight lanes read 64 bytes of two rows at once: of rows so far apart, if possible, that these use different banks.
+constexpr int APART_BY_ONE = (GLU == 1 ? 2 : 1) * (K / 2) % 128;
+constexpr int APART = APART_BY_ONE == 64 ? 1 : 2 * APART_BY_ONE % 128 == 64 ? 2 : 4 * APART_BY_ONE % 128 == 64 ? 4 : 1;
 constexpr int SLOTS = 2, SUMS = WARPS * TILES * 512;  // of the tiles' sums
 constexpr int ITEMS = (ROWS * TILES + FINISHERS - 1) / FINISHERS;  // results of 16 rows and 8 tokens that a warp finishes
-static_assert(K % 32 == 0 && REGION % 16 == 0 && TOKENS % 8 == 0 && TOKENS <= 32, "what copies and lanes hold");
+static_assert(K % 32 == 0 && REGION * OF_ROW % 16 == 0 && TOKENS % 8 == 0 && TOKENS <= 32, "what copies and lanes hold");
 
-__device__ __forceinline__ void copy_row(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
+__device__ __forceinline__ void copy_rows(u32 to, const void* from, int bytes, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
@@ -71,22 +73,23 @@ struct Walk {
     }
 };
 
-// A lane's two rows of 16 in a tile, i = 0 and 1: the row of the tile's scales, those of gates before those of up values.
-__device__ __forceinline__ int row_of_scales(int tall, int group, int i) {
-    return HALVES ? 8 * (ROWS * i + tall) + group : 16 * tall + (GLU ? 2 * group + i : group + 8 * i);
+// The two rows of a group of lanes, i = 0 and 1, among 16 of a tile.
+__device__ __forceinline__ int row_of_tile(int tall, int group, int i) {
+    const int at = APART == 4 ? (group & 2) | (group & 1) << 2 | group >> 2
+                 : APART == 2 ? (group & 4) | (group & 1) << 1 | (group >> 1 & 1) : group;
+    return HALVES ? 8 * (ROWS * i + tall) + at : 16 * tall + (GLU ? 2 * at + i : at + 8 * i);
 }
 
-__device__ __forceinline__ int row_of_matrix(int column, int tall, int group, int i, int n) {
-    const int row = row_of_scales(tall, group, i);
-    return HALVES ? 8 * ROWS * column + row + i * (n / 2 - 8 * ROWS) : HEIGHT * column + row;
+__device__ __forceinline__ int row_of_matrix(int column, int row, int n) {  // of a tile's row
+    return REGION * column + row + (row >= REGION ? n / 2 - REGION : 0);
 }
 
 // The sums of a tile's 16 rows with 8 USED tokens over this warp's columns. read() says that
 // the tile's shared memory is read, room() waits for that of the sums.
 template <int USED, class F, class G>
 __device__ __forceinline__ void multiply_tile(
-    float4* sums, const uint4 (&b)[TURNS][4][TILES], const unsigned char* weights, const unsigned char* const (&scales)[2],
-    int first, int quad, const F& read, const G& room) {
+    float4* sums, const uint4 (&b)[TURNS][4][TILES], const unsigned char* const (&weights)[2],
+    const unsigned char* const (&scales)[2], int first, int quad, const F& read, const G& room) {
     uint4 words[TURNS][2];
     u32 bits[TURNS][2];
 #pragma unroll
@@ -94,7 +97,7 @@ __device__ __forceinline__ void multiply_tile(
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int at = min(4 * (first + s) + quad, BLOCKS - 1);  // behind the last one: multiplied by zeros
-            words[s][r] = *(const uint4*)(weights + 8 * PITCH * r + 16 * at);
+            words[s][r] = *(const uint4*)(weights[r] + 16 * at);
             bits[s][r] = FORM == 2 ? ((const u16*)scales[r])[at] : scales[r][at];
         }
     read();
@@ -159,21 +162,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
             const long long matrix = (long long)walk.expert * n;
             const u32 to = shared_address(memory + STAGE * ring.at);
             wait(empty(ring.at), ring.parity);
-            if (lane == 0) expect(full(ring.at), FULL);
+            if (lane == 0) expect(full(ring.at), STAGE);
             __syncwarp();
-#pragma unroll
-            for (int i = lane; i < HEIGHT; i += 32) {
-                const long long row = matrix + row_of_matrix(column, i / 16, i % 8, i / 8 % 2, n);
-                copy_row(to + PITCH * i, weight + row * (K / 2), K / 2, full(ring.at), once);
-                if (APART)
-                    copy_row(to + HEIGHT * PITCH + SCALE_PITCH * row_of_scales(i / 16, i % 8, i / 8 % 2), scales + row * OF_ROW,
-                             OF_ROW, full(ring.at), once);
-            }
-            if (lane < (HALVES ? 2 : 1)) {
-                const long long row = matrix + row_of_matrix(column, 0, 0, lane, n);
-                const int bytes = (HALVES ? 8 : 16) * ROWS * MORE;
-                if (!APART) copy_row(to + HEIGHT * PITCH + REGION * lane, scales + row * OF_ROW, REGION, full(ring.at), once);
-                copy_row(to + MORE_AT + bytes * lane, more + row * MORE, bytes, full(ring.at), once);
+            if (lane < REGIONS) {
+                const int first = REGION * lane;
+                const long long row = matrix + row_of_matrix(column, first, n);
+                copy_rows(to + first * (K / 2), weight + row * (K / 2), REGION * (K / 2), full(ring.at), once);
+                copy_rows(to + SCALES_AT + first * OF_ROW, scales + row * OF_ROW, REGION * OF_ROW, full(ring.at), once);
+                copy_rows(to + MORE_AT + first * MORE, more + row * MORE, REGION * MORE, full(ring.at), once);
             }
         }
         return;
@@ -200,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
                 int row[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    row[r] = row_of_matrix(column, item % ROWS, group, r, n);
-                    const int at = row_of_scales(item % ROWS, group, r);
+                    const int at = row_of_tile(item % ROWS, group, r);
+                    row[r] = row_of_matrix(column, at, n);
                     if (FORM == 0) add[r] = widen(((const u16*)of_rows)[at]), factors[r] = RESTORE;
                     else factors[r] = ((const float*)of_rows)[at] * REST_OF_TWO;
                 }
@@ -241,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
     }
 
     if (!GLU) kernels_before_end();  // also without a tile: no kernel ends before those in front of it
-    const int tall = warp / PARTS, first = warp % PARTS * TURNS;  // step
+    const int first = warp % PARTS * TURNS;  // step
+    const int mine[2] = {row_of_tile(warp / PARTS, group, 0), row_of_tile(warp / PARTS, group, 1)};
     uint4 b[TURNS][4][TILES];
     int used = 0;
     slot.parity = 1;
@@ -272,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
                     for (int i = 0; i < 4; i++) b[s][i][t] = permuted(b[s][i][t]);
         }
         const unsigned char* const stage = memory + STAGE * ring.at;
-        const unsigned char* const of[2] = {stage + HEIGHT * PITCH + SCALE_PITCH * row_of_scales(tall, group, 0),
-                                            stage + HEIGHT * PITCH + SCALE_PITCH * row_of_scales(tall, group, 1)};
+        const unsigned char* const of[2] = {stage + SCALES_AT + mine[0] * OF_ROW, stage + SCALES_AT + mine[1] * OF_ROW};
+        const unsigned char* const from[2] = {stage + mine[0] * (K / 2), stage + mine[1] * (K / 2)};
         float4* const to = (float4*)(sums + SUMS * slot.at) + warp * TILES * 32 + lane;
         auto read = [&] {
             __syncwarp();
@@ -281,7 +278,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_stream(
         };
         auto room = [&] { wait(stored(slot.at), slot.parity); };
         wait(full(ring.at), ring.parity);
-        const unsigned char* const from = stage + PITCH * (16 * tall + group);
         if (TILES > 1 && used == 1) multiply_tile<1>(to, b, from, of, first, quad, read, room);
         else if (TILES > 2 && used == 2) multiply_tile<(TILES > 2 ? 2 : 1)>(to, b, from, of, first, quad, read, room);
         else multiply_tile<TILES>(to, b, from, of, first, quad, read, room);
