@@ -202,16 +202,13 @@ def _cuda(
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     first, second = _plans(ids, w1, w2, expert_map)
-    if isinstance(first, many.Plan):
-        pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
-        x = many.in_order(x)
-        inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
-        out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
-    else:
-        pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
-        x = x.clone() if x.data_ptr() % 16 else x
-        inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
-        out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    if not isinstance(first, many.Plan):
+        products = (w1, w1_scale, w1_bias), (w2, w2_scale, w2_bias)
+        return few.mlp(x, *products, weights, ids, expert_map, [first, second], few.mxfp4_gemm, alpha, limit)
+    pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
+    x = many.in_order(x)
+    inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+    out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     return sum_over_experts(out, ids, experts, expert_map)
 
 

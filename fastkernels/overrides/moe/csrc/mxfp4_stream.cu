@@ -2,7 +2,7 @@
 // weight is decoded once for all of them, and weights of the next tiles are on their way without a pause.
 //
 // A tile is 16 ROWS rows of an expert's matrix with all of their columns. Each multiprocessor has one block, which works on
-// an equal, contiguous share of all tiles. One warp copies the rows of tiles into a ring in shared memory. ROWS * PARTS warps
+// an equal, contiguous share of all tiles. One warp copies tiles into a ring in shared memory. ROWS * PARTS warps
 // multiply: PARTS of them divide the columns among themselves, TURNS steps of 128 each, and keep the activations of
 // these columns in registers for as long as the expert is the same. The weight is the left operand of the tensor cores (m16),
 // tokens are their n8. FINISHERS warps add up the parts of a tile and store it while the next one is multiplied.
@@ -25,8 +25,8 @@ constexpr int TILES = TOKENS / 8, HEIGHT = 16 * ROWS;
 constexpr bool HALVES = GLU == 2;
 constexpr int OF_ROW = FORM == 2 ? 2 * BLOCKS : BLOCKS;  // bytes of a row's scales
 constexpr int MORE = FORM == 0 ? 2 : 4;  // bytes of a row
-// A tile in shared memory: weights, scales and more, each as in its matrix, since copies of single rows take longer. Rows of
-// gates are in front of those of up values.
+// A tile in shared memory: weights, scales and more, each as in its matrix: lanes begin copies one after another, so that few
+// copies are best. Rows of gates are in front of those of up values.
 constexpr int SCALES_AT = HEIGHT * (K / 2), MORE_AT = SCALES_AT + HEIGHT * OF_ROW, STAGE = MORE_AT + HEIGHT * MORE;
 constexpr int REGIONS = HALVES ? 2 : 1, REGION = HEIGHT / REGIONS;  // rows that are adjacent in the matrix
 // Eight lanes read 64 bytes of two rows at once: of rows so far apart, if possible, that these use different banks.
