@@ -295,10 +295,13 @@ class Op(Choice):
     def __call__(self, *args: Any) -> Any:
         if _direct and get_ident() in _direct:
             return self.run(*args)
-        if self.unchanging is not None and not only_overload and torch.compiler.is_dynamo_compiling():
-            positions, overload = self.unchanging
-            if all(i >= len(args) or args[i] is None for i in positions):
-                return overload(*args)
+        if self.unchanging is None or only_overload:
+            return self.overload(*args)
+        if not torch.compiler.is_dynamo_compiling():
+            return self.overload._op(*args)  # what its __call__ calls
+        positions, overload = self.unchanging
+        if all(i >= len(args) or args[i] is None for i in positions):
+            return overload(*args)
         return self.overload(*args)
 
     def body(self, device: str) -> Callable[..., Any]:
@@ -306,13 +309,26 @@ class Op(Choice):
         pick = self._pick  # looked up once: this code runs on every call
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            order = self._order.get(device)
+            if order is not None and device not in self._tuned:  # what `pick` returns in most calls
+                first = order[0]
+                if first.supports is None or first.supports(*args, **kwargs) is None:
+                    self.calls += 1
+                    return first.fn(*args, **kwargs)
             return pick(device, args, kwargs).fn(*args, **kwargs)
 
         return run
 
     def run(self, *args: Any) -> Any:
         """Run the body without torch's dispatcher, for the device of the first argument."""
-        return self._pick(args[0].device.type, args, {}).fn(*args)
+        device = args[0].device.type
+        order = self._order.get(device)
+        if order is not None and device not in self._tuned:  # as in `body`
+            first = order[0]
+            if first.supports is None or first.supports(*args) is None:
+                self.calls += 1
+                return first.fn(*args)
+        return self._pick(device, args, {}).fn(*args)
 
     def into(self, out: torch.Tensor, *args: Any) -> None:
         """Run the op and put its result into `out`, a tensor of the result's shape and dtype.
@@ -403,16 +419,30 @@ def direct_calls(device: torch.device) -> Iterator[None]:
 
     While a profiler or a dispatch mode of torch is active, calls still go through the dispatcher, so that it sees them.
     """
-    thread = get_ident()
-    observed = torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
-    if device.type != "cpu" or not torch.is_inference_mode_enabled() or observed or thread in _direct:
+    if device.type != "cpu" or not torch.is_inference_mode_enabled() or not begin_direct_calls():
         yield
         return
-    _direct.add(thread)
     try:
         yield
     finally:
-        _direct.remove(thread)
+        end_direct_calls()
+
+
+def begin_direct_calls() -> bool:
+    """Begin what `direct_calls` does, on any device, and return True, unless it has begun or torch watches calls.
+
+    For a step that turns on inference mode itself, in a thread that compiles nothing.
+    """
+    thread = get_ident()
+    if thread in _direct or torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    _direct.add(thread)
+    return True
+
+
+def end_direct_calls() -> None:
+    """End what `begin_direct_calls` began in this thread."""
+    _direct.discard(get_ident())
 
 
 @contextmanager

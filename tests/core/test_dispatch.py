@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from fastkernels.core.dispatch import (
     ForOthers,
     Op,
     Provider,
+    begin_direct_calls,
     counters,
     define,
+    end_direct_calls,
     installed,
 )
 
@@ -249,3 +253,38 @@ def _seconds(fn, calls: int = 500) -> float:  # type: ignore[no-untyped-def]
     for _ in range(calls):
         fn()
     return (time.perf_counter() - start) / calls
+
+
+def _python_calls(op: Op, *args: torch.Tensor | None) -> list[str]:
+    """Return the names of the Python functions that a call runs, after a first one."""
+    found = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+
+    op(*args)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        op(*args)
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("op", "through", "provider"),
+    [(DOUBLE, "__call__", ["_small_only", "<lambda>"]), (TOTAL, "is_dynamo_compiling", ["_total"])],
+)
+def test_calls_run_few_python_functions(op: Op, through: str, provider: list[str]) -> None:
+    args = torch.ones(3), *([torch.ones(3)] if op is TOTAL else [])
+    with torch.inference_mode():
+        assert _python_calls(op, *args) == ["__call__", through, "run", *provider]
+        assert begin_direct_calls() and not begin_direct_calls()
+        try:
+            assert _python_calls(op, *args) == ["__call__", "run", *provider]
+        finally:
+            end_direct_calls()
+        with torch.profiler.profile():
+            assert not begin_direct_calls()

@@ -128,9 +128,8 @@ def main() -> None:
         return
     begin, parts = time.monotonic(), max(1, (os.cpu_count() or 2) - 2)
     command = [sys.executable, __file__, *sys.argv[1:]]
-    lost = finish(
-        [subprocess.Popen([*command, "--compile", f"{i}/{parts}"]) for i in range(parts)], COMPILE_S
-    )
+    workers = [subprocess.Popen([*command, "--compile", f"{i}/{parts}"]) for i in range(parts)]
+    lost = finish(workers, COMPILE_S if options.compile_only else min(COMPILE_S, options.seconds / 2))
     print(*lost, f"compiled in {time.monotonic() - begin:.0f} s", sep="\n", flush=True)
     if options.compile_only:
         return

@@ -84,15 +84,16 @@ def _raise_if(reason: str | None) -> None:
 def call_of(
     hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
     topk_ids: torch.Tensor, global_num_experts: int, expert_map: torch.Tensor | None, on_input: bool,
-    quant_config: Any, scale_ue8m0: bool = False,
+    quant_config: Any, scale_ue8m0: bool = False, checked: bool = False,
 ) -> tuple[Op, tuple[Any, ...]]:  # fmt: skip
     """Return (op, arguments of the op) for a call of vLLM's fused_experts. Raises ValueError for unsupported calls.
 
-    scale_ue8m0: the scales of activation groups are powers of two.
+    scale_ue8m0: the scales of activation groups are powers of two. checked: the quant_config is known to be supported.
     """
     if expert_map is not None and global_num_experts not in (-1, expert_map.numel()):
         raise ValueError(f"expert_map has {expert_map.numel()} entries for {global_num_experts} experts")
-    _raise_if(unsupported_quant(quant_config))
+    if not checked:
+        _raise_if(unsupported_quant(quant_config))
     if not in_fp8(quant_config):
         args: tuple[Any, ...] = (hidden_states, w1, w2, topk_weights, topk_ids, expert_map, on_input)
         return fused_experts, args
@@ -148,13 +149,15 @@ class VllmFusedMoEKernel:
 
         Raises ValueError for unsupported activations, biases, quantization schemes and orders of the weights.
         """
-        _raise_if(unsupported_activation(activation))
-        if not getattr(self, "checked", False):  # a live patch has checked the layer
+        checked = getattr(self, "checked", False)  # by a live patch: the whole layer
+        if not checked:
+            _raise_if(unsupported_activation(activation))
             refuse_parts(self.fused_experts, self.prepare_finalize)
         op, args = call_of(
             hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
             apply_router_weight_on_input, self.fused_experts.quant_config,
             getattr(self, "scale_ue8m0", False),  # in a fork, the host's constructor sets none
+            checked,
         )  # fmt: skip
         return op(*args)
 

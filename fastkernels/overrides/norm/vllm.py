@@ -53,7 +53,7 @@ class VllmRMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self.weight if self.has_weight else None
-        eager = not torch.compiler.is_compiling()
+        eager = not torch.compiler.is_dynamo_compiling()
         out = rms_norm(x, weight, self.variance_epsilon, residual, self.variance_size_override, eager)
         return out if residual is None else (out, residual)
 

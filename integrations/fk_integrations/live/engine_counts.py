@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from fastkernels.core.counters import Counters
-from fastkernels.core.dispatch import Op, fusions_of, proving
+from fastkernels.core.dispatch import Op, begin_direct_calls, end_direct_calls, fusions_of, proving
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.live_class import is_ours, parts
@@ -77,8 +77,11 @@ class EngineCounts(Counts):
         finally:
             self._end(ops, before)
 
-    def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method whose calls are `running`, without the cost of a context: small models wait for this code."""
+    def during(self, method: Callable[..., Any], eager: bool = False) -> Callable[..., Any]:
+        """A method whose calls are `running`, without the cost of a context: small models wait for this code.
+
+        eager: nothing is compiled, and calls of ops need no dispatcher of torch
+        """
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -87,9 +90,12 @@ class EngineCounts(Counts):
             ops = self._ops
             before = [*map(_counts, ops)]
             self._running = True
+            direct = eager and begin_direct_calls()
             try:
                 return method(*args, **kwargs)
             finally:
+                if direct:
+                    end_direct_calls()
                 self._end(ops, before)
 
         return run
@@ -103,13 +109,17 @@ class EngineCounts(Counts):
         for op, (calls, fallbacks, left, owned, plain) in zip(ops, before, strict=True):
             if op.calls == calls and op.fallbacks is fallbacks and op.left is left:
                 continue
-            found = self.steps.setdefault(op.name, Counters(op.name))
+            found = self.steps.get(op.name)
+            if found is None:
+                found = self.steps[op.name] = Counters(op.name)
             runs = max(op.calls - calls, 0)
             op.owned = owned + runs
             found.calls += runs
             found.plain += max(op.plain - plain, 0)
-            add_new(found.fallbacks, op.fallbacks, fallbacks)
-            add_new(found.left, op.left, left)
+            if op.fallbacks is not fallbacks:
+                add_new(found.fallbacks, op.fallbacks, fallbacks)
+            if op.left is not left:
+                add_new(found.left, op.left, left)
 
     def clear(self) -> None:
         super().clear()

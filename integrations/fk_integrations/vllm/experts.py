@@ -14,7 +14,13 @@ from typing import Any
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.moe.fused_experts_fp8 import kind_of, unsupported_scales
-from fastkernels.overrides.moe.vllm import call_of, in_fp8, unsupported_activation, unsupported_quant
+from fastkernels.overrides.moe.vllm import (
+    VllmFusedMoEKernel,
+    call_of,
+    in_fp8,
+    unsupported_activation,
+    unsupported_quant,
+)
 from fastkernels.verify.measure import Live
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import by_weights, in_float8, live_calls, method_of, path_of, unusual
@@ -120,7 +126,7 @@ def unsupported(module: Any) -> str | None:
 def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
     """A subclass of the host's kernel with the apply of `ours`; by table, only for calls listed as faster."""
     host_class: Any = host
-    named = [registry.get(name).op for name in ("fused_experts", "fused_experts_fp8")]
+    bf16, fp8 = (registry.get(name).op for name in ("fused_experts", "fused_experts_fp8"))
 
     def apply(
         self: Any, hidden_states: Any, w1: Any, w2: Any, topk_ids: Any, topk_weights: Any, activation: Any,
@@ -131,14 +137,16 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
             self, hidden_states, w1, w2, topk_ids, topk_weights, activation, global_num_experts, expert_map,
             apply_router_weight_on_input, shared_experts, shared_experts_input,
         )  # fmt: skip
-        if by_table and not any(op.requested == "named" for op in named):
+        if by_table and not (bf16.requested == "named" or fp8.requested == "named"):
             op, call = call_of(
                 hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
-                apply_router_weight_on_input, self.fused_experts.quant_config, ue8m0,
+                apply_router_weight_on_input, self.fused_experts.quant_config, ue8m0, True,
             )  # fmt: skip
             if not op.faster(*call):
                 op.leave(NOT_FASTER)
                 return host_class.apply(*args)
+            if ours is VllmFusedMoEKernel:  # its apply would make the same call
+                return op(*call)
         return ours.apply(*args)
 
     body = {

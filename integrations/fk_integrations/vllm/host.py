@@ -460,9 +460,10 @@ def _count_steps(worker: Any, patched: Patched) -> AbstractContextManager[None]:
     counts = patched.counts
     assert isinstance(counts, EngineCounts)
     counts.only_steps()
+    eager = not worker.vllm_config.compilation_config.mode
     for name in STEPS:
         if (stock := getattr(worker, name, None)) is not None:
-            patched.journal.set_attribute(worker, name, counts.during(stock))
+            patched.journal.set_attribute(worker, name, counts.during(stock, eager))
     return counts.running()
 
 

@@ -24,6 +24,7 @@ from support.checks import (
     check_own_kernels,
     interrupted,
 )
+from support.hosts.step_calls import STEPS, step_calls
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
@@ -164,6 +165,21 @@ def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     assert {"trial step", "rest"} < set(report.seconds) and "\n  the undo took " in str(report)
     after = modules(llm)
     assert after == before
+
+
+def test_patched_decode_steps_make_fewer_dispatches(llm):
+    """Nothing here is timed: a step of a small model on a GPU waits for the CPU, whose work these numbers are."""
+    before, dispatched = step_calls(llm, "stock")
+    report = fastkernels.patch(llm, ops=LEAVES)
+    report.reset()
+    after, ours = step_calls(llm, "patched")
+    runs = sum(row.calls for row in report.refresh().active)
+    report.undo()
+    assert ours < dispatched
+    assert after["fk_integrations"] <= 6 * STEPS  # wrappers of the worker's methods; none for a call of an op
+    steps = runs * STEPS // len(range(2 * STEPS + 4))  # of all calls, those in the counted steps
+    assert after["fastkernels"] <= 8 * steps + 10 * STEPS
+    assert sum(after.values()) <= 1.05 * sum(before.values())
 
 
 def test_default_patch_on_a_cpu_leaves_all_to_vllm(llm, stock):
