@@ -94,7 +94,7 @@ def judged(rows: Iterable[Row]) -> dict[tuple[str, str], list[Timed]]:
 
 
 def _options(dims: Mapping[str, Any]) -> dict[str, Any]:
-    """What is no size: whether there is a residual, the kind of an activation."""
+    """The dims that are no sizes, such as whether there is a residual or the kind of an activation."""
     return {k: v for k, v in dims.items() if isinstance(v, bool | str)}
 
 
