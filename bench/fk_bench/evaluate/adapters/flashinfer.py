@@ -50,7 +50,7 @@ def bind(folder: Path, op: str) -> Callable[..., Any]:
 
 
 def _like(argument: Any) -> Any:
-    """The properties that decide whether a kernel takes an argument; objects of other classes have their class alone."""
+    """The properties that decide whether a kernel takes an argument; of other objects, their class."""
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
     return argument if isinstance(argument, int | float | str | torch.dtype | None) else type(argument)
