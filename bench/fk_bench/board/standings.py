@@ -155,7 +155,9 @@ def _sets(one: Submitted) -> dict[str, list[Row]]:
     loops = [r for r in one.rows if r.command == "agent-loop"]
     label = loops[0].case if loops else {}
     suffix = f"-{label['suffix']}" if label.get("suffix") else ""
-    plain = name or (f"{label['agent']}{suffix}" if loops else rows.stem(Path(one.path)) or "run")
+    file = Path(one.path)
+    own_name = file.absolute().parent.name if file.name == "rows.jsonl" else rows.stem(file)
+    plain = name or (f"{label['agent']}{suffix}" if loops else own_name or "run")
     found: dict[str, list[Row]] = {}
     several = len({r.case.get("set") for r in one.rows if r.command == "eval"}) > 1
     split = not name and not loops and len({_folder(r) for r in one.rows if _is_kernel(r)}) > 1

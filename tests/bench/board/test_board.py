@@ -299,6 +299,9 @@ def test_candidates_of_several_folders_are_sets_of_their_own(
     assert {name: (line["cases"], line["speedup"]) for name, line in lines.items()} == {
         "codex": (2, 2.0), "claude": (1, 0.5),
     }  # fmt: skip
+    kernels = run("one-folder", rows[:1]) / "rows.jsonl"
+    main_status(["agents-table", str(kernels), "--json"], 0)
+    assert [line["name"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["one-folder"]
     main_status(["board", str(judged), "--out", str(tmp_path / "site")], 0)
     said = capsys.readouterr().out
     assert "speedup of right cases" in said and "coverage" not in said  # kernels alone have no score
