@@ -24,9 +24,7 @@ def bind(folder: Path, op: str) -> Callable[..., Any]:
     """A function with the op's arguments. It refuses what the baseline refuses, and copies what that writes over."""
     reference, found = provider(op, "reference"), _baselines(op)
     signature = inspect.signature(reference)
-    chosen: dict[
-        Any, Baseline | str
-    ] = {}  # by what a call is like: asking may synchronize, so the first call asks
+    chosen: dict[Any, Baseline | str] = {}  # asking may synchronize, so the first call of a kind asks
 
     @wraps(reference)
     def call(*args: Any, **named: Any) -> Any:
