@@ -99,6 +99,10 @@ COMMANDS = {
         "board.agents_table:agents_table_command",
         "kernels of agents and libraries compared by level, mode and kind of baseline",
     ),
+    "study": (
+        "board.study:study_command",
+        "time that kernels should save in a host's step of decoding, and that they save, ranked",
+    ),
     "track": (
         "track.command:track_command",
         "log runs into MLflow; candidates with their scores and parents: show, best, diff",

@@ -3,10 +3,13 @@
 Judges each candidate of each set (a subfolder of SETS) on a few cases and as many with other sizes, in short rounds, in
 the cage. The static scan is reported, not enforced. The candidate's own process also reports whether its kernel runs in
 compiled code, and what new batch sizes compile. All files share the judge's fork server and the process of the
-baselines, and files of one op follow each other. Resumes: what OUT/summary.jsonl has is not judged again. The files
-without a failed case are copied to OUT/passing/SET, sets for `fk-bench eval`.
+baselines. Each op has its turn before an op's second file has one, and the sets take turns, so that an interrupted run
+has something of all. Resumes: what OUT/summary.jsonl has is not judged again. The files without a failed case are
+copied to OUT/passing/SET, sets for `fk-bench eval`.
 
-    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS] [--no-time]
+    python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS] [--no-time] [--part K/N]
+
+--part 0/2 and --part 1/2, each with an OUT and a GPU of its own, judge all files together.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +107,10 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--limit", type=float, default=480.0)
     parser.add_argument("--no-time", action="store_true", help="check only: such runs may share a GPU")
+    parser.add_argument("--first", default="", help="ops whose files come first")
+    parser.add_argument(
+        "--part", default="0/1", type=_part, metavar="K/N", help="every N-th file, from the K-th"
+    )
     args = parser.parse_args()
     start, summary = time.perf_counter(), args.out / "summary.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
@@ -119,9 +127,10 @@ def main() -> None:
             wanted = not args.only or file.op in args.only.split(",")
             if wanted and (folder.name, file.op, digest) not in done:
                 waiting.append((folder.name, file, digest))
+    waiting = in_turns(waiting, args.first.split(","))[args.part]
     chosen = options(args.device, args.device == "cuda" and not args.no_time)
     with sides_of(chosen) as sides:
-        for number, (name, file, digest) in enumerate(sorted(waiting, key=lambda w: (w[1].op, w[0]))):
+        for number, (name, file, digest) in enumerate(waiting):
             if time.perf_counter() - start > args.limit:
                 left = len(waiting) - number
                 print(
@@ -136,6 +145,33 @@ def main() -> None:
                 pass_on(file, args.out / "passing" / name)
     if summary.exists():
         print(table(summary))
+
+
+def in_turns(
+    waiting: Sequence[tuple[str, SetFile, str]], first: Sequence[str] = ()
+) -> list[tuple[str, SetFile, str]]:
+    """One file of each op, then each op's second file, and so on, after all files of the ops in `first`.
+
+    The set that comes first moves on with each op.
+    """
+    turns = []
+    for number, op in enumerate(sorted({file.op for _, file, _ in waiting})):
+        mine = sorted((w for w in waiting if w[1].op == op), key=lambda w: w[0])
+        start = number % len(mine)
+        turns += [
+            (op not in first, turn, number, one) for turn, one in enumerate(mine[start:] + mine[:start])
+        ]
+    return [one for *_, one in sorted(turns, key=lambda t: t[:3])]
+
+
+def _part(text: str) -> slice:
+    try:
+        number, of = (int(n) for n in text.split("/"))
+        if 0 <= number < of:
+            return slice(number, None, of)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}: give K/N with 0 <= K < N, such as 0/2")
 
 
 def passes(row: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import typer
 from fk_bench.board import site, standings, submission
 from fk_bench.board.submission import SubmissionError
 from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.scores import FAILED, NOT_RUN
 from fk_bench.core.text import printable
 
 
@@ -42,22 +43,29 @@ def board_command(
     index = site.write(out, found, warnings)
     if not json:
         for one in found:
+            ranked = (
+                [*(name for _, name in site.RANKED)] if one.declared else ["speedup of right cases", "right"]
+            )
+            columns = ["", "set", "agent", *ranked, "cases"]
             lines = [
-                [
-                    n,
-                    e.name,
-                    e.agent,
-                    *(f"{standings.rank_value(e, k):.3f}" for k, _ in site.RANKED),
-                    len(e.cases),
-                ]
+                [n, e.name, e.agent, *_figures(e, bool(one.declared)), len(e.cases)]
                 for n, e in enumerate(one.entries, 1)
             ]
-            columns = ["", "set", "agent", *(name for _, name in site.RANKED), "cases"]
             table(f"{one.league.title} ({one.league.digest or 'no suite'})", columns, lines)
     last_line({
         "command": "board", "ok": True, "leagues": len(found), "sets": sum(len(s.entries) for s in found),
         "index": str(index), "warnings": warnings,
     })  # fmt: skip
+
+
+def _figures(entry: standings.Entry, scored: bool) -> list[str]:
+    """The columns of a set in the table: its score with its parts, or what its kernels alone do."""
+    if scored:
+        return [f"{standings.rank_value(entry, key):.3f}" for key, _ in site.RANKED]
+    speedup = standings.kernel_speedup(entry)
+    ran = [r for r in entry.cases if r.status not in NOT_RUN]
+    right = sum(r.status not in FAILED for r in ran) / len(ran) if ran else None
+    return ["-" if speedup is None else f"{speedup:.3f}", "-" if right is None else f"{right:.0%}"]
 
 
 def submit_check_command(

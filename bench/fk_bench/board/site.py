@@ -90,7 +90,7 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "S": None if overall is None else overall.S, "score_ci": None if overall is None else overall.ci95.get("score"),
         "kept": _percent(entry.kept), "as_is": None if entry.as_is is None else entry.as_is.overall.score,
         "kernel_speedup": kernel_speedup(entry), "fast_1": fast_p(timed, 1.0) if timed else None,
-        "cases": len(entry.cases),
+        "cases": len(entry.cases), "timed": len(timed),
         "failed": sum(s == 0 for s in timed), "categories": _categories(entry), "dropped": _dropped(entry),
         "gap": {k.replace("_", " "): v for k, v in entry.gap.items()}, "cost": _cost(entry),
         "half": standing.thresholds.get("half", {}).get(entry.name),

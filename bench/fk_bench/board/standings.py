@@ -150,28 +150,38 @@ def entries_of(given: Iterable[Submitted]) -> list[Entry]:
 
 
 def _sets(one: Submitted) -> dict[str, list[Row]]:
-    """{name of a set: its rows} of a run. Sets of a submission have its name."""
+    """{name of a set: its rows} of a run. A submission names its sets, and folders those of candidates alone."""
     name = one.about.name if one.about is not None else ""
     loops = [r for r in one.rows if r.command == "agent-loop"]
     label = loops[0].case if loops else {}
     suffix = f"-{label['suffix']}" if label.get("suffix") else ""
-    plain = name or (f"{label['agent']}{suffix}" if loops else rows.stem(Path(one.path)) or "run")
+    file = Path(one.path)
+    own_name = file.absolute().parent.name if file.name == "rows.jsonl" else rows.stem(file)
+    plain = name or (f"{label['agent']}{suffix}" if loops else own_name or "run")
     found: dict[str, list[Row]] = {}
     several = len({r.case.get("set") for r in one.rows if r.command == "eval"}) > 1
+    split = not name and not loops and len({_folder(r) for r in one.rows if _is_kernel(r)}) > 1
     for row in one.rows:
         if row.command == "eval":
             own = str(row.case.get("set"))
             found.setdefault(f"{name}/{own}" if name and several else name or own, []).append(row)
-        elif (
-            row.command == "kernels" and row.kind == "case" and _is_candidate(row)
-        ) or row.command == "agent-loop":
-            found.setdefault(plain, []).append(row)
+        elif _is_kernel(row) or row.command == "agent-loop":
+            found.setdefault((split and _folder(row)) or plain, []).append(row)
     return found
 
 
-def _is_candidate(row: Row) -> bool:
-    """Whether a case is of a set: a candidate's, or one of our own overrides, which are a set, too."""
-    return row.subject.provider in ("candidate", "fastkernels")
+def _is_kernel(row: Row) -> bool:
+    """Whether a row is a case of a set: a candidate's, or one of our own overrides, which are a set, too."""
+    return (
+        row.command == "kernels"
+        and row.kind == "case"
+        and row.subject.provider in ("candidate", "fastkernels")
+    )
+
+
+def _folder(row: Row) -> str:
+    """The name of a candidate's folder; '' for our own overrides."""
+    return Path(row.subject.candidate or "").parent.name
 
 
 def _add(made: dict[tuple[str, League], Entry], one: Submitted, name: str, found: Sequence[Row]) -> None:

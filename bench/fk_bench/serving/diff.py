@@ -44,9 +44,15 @@ def compare(
 
     ratio = B / A where higher is better, A / B where lower is: 1.0 is as good as A, 0.9 is 10% worse. Its interval is
     a bootstrap over rounds. The gate uses the ratio itself; 'verdict' is 'worse' only if the whole interval is.
-    Two kernel runs are compared case by case, by their speedups (fk_bench.kernels.diff).
+    Two kernel runs are compared case by case, by their speedups (fk_bench.kernels.diff), and two runs of agents task by
+    task (fk_bench.agents.diff).
     """
     (rows_a, warn_a), (rows_b, warn_b) = load(run_a), load(run_b)
+    from fk_bench.agents import diff as loops
+
+    if loops.is_loop(rows_a) and loops.is_loop(rows_b):
+        found = loops.compare(run_a, run_b, rows_a, rows_b, fail_under)
+        return {**found, "problems": [*warn_a, *warn_b, *found["problems"]]}
     kernels = [any(r.command == "kernels" for r in found) for found in (rows_a, rows_b)]
     if any(kernels):
         from fk_bench.kernels import diff
@@ -107,6 +113,10 @@ def _ratio(a: Cell, b: Cell, metric: str, fail_under: float) -> dict[str, Any]:
 
 def shown(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
     """(columns, lines) of the table that shows a comparison."""
+    if "tasks" in result:
+        from fk_bench.agents import diff as loops
+
+        return loops.COLUMNS, [loops.cells(line) for line in result["tasks"]]
     if "agree" in result:
         from fk_bench.kernels import diff
 

@@ -88,7 +88,9 @@ def _best(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
     found = store.candidates(rest[0])
     timed = [c for c in found if c.speedup is not None and c.stage != "stub"]
     if not timed:
-        fail(f"no right candidate of {rest[0]} with a speedup is tracked; `fk-bench track show` lists all")
+        fail(
+            f"no right candidate of {rest[0]} with a speedup is tracked, stubs aside; `fk-bench track show` lists all"
+        )
     final = [c for c in timed if c.stage != "attempt"] or timed
     best = max(final, key=lambda c: c.speedup or 0.0)
     line, by_digest = [best], {c.digest: c for c in found if c.stage in ("attempt", "stub")}

@@ -18,6 +18,7 @@ import pytest
 from bench.agents.conftest import BLOCKS, OP
 from fk_bench.agents import adapters
 from fk_bench.agents.adapters import claude, codex, drkernel, openevolve, task_folder
+from support.live import live_server
 
 # Stands for the judge: right if the candidate has BLOCK, and a speedup that grows with it.
 CHECK = f'''#!{sys.executable}
@@ -150,6 +151,18 @@ def test_endpoint_that_is_not_there_spends_attempts(folder: Path) -> None:
     done = start("openai", folder, model="m", url="http://127.0.0.1:9/v1", attempts="9")
     assert done.returncode == 0
     assert [w[0] for w in asked(folder)] == ["--lost"] * 4  # then the budget is used up
+
+
+def test_endpoint_loop_talks_with_our_own_server(folder: Path, tiny: Path) -> None:
+    """Random weights write no source: each answer is a lost attempt, and its tokens are reported."""
+    with live_server(tiny, max_model_len=2048, num_blocks=300) as (url, _):
+        done = start("openai", folder, model="tiny", url=f"{url}/v1", max_tokens="8", attempts="2")
+    assert done.returncode == 0, done.stderr
+    words = asked(folder)
+    lost = [w[1] for w in words if w[0] == "--lost"]
+    assert len(lost) == 2 and all("no code block" in reason for reason in lost)
+    used = [int(w[1]) for w in words if w[0] == "--usage"]
+    assert len(used) == 2 and min(used) > 8
 
 
 def test_drkernel_gets_a_model_and_returns_a_function(folder: Path, endpoint: Any) -> None:

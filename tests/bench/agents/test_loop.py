@@ -45,7 +45,6 @@ def run(*words: str, **env: str) -> tuple[int, dict[str, object], str]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.slow
 def test_autotuner_improves_a_slow_stub_end_to_end(tmp_path: Path) -> None:
     begin_folder, out, hidden = tmp_path / "begin", tmp_path / "run", tmp_path / "hidden.txt"
     begin_folder.mkdir()

@@ -282,6 +282,32 @@ def test_changed_checkout_and_foreign_rows_are_refused(
     assert "has no rows" in refused(folder, capsys)
 
 
+def test_candidates_of_several_folders_are_sets_of_their_own(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run judged the same op of two agents: neither replaces the other's cases."""
+    rows = [
+        case_row("rms_norm", "a", 2.0),
+        case_row("rms_norm", "a", 0.5),
+        case_row("gelu", "b", None, Status.WRONG),
+    ]
+    for row, folder in zip(rows, ("codex", "claude", "codex"), strict=True):
+        row.subject.candidate = f"sets/{folder}/{row.subject.op}.py"
+    judged = run("judged", rows)
+    main_status(["agents-table", str(judged), "--json"], 0)
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert {name: (line["cases"], line["speedup"]) for name, line in lines.items()} == {
+        "codex": (2, 2.0), "claude": (1, 0.5),
+    }  # fmt: skip
+    kernels = run("one-folder", rows[:1]) / "rows.jsonl"
+    main_status(["agents-table", str(kernels), "--json"], 0)
+    assert [line["name"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["one-folder"]
+    main_status(["board", str(judged), "--out", str(tmp_path / "site")], 0)
+    said = capsys.readouterr().out
+    assert "speedup of right cases" in said and "coverage" not in said  # kernels alone have no score
+    assert all(word in said for word in ("codex", "claude", "2.000", "50%"))
+
+
 def test_agents_table_splits_by_level_and_baseline(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         case_row("rms_norm", "a", 2.0, baseline="vllm"), case_row("rms_norm", "b", None, Status.WRONG, baseline="vllm"),

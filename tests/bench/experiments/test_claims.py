@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.evaluate.adapters.sets import SetFile
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench/experiments/foreign_candidates"))
 import claims
@@ -72,3 +74,22 @@ def test_page_counts_only_files_that_claim_a_speedup() -> None:
 )  # fmt: skip
 def test_a_file_passes_if_no_case_fails(own: dict[str, int], held_out: dict[str, int], right: bool) -> None:
     assert judge_sets.passes({"own": own, "held_out": held_out}) is right
+
+
+def test_files_take_turns_by_op_and_by_set() -> None:
+    def one(name: str, op: str) -> Any:
+        return name, SetFile(op, Path(f"{name}/{op}.py"), Path(f"{op}.py"), "published"), "digest"
+
+    files = [one(name, op) for op in ("gelu", "linear", "rms_norm") for name in ("a", "b")]
+    turns = judge_sets.in_turns(files, ["rms_norm"])
+    assert [(name, file.op) for name, file, _ in turns] == [
+        ("a", "rms_norm"), ("b", "rms_norm"), ("a", "gelu"), ("b", "linear"), ("b", "gelu"), ("a", "linear"),
+    ]  # fmt: skip
+    parts = [turns[judge_sets._part(f"{k}/2")] for k in range(2)]
+    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, files))
+
+
+@pytest.mark.parametrize("text", ["2/2", "-1/2", "1", "a/b", "0/0"])
+def test_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give K/N"):
+        judge_sets._part(text)

@@ -13,7 +13,9 @@ from typing import Any
 
 from fastkernels.core.candidate import sources_folder
 
-LAYOUTS = ("published", "trace", "kernelbench", "hf_kernels", "liger", "quack", "fla")
+LAYOUTS = (
+    "published", "trace", "kernelbench", "hf_kernels", "liger", "quack", "fla", "flashinfer", "inductor",
+)  # fmt: skip
 
 
 def foreign(file: str, layout: str, op: str, facts: Mapping[str, Any] | None = None) -> Callable[..., Any]:

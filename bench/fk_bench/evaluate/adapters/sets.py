@@ -21,7 +21,7 @@ from fk_bench.evaluate.adapters.foreign_files import Adapted, digest_of, write
 PLAIN = "plain"  # the layout of files that our tools take as they are
 # Modules of fk_bench.evaluate.adapters: layouts of folders, and libraries, which are sets by their names
 FOLDERS = ("published", "trace", "kernelbench", "hf_kernels")
-LIBRARIES = ("liger", "quack", "fla")
+LIBRARIES = ("liger", "quack", "fla", "flashinfer", "inductor")
 ADAPTED = Path("fk-bench-runs") / "adapted"
 
 
@@ -135,7 +135,7 @@ def _library(name: str, library: str, out: Path | None) -> CandidateSet:
     source = Path(str(module.__file__))
     files = (
         SetFile(op, write(Adapted(op, {}, {}), library, out).resolve(), source, library)
-        for op in sorted(module.FUNCTIONS)
+        for op in sorted(module.ops() if hasattr(module, "ops") else module.FUNCTIONS)
     )
     return CandidateSet(name, Path(library), tuple(files))
 

@@ -128,8 +128,8 @@ def diff_command(
     metrics: Annotated[str, typer.Option(help="comma-separated (default: the headline metrics)")] = "",
     json_only: JSON = False,
 ) -> None:
-    """The ratio of two runs per lane, load and metric, or per kernel case, with confidence intervals; above 1 is
-    better."""
+    """The ratio of two runs per lane, load and metric, per kernel case, or per task of agents, with confidence
+    intervals; above 1 is better."""
     from fk_bench.serving import diff
 
     try:
