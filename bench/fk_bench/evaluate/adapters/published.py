@@ -198,7 +198,11 @@ def give(module: Any, **tensors: Any) -> Any:
         for name, tensor in tensors.items():
             if name in part._buffers:
                 part._buffers[name] = tensor
-            if name in part._parameters and not _same(part._parameters[name], tensor):
+            known = part._parameters.get(name)
+            if known is not None and not _same(known, tensor):
+                # In place, as `.to(dtype)` does it: a class may keep the object under another name.
+                known.requires_grad_(False).data = tensor
+            elif name in part._parameters and known is None:
                 part._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     return module
 
@@ -224,8 +228,10 @@ def refuse(**values: Any) -> None:
 
 def _in_place(target: Any, result: Any) -> None:
     """Copy a result to where the op's contract wants it, unless it is there already."""
-    if result.data_ptr() != target.data_ptr() or result.stride() != target.view(result.shape).stride():
-        target.copy_(result.view(target.shape))
+    result = result.view(target.shape)
+    steps = zip(result.stride(), target.stride(), target.shape, strict=True)
+    if result.data_ptr() != target.data_ptr() or any(a != b for a, b, size in steps if size > 1):
+        target.copy_(result)
 
 
 def _rms_norm(make: Modules) -> Callable[..., Any]:

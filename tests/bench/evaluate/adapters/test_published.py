@@ -239,6 +239,41 @@ def test_module_that_keeps_its_parameter_gets_a_parameter(tmp_path):
         assert torch.equal(layer_norm(x, weight, bias, 1e-5), want)
 
 
+def test_module_that_keeps_its_parameter_under_another_name_sees_new_weights(tmp_path):
+    text = LAYER_NORM.replace(
+        "self.last = self.weight\n", 'object.__setattr__(self, "kept", self.weight)\n', 1
+    )
+    text = text[: text.index("        if self.last")] + (
+        "        return nn.functional.layer_norm(x, self.size, self.kept, self.bias, self.eps)\n"
+    )
+    layer_norm = function(tmp_path, "layer_norm", layer_norm=text)
+    x, bias = torch.randn(3, 8).bfloat16(), torch.zeros(8).bfloat16()
+    for weight in (torch.full((8,), 2.0).bfloat16(), torch.full((8,), 3.0).bfloat16()):
+        want = torch.nn.functional.layer_norm(x, (8,), weight, bias, 1e-5)
+        assert torch.equal(layer_norm(x, weight, bias, 1e-5), want)
+
+
+def test_result_in_place_of_one_row_is_not_copied_onto_itself(tmp_path):
+    text = """
+import torch.nn as nn
+
+class RotaryEmbedding(nn.Module):
+    def __init__(self, head_size, max_position, base, is_neox_style=True):
+        super().__init__()
+        self.register_buffer("cos_sin_cache", None, persistent=False)
+
+    def forward(self, positions, query, key):
+        for x in (query, key):
+            x.mul_(2)
+        return tuple(x.view(1, -1, 32).reshape(1, -1) for x in (query, key))
+"""
+    rotary = function(tmp_path, "rotary_emb", rotary_emb=text)
+    packed = torch.ones(2, 96)[:1]  # rows of 96 numbers: queries of 64, keys of 32
+    query, key = packed[:, :64].as_strided((1, 64), (96, 1)), packed[:, 64:].as_strided((1, 32), (7, 1))
+    rotary(torch.zeros(1, dtype=torch.long), query, key, 32, torch.zeros(4, 32), True)
+    assert (packed == 2).all()
+
+
 def test_results_go_where_the_op_wants_them(tmp_path):
     rotary_emb = function(tmp_path, "rotary_emb", rotary_emb=ROTARY)
     reference = sys.modules[registry.op_modules()["rotary_emb"]].reference
