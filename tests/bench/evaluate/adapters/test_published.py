@@ -265,7 +265,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions, query, key):
         for x in (query, key):
             x.mul_(2)
-        return tuple(x.view(1, -1, 32).reshape(1, -1) for x in (query, key))
+        return query, key
 """
     rotary = function(tmp_path, "rotary_emb", rotary_emb=text)
     packed = torch.ones(2, 96)[:1]  # rows of 96 numbers: queries of 64, keys of 32
