@@ -9,7 +9,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 takes fewer instr
 
 
 @triton.jit
-def sequence_of(cu_ptr, chunk, B, STEPS, SIZE: tl.constexpr):
+def sequence_of(cu_ptr, chunk, B, STEPS, SIZE):
     # The last sequence whose first chunk, of SIZE tokens, has at most this number.
     low = chunk * 0
     high = low + B

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.recurrence import recurrent
+from fastkernels.overrides.recurrence import linear_chunks, recurrent
 from fastkernels.overrides.recurrence.chunk_parts import inverse, limited, sequence_of
 from fastkernels.overrides.recurrence.delta_chunks import delta_kernel
 from fastkernels.overrides.recurrence.problem import BY_CHANNEL, DELTA, PAIR, Problem, softplus, strides
@@ -444,5 +444,6 @@ def solve(p: Problem) -> torch.Tensor:
     out = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
     batch, heads, _, _, values = p.sizes
     if batch * heads * values:
-        (run if p.v.shape[0] >= LEAST * batch else recurrent.run)(p, out)
+        chunked = linear_chunks.run if linear_chunks.supports(p) else run
+        (chunked if p.v.shape[0] >= LEAST * batch else recurrent.run)(p, out)
     return out

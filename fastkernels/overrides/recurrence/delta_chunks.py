@@ -109,8 +109,8 @@ def delta_kernel(
     of_values = (solved * beta[None, :]).to(dtype)
     if CHANNELS:
         tl.debug_barrier()  # the keys that other threads stored
-    for at in range(0, K, BLOCK_K):
-        cols = at + tl.arange(0, BLOCK_K)
+    for at in range(0, K, BLOCK_V):
+        cols = at + tl.arange(0, BLOCK_V)
         inside = real[:, None] & (cols < K)[None, :]
         wide = head[:, None] * K + cols[None, :]
         if CHANNELS:
