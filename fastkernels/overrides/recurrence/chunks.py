@@ -28,8 +28,8 @@ from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_o
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import linear_chunks, recurrent
 from fastkernels.overrides.recurrence.chunk_parts import inverse, limited, sequence_of
-from fastkernels.overrides.recurrence.delta_chunks import delta_kernel
-from fastkernels.overrides.recurrence.problem import BY_CHANNEL, DELTA, PAIR, Problem, softplus, strides
+from fastkernels.overrides.recurrence.chunk_products import products_kernel
+from fastkernels.overrides.recurrence.problem import BY_CHANNEL, DELTA, LINEAR, PAIR, Problem, softplus, strides
 
 CHUNK = 64
 LEAST = 32  # tokens of a sequence, in the mean, from which chunks are used
@@ -380,14 +380,15 @@ def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
     block_k, block_v = (min(64, max(least, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
     shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "tf32x3" if exact else "tf32"}
-    whole = p.rule == DELTA and not halved and not (by_channel and dtype == torch.float16)
+    whole = (p.rule == DELTA or (p.rule == LINEAR and by_channel)) and not halved
+    whole = whole and not (by_channel and dtype == torch.float16)  # whose numbers end at 65,504
     left = scratch(chunks, heads, when=whole and by_channel, dtype=torch.int8)
     if whole:
         launch_kernel(
-            delta_kernel, (chunks, heads), p.v, p.q, p.k, p.g, p.beta, p.cu_seqlens,
+            products_kernel, (chunks, heads), p.v, p.q, p.k, p.g, p.beta, p.cu_seqlens,
             scores, w, u, q, k, q_factor, k_factor, last, left, batch, steps, heads, group, keys, values, p.scale,
             *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2),
-            CHANNELS=by_channel, NORMALIZE=p.normalize, SPREAD=120.0, BLOCK_K=min(32, block_k) if by_channel else block_k, BLOCK_V=block_v,
+            CORRECTS=corrects, CHANNELS=by_channel, NORMALIZE=p.normalize, SPREAD=120.0, BLOCK_K=min(32, block_k) if by_channel else block_k, BLOCK_V=block_v,
             PRECISION=shared["PRECISION"], num_stages=1, num_warps=8 if exact else 4,
         )  # fmt: skip
     if sums is not None:

@@ -1,4 +1,4 @@
-"""Within a chunk of a delta rule: all pairs of its tokens are one product of matrices, whatever the gate.
+"""Within a chunk of a delta rule, or of any with a decay for each channel: all pairs of tokens are one product.
 
 With a decay for each channel, exp(G_i - G_j) = exp(G_i - m) exp(m - G_j), where m is half of the chunk's whole decay: the
 factors are within exp(-SPREAD / 2) and exp(SPREAD / 2). A chunk with stronger decays is noted in `left`, and the kernels
@@ -15,11 +15,11 @@ from fastkernels.overrides.recurrence.chunk_parts import LOG2E, inverse, limited
 
 
 @triton.jit(do_not_specialize=["B", "STEPS"])
-def delta_kernel(
+def products_kernel(
     v_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, scores_ptr, w_ptr, u_ptr, qs_ptr, ks_ptr, qf_ptr, kf_ptr, last_ptr,
     left_ptr, B, STEPS, H, GROUP, K, V, scale,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-    CHANNELS: tl.constexpr, NORMALIZE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_K: tl.constexpr,
+    CORRECTS: tl.constexpr, CHANNELS: tl.constexpr, NORMALIZE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
@@ -61,15 +61,16 @@ def delta_kernel(
             e = tl.exp2(G - half[None, :])
             k_there = k.to(tl.float32) * tl.exp2(half[None, :] - G)
             q_here = q.to(tl.float32) * e
-            k_here = k.to(tl.float32) * e
             there = tl.trans(k_there.to(dtype))
             scores += tl.dot(q_here.to(dtype), there, input_precision=PRECISION)
-            system += tl.dot(k_here.to(dtype), there, input_precision=PRECISION)
             # With the decay from the chunk's beginning and to its end; w has the keys of its product until then
             wide = head[:, None] * K + cols[None, :]
             tl.store(qs_ptr + wide, (q_here * border[None, :]).to(dtype), mask=inside)
             tl.store(ks_ptr + wide, (k_there * border[None, :]).to(dtype), mask=inside)
-            tl.store(w_ptr + wide, (k_here * border[None, :]).to(dtype), mask=inside)
+            if CORRECTS:
+                k_here = k.to(tl.float32) * e
+                system += tl.dot(k_here.to(dtype), there, input_precision=PRECISION)
+                tl.store(w_ptr + wide, (k_here * border[None, :]).to(dtype), mask=inside)
             tl.store(last_ptr + (chunk.to(tl.int64) * H + h) * K + cols, border * border, mask=cols < K)
         else:
             q, k = q.to(dtype), k.to(dtype)
@@ -85,11 +86,17 @@ def delta_kernel(
     if NORMALIZE:
         q_factor *= tl.rsqrt(qq + 1e-6)
         k_factor *= tl.rsqrt(kk + 1e-6)
+    lower = (r[:, None] >= r[None, :]) & real[:, None]
+    scores = tl.where(lower, scores * q_factor[:, None] * k_factor[None, :], 0.0)
+    scores_at = scores_ptr + head[:, None] * 64 + r[None, :]
+    if not CORRECTS:
+        tl.store(qf_ptr + head, q_factor, mask=real)
+        tl.store(kf_ptr + head, k_factor, mask=real)
+        tl.store(scores_at, scores.to(dtype), mask=real[:, None])
+        return
     beta = tl.load(beta_ptr + row * beta_t + h * beta_h, mask=real, other=0.0).to(tl.float32)
     k_system = beta * k_factor
-    lower = (r[:, None] >= r[None, :]) & real[:, None]
     strict = (r[:, None] > r[None, :]) & real[:, None]
-    scores = tl.where(lower, scores * q_factor[:, None] * k_factor[None, :], 0.0)
     system = tl.where(strict, system * k_system[:, None] * k_factor[None, :], 0.0)
     if not CHANNELS:
         g = limited(tl.load(g_ptr + row * g_t + h * g_h, mask=real, other=0.0)) * LOG2E
@@ -103,7 +110,7 @@ def delta_kernel(
         tl.store(last_ptr + chunk.to(tl.int64) * H + h, tl.exp2(tl.sum(g)))
     tl.store(qf_ptr + head, q_factor, mask=real)
     tl.store(kf_ptr + head, k_factor, mask=real)
-    tl.store(scores_ptr + head[:, None] * 64 + r[None, :], scores.to(dtype), mask=real[:, None])
+    tl.store(scores_at, scores.to(dtype), mask=real[:, None])
     solved = inverse(system, PRECISION)
     of_keys = (solved * -k_system[None, :]).to(dtype)
     of_values = (solved * beta[None, :]).to(dtype)
