@@ -1,8 +1,8 @@
 """Within a chunk of a delta rule, or of any with a decay for each channel: all pairs of tokens are one product.
 
-With a decay for each channel, exp(G_i - G_j) = exp(G_i - m) exp(m - G_j), where m is half of the chunk's whole decay: the
-factors are within exp(-SPREAD / 2) and exp(SPREAD / 2). A chunk with stronger decays is noted in `left`, and the kernels
-of `chunks` halve it.
+With a decay for each channel, exp(G_i - G_j) = exp(G_i - m) exp(m - G_j), where m is half of the chunk's whole decay:
+the factors are within exp(-SPREAD / 2) and exp(SPREAD / 2). A chunk with stronger decays is noted in `left`, and the
+kernels of `chunks` halve it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def products_kernel(
     v_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, scores_ptr, w_ptr, u_ptr, qs_ptr, ks_ptr, qf_ptr, kf_ptr, last_ptr,
     left_ptr, B, STEPS, H, GROUP, K, V, scale,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h,
-    CORRECTS: tl.constexpr, CHANNELS: tl.constexpr, NORMALIZE: tl.constexpr, SPREAD: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    CORRECTS: tl.constexpr, CHANNELS: tl.constexpr, NORMALIZE: tl.constexpr, SPREAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     dtype = v_ptr.dtype.element_ty

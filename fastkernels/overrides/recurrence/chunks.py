@@ -18,6 +18,7 @@ without a chunk are skipped: the grid follows from shapes alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,15 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import linear_chunks, recurrent
 from fastkernels.overrides.recurrence.chunk_parts import inverse, limited, sequence_of
 from fastkernels.overrides.recurrence.chunk_products import products_kernel
-from fastkernels.overrides.recurrence.problem import BY_CHANNEL, DELTA, LINEAR, PAIR, Problem, softplus, strides
+from fastkernels.overrides.recurrence.problem import (
+    BY_CHANNEL,
+    DELTA,
+    LINEAR,
+    PAIR,
+    Problem,
+    softplus,
+    strides,
+)
 
 CHUNK = 64
 LEAST = 32  # tokens of a sequence, in the mean, from which chunks are used
@@ -49,7 +58,7 @@ def _sums_kernel(
     end = tl.load(cu_ptr + i + 1)
     if first >= end:
         return
-    if left_ptr is not None:
+    if left_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of `and`
         if tl.load(left_ptr + chunk * H + h) == 0:
             return
     row = first.to(tl.int64) + tl.arange(0, 64)
@@ -90,7 +99,7 @@ def _within_kernel(
     end = tl.load(cu_ptr + i + 1)
     if first >= end:
         return
-    if left_ptr is not None:
+    if left_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of `and`
         if tl.load(left_ptr + chunk * H + h) == 0:
             return
     r = tl.arange(0, 64)
@@ -357,7 +366,7 @@ def _between_kernel(
 
 
 def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
-    """Fill `out` [T, H, V], contiguous, and the states. halved: all pairs of a delta rule by the kernel of the others."""
+    """Fill `out` [T, H, V], contiguous, and the states. halved: without `products_kernel`."""
     batch, heads, group, keys, values = p.sizes
     tokens, device, dtype = p.v.shape[0], p.v.device, p.v.dtype
     chunks, steps = tokens // CHUNK + batch, batch.bit_length()
@@ -388,8 +397,8 @@ def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
             products_kernel, (chunks, heads), p.v, p.q, p.k, p.g, p.beta, p.cu_seqlens,
             scores, w, u, q, k, q_factor, k_factor, last, left, batch, steps, heads, group, keys, values, p.scale,
             *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2),
-            CORRECTS=corrects, CHANNELS=by_channel, NORMALIZE=p.normalize, SPREAD=120.0, BLOCK_K=min(32, block_k) if by_channel else block_k, BLOCK_V=block_v,
-            PRECISION=shared["PRECISION"], num_stages=1, num_warps=8 if exact else 4,
+            CORRECTS=corrects, CHANNELS=by_channel, NORMALIZE=p.normalize, SPREAD=120.0, BLOCK_V=block_v,
+            PRECISION=shared["PRECISION"], num_stages=1, **products_tile(p),
         )  # fmt: skip
     if sums is not None:
         launch_kernel(
@@ -402,8 +411,8 @@ def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
             p.v, p.q, p.k, p.g, p.beta, p.a, p.b, p.rate, p.bias, p.cu_seqlens, sums,
             scores, pairs, w, u, q, k, b, q_factor, k_factor, last, left,
             batch, steps, heads, group, keys, values, p.scale, p.low, p.high,
-            *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),
-            *strides(p.b, 2),
+            *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2),
+            *strides(p.a, 2), *strides(p.b, 2),
             NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
             BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
             num_warps=8 if p.rule == PAIR or (exact and by_channel) else 4, **shared,
@@ -424,6 +433,15 @@ def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
     )  # fmt: skip
 
 
+def products_tile(p: Problem) -> dict[str, int]:
+    """BLOCK_K and warps of `products_kernel`. With decays for each channel, 64 keys spill registers on sm_90."""
+    most = 32 if p.gate == BY_CHANNEL else 64
+    return {
+        "BLOCK_K": min(most, max(16, next_power_of_2(p.sizes[3]))),
+        "num_warps": 8 if p.v.itemsize == 4 else 4,
+    }
+
+
 def _tile_between(p: Problem) -> tuple[int, int, int]:
     """(channels of the values, stages, warps) of a program of `_between_kernel`, from sweeps on an H200.
 
@@ -440,11 +458,17 @@ def _tile_between(p: Problem) -> tuple[int, int, int]:
     return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 
+def way_of(p: Problem) -> Callable[[Problem, torch.Tensor], None]:
+    """Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
+    if p.v.shape[0] < LEAST * p.sizes[0]:
+        return recurrent.run
+    return linear_chunks.run if linear_chunks.supports(p) else run
+
+
 def solve(p: Problem) -> torch.Tensor:
-    """The outputs [T, H, V]. Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
+    """The outputs [T, H, V]."""
     out = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
     batch, heads, _, _, values = p.sizes
     if batch * heads * values:
-        chunked = linear_chunks.run if linear_chunks.supports(p) else run
-        (chunked if p.v.shape[0] >= LEAST * batch else recurrent.run)(p, out)
+        way_of(p)(p, out)
     return out

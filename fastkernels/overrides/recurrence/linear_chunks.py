@@ -1,7 +1,7 @@
-"""Rules that correct nothing, with one decay for each head: a kernel has a chunk's pairs and its state (SSD, retention).
+"""Rules that correct nothing, with one decay for each head (SSD): one kernel has a chunk's pairs and its state.
 
-Few sequences leave multiprocessors idle. These are cut into segments, in three launches: the state that each segment adds to
-zero, the states at their beginnings, and the outputs.
+Few sequences leave multiprocessors idle. These are cut into segments, in three launches: the state that each segment
+adds to zero, the states at their beginnings, and the outputs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _decays_kernel(
     g_ptr, rate_ptr, bias_ptr, cu_ptr, since_ptr, dt_ptr, until_ptr, B, STEPS, H, low, high, g_t, g_h,
     RULE: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # For the tokens of each chunk [N, H, 64], with logarithms to base 2: the decay since the chunk's beginning, the step
-    # size, and the step size with the decay until the chunk's end.
+    # For the tokens of each chunk [N, H, 64]: the logarithm to base 2 of the decay since the chunk's beginning, the
+    # step size, and the step size times the decay until the chunk's end.
     follow(OVERLAP)
     chunk = tl.program_id(0)
     i = sequence_of(cu_ptr, chunk, B, STEPS, 64)
@@ -51,7 +51,9 @@ def _decays_kernel(
     elif GATE == 0:
         g = limited(tl.load(g_ptr + row[:, None] * g_t + h[None, :] * g_h, mask=inside, other=0.0))
     else:
-        g = limited(tl.load(g_ptr + h * g_t, mask=h < H, other=0.0))[None, :] + tl.zeros([64, BLOCK], tl.float32)
+        g = limited(tl.load(g_ptr + h * g_t, mask=h < H, other=0.0))[None, :] + tl.zeros(
+            [64, BLOCK], tl.float32
+        )
     g = tl.where(inside, g, 0.0) * LOG2E
     since = tl.cumsum(g, axis=0)
     until = tl.cumsum(g, axis=0, reverse=True) - g  # exact for strong decays, too
@@ -134,7 +136,9 @@ def _linear_kernel(
                 o *= scale
             if HAS_SKIP:
                 o += v.to(tl.float32) * skip
-            tl.store(out_at + r[:, None] * (H * V) + cols[None, :], o.to(out_ptr.dtype.element_ty), mask=of_values)
+            tl.store(
+                out_at + r[:, None] * (H * V) + cols[None, :], o.to(out_ptr.dtype.element_ty), mask=of_values
+            )
         until = tl.load(until_ptr + step_at + r)
         s *= tl.exp2(total)
         s = tl.dot(tl.trans(k), (v.to(tl.float32) * until[:, None]).to(dtype), s, input_precision=PRECISION)
@@ -179,7 +183,7 @@ def _join_kernel(
 
 
 def supports(p: Problem) -> bool:
-    """Whether the kernel takes it: each part of the values computes the pairs again, so that there may be two at most."""
+    """Whether the kernel takes it. Each part of the values computes the pairs again: there may be two at most."""
     return p.rule in (LINEAR, STEP) and p.gate != BY_CHANNEL and not p.normalize and cdiv(p.sizes[4], 64) <= 2
 
 
@@ -192,8 +196,14 @@ def segment_of(p: Problem) -> int:
     return 64 * cdiv(tokens, 64 * pieces) if pieces >= 2 * batch else 0
 
 
+def tile_of(p: Problem) -> dict[str, int]:
+    """Stages and warps: of 128 keys and 64 values two programs fit into a multiprocessor's shared memory."""
+    exact = p.v.itemsize == 4
+    return {"num_stages": 1 if exact else 2, "num_warps": 8 if exact or p.sizes[3] > 128 else 4}
+
+
 def run(p: Problem, out: torch.Tensor, segment: int | None = None) -> None:
-    """Fill `out` [T, H, V], contiguous, and the states. segment: its tokens, a multiple of 64; 0: sequences stay whole."""
+    """Fill `out` [T, H, V], contiguous, and the states. segment: its tokens, a multiple of 64, or 0: no cut."""
     batch, heads, group, keys, values = p.sizes
     tokens, steps = p.v.shape[0], batch.bit_length()
     segment = segment_of(p) if segment is None else segment
@@ -214,8 +224,7 @@ def run(p: Problem, out: torch.Tensor, segment: int | None = None) -> None:
     shared: dict[str, Any] = {
         "HAS_STEPS": p.rule == STEP, "HAS_SKIP": p.skip is not None, "HAS_SCALE": p.scale != 1.0,
         "EVEN": keys == block_k and values % block_v == 0, "BLOCK_K": block_k, "BLOCK_V": block_v,
-        "PRECISION": "tf32x3" if exact else "tf32", "num_stages": 1 if exact else 2,
-        "num_warps": 8 if exact or block_k > 128 else 4,
+        "PRECISION": "tf32x3" if exact else "tf32", **tile_of(p),
     }  # fmt: skip
 
     def scan(part: int) -> None:

@@ -70,7 +70,9 @@ def problems(name: str) -> Iterator[tuple[str, str | None]]:
         yield f"decays x {strength}", mismatch(spec, case, call(spec.op, fn, args), want)
     if name in SEGMENTED:
         gates = ("head", "token") if "gates" in spec.axes else (None,)
-        for (kind, edit), gate in itertools.product({"none": lambda args: None, **spec.extremes}.items(), gates):
+        for (kind, edit), gate in itertools.product(
+            {"none": lambda args: None, **spec.extremes}.items(), gates
+        ):
             dims = {**case.dims, **SEGMENTS} | ({"gates": gate} if gate else {})
             args = make_args(spec, dataclasses.replace(case, dims=dims))
             edit(args)
