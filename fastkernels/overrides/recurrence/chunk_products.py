@@ -89,46 +89,45 @@ def products_kernel(
     lower = (r[:, None] >= r[None, :]) & real[:, None]
     scores = tl.where(lower, scores * q_factor[:, None] * k_factor[None, :], 0.0)
     scores_at = scores_ptr + head[:, None] * 64 + r[None, :]
-    if not CORRECTS:
-        tl.store(qf_ptr + head, q_factor, mask=real)
-        tl.store(kf_ptr + head, k_factor, mask=real)
-        tl.store(scores_at, scores.to(dtype), mask=real[:, None])
-        return
-    beta = tl.load(beta_ptr + row * beta_t + h * beta_h, mask=real, other=0.0).to(tl.float32)
-    k_system = beta * k_factor
-    strict = (r[:, None] > r[None, :]) & real[:, None]
-    system = tl.where(strict, system * k_system[:, None] * k_factor[None, :], 0.0)
-    if not CHANNELS:
-        g = limited(tl.load(g_ptr + row * g_t + h * g_h, mask=real, other=0.0)) * LOG2E
-        G = tl.cumsum(g, axis=0)
-        decay = tl.exp2(tl.where(lower, G[:, None] - G[None, :], 0.0))
-        scores *= decay
-        system *= decay
-        k_system *= tl.exp2(G)
-        q_factor *= tl.exp2(G)
-        k_factor *= tl.exp2(tl.cumsum(g, axis=0, reverse=True) - g)  # exact for strong decays, too
-        tl.store(last_ptr + chunk.to(tl.int64) * H + h, tl.exp2(tl.sum(g)))
+    if CORRECTS:
+        beta = tl.load(beta_ptr + row * beta_t + h * beta_h, mask=real, other=0.0).to(tl.float32)
+        k_system = beta * k_factor
+        strict = (r[:, None] > r[None, :]) & real[:, None]
+        system = tl.where(strict, system * k_system[:, None] * k_factor[None, :], 0.0)
+        if not CHANNELS:
+            g = limited(tl.load(g_ptr + row * g_t + h * g_h, mask=real, other=0.0)) * LOG2E
+            G = tl.cumsum(g, axis=0)
+            decay = tl.exp2(tl.where(lower, G[:, None] - G[None, :], 0.0))
+            scores *= decay
+            system *= decay
+            k_system *= tl.exp2(G)
+            q_factor *= tl.exp2(G)
+            k_factor *= tl.exp2(tl.cumsum(g, axis=0, reverse=True) - g)  # exact for strong decays, too
+            tl.store(last_ptr + chunk.to(tl.int64) * H + h, tl.exp2(tl.sum(g)))
     tl.store(qf_ptr + head, q_factor, mask=real)
     tl.store(kf_ptr + head, k_factor, mask=real)
     tl.store(scores_at, scores.to(dtype), mask=real[:, None])
-    solved = inverse(system, PRECISION)
-    of_keys = (solved * -k_system[None, :]).to(dtype)
-    of_values = (solved * beta[None, :]).to(dtype)
-    if CHANNELS:
-        tl.debug_barrier()  # the keys that other threads stored
-    for at in range(0, K, BLOCK_V):
-        cols = at + tl.arange(0, BLOCK_V)
-        inside = real[:, None] & (cols < K)[None, :]
-        wide = head[:, None] * K + cols[None, :]
+    if CORRECTS:
+        solved = inverse(system, PRECISION)
+        of_keys = (solved * -k_system[None, :]).to(dtype)
+        of_values = (solved * beta[None, :]).to(dtype)
         if CHANNELS:
-            k = tl.load(w_ptr + wide, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_ptr + row[:, None] * k_t + h // GROUP * k_h + cols[None, :], mask=inside, other=0.0)
-        w = tl.dot(of_keys, k.to(dtype), input_precision=PRECISION)
-        tl.store(w_ptr + wide, w.to(dtype), mask=inside)
-    for at in range(0, V, BLOCK_V):
-        cols = at + tl.arange(0, BLOCK_V)
-        inside = real[:, None] & (cols < V)[None, :]
-        v = tl.load(v_ptr + row[:, None] * v_t + h * v_h + cols[None, :], mask=inside, other=0.0)
-        u = tl.dot(of_values, v, input_precision=PRECISION)
-        tl.store(u_ptr + head[:, None] * V + cols[None, :], u.to(dtype), mask=inside)
+            tl.debug_barrier()  # the keys that other threads stored
+        for at in range(0, K, BLOCK_V):
+            cols = at + tl.arange(0, BLOCK_V)
+            inside = real[:, None] & (cols < K)[None, :]
+            wide = head[:, None] * K + cols[None, :]
+            if CHANNELS:
+                k = tl.load(w_ptr + wide, mask=inside, other=0.0)
+            else:
+                k = tl.load(
+                    k_ptr + row[:, None] * k_t + h // GROUP * k_h + cols[None, :], mask=inside, other=0.0
+                )
+            w = tl.dot(of_keys, k.to(dtype), input_precision=PRECISION)
+            tl.store(w_ptr + wide, w.to(dtype), mask=inside)
+        for at in range(0, V, BLOCK_V):
+            cols = at + tl.arange(0, BLOCK_V)
+            inside = real[:, None] & (cols < V)[None, :]
+            v = tl.load(v_ptr + row[:, None] * v_t + h * v_h + cols[None, :], mask=inside, other=0.0)
+            u = tl.dot(of_values, v, input_precision=PRECISION)
+            tl.store(u_ptr + head[:, None] * V + cols[None, :], u.to(dtype), mask=inside)

@@ -160,7 +160,7 @@ def _join_kernel(
     state_ptr, cu_ptr, slots_ptr, fresh_ptr, segment_ptr, decay_ptr, SEGMENT, H, K, V, s_s, s_h, s_k, s_v,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    # What each segment adds becomes the state at its beginning; the last state is the sequence's.
+    # The state that a segment adds becomes the state at its beginning; the last one is the sequence's.
     follow(OVERLAP)
     i = tl.program_id(0)
     h = tl.program_id(1)
