@@ -66,7 +66,7 @@ def _decays_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "STEPS", "SEGMENT"])
-def _linear_kernel(
+def linear_kernel(
     v_ptr, q_ptr, k_ptr, since_ptr, dt_ptr, until_ptr, skip_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr,
     segment_ptr, decay_ptr, B, STEPS, SEGMENT, H, GROUP, K, V, scale, q_t, q_h, k_t, k_h, v_t, v_h, s_s, s_h, s_k, s_v,
     HAS_STEPS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr,
@@ -229,7 +229,7 @@ def run(p: Problem, out: torch.Tensor, segment: int | None = None) -> None:
 
     def scan(part: int) -> None:
         launch_kernel(
-            _linear_kernel, (pieces * heads * cdiv(values, block_v),),
+            linear_kernel, (pieces * heads * cdiv(values, block_v),),
             p.v, p.q, p.k, since, dt, until, p.skip, p.state, p.cu_seqlens, p.slots, p.fresh, out, states, decays,
             batch, steps, segment, heads, group, keys, values, p.scale,
             *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *p.state.stride(), PART=part, **shared,

@@ -13,12 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import warm
+from support.kernels.ahead import compile_for, launched, usage
 from support.kernels.op_cases import make_args
-from support.kernels.recurrence_runs import OPS, STRENGTHS, named
+from support.kernels.recurrence_runs import BY_CHANNEL, OPS, SEGMENTED, STRENGTHS, named
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.recurrence import chunks, linear_chunks
 
 INTERPRETED = """
 import sys
@@ -222,6 +224,44 @@ def test_chunks_agree_at_extreme_decays(name: str, in_chunks: dict[str, str | No
 @pytest.mark.parametrize("name", OPS)
 def test_chunks_continue_token_by_token(name: str, in_chunks: dict[str, str | None]) -> None:
     assert in_chunks[f"{name}-split"] is None
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_segments_agree_with_the_reference(name: str, in_chunks: dict[str, str | None]) -> None:
+    found = {kind: problem for kind, problem in in_chunks.items() if kind.startswith(f"{name}-segments")}
+    assert found == dict.fromkeys(found) and len(found) >= 3
+
+
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_only_strong_decays_are_halved(name: str, in_chunks: dict[str, str | None]) -> None:
+    assert in_chunks[f"{name}-mixed"] is None
+
+
+def of_a_prompt(name: str) -> list[Any]:
+    """The arguments of a served model's prompt of 8,192 tokens, without values."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if c.name.endswith("_8k"))
+    small = dataclasses.replace(case, dims={**case.dims, "seq_lens": (1,)})
+    args = spec.inputs(small, "cpu", torch.Generator())
+    tokens = {a.name for a in spec.arguments if "tokens" in str(getattr(a, "axes", ""))}
+    made = {k: x.to("meta") if isinstance(x, torch.Tensor) else x for k, x in named(spec, args).items()}
+    return [x.expand(8192, *x.shape[1:]).contiguous() if k in tokens else x for k, x in made.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("kda", "products"), ("gated_delta_rule", "products"), ("ssd", "linear")]
+)
+def test_kernels_of_prompts_fit_into_registers(
+    name: str, kernel: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for module in (chunks, linear_chunks):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    provider = next(p for p in registry.get(name).op.providers if p.name == "triton")
+    found = {each[0].fn.__name__: each for each in launched(lambda: provider.fn(*of_a_prompt(name)))}
+    compiled = compile_for(found[f"{kernel}_kernel"], 90)
+    assert usage(compiled, tmp_path)["STACK"] <= 128
+    assert 2 * compiled.metadata.shared <= 227 << 10  # two programs of an SM
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

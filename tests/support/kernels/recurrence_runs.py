@@ -21,6 +21,7 @@ CASES = {
     "split": {"seq_lens": (141,), "new": 0, "padding": 0},
 }
 STRENGTHS = 0.03, 4.0
+BY_CHANNEL = "gated_linear_attention", "kda"
 SEGMENTED = "gated_linear_attention", "ssd"
 SEGMENT = 128  # tokens
 SEGMENTS = {"seq_lens": (300, 0, 5, 257, 128), "new": 1, "padding": 1}
@@ -68,6 +69,12 @@ def problems(name: str) -> Iterator[tuple[str, str | None]]:
         given[next(n for n in ("g", "w", "dt") if n in given)].mul_(strength)  # a chunk is one block, or many
         want = oracle(spec, args)
         yield f"decays x {strength}", mismatch(spec, case, call(spec.op, fn, args), want)
+    if name in BY_CHANNEL:
+        args = args_of(spec, "chunks")
+        given = named(spec, args)
+        given["g"][:70, :1].mul_(20)  # the first head's first chunk is halved, and no other
+        want = oracle(spec, args)
+        yield "mixed", mismatch(loose, case, call(spec.op, fn, args), want)
     if name in SEGMENTED:
         gates = ("head", "token") if "gates" in spec.axes else (None,)
         for (kind, edit), gate in itertools.product(
