@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import warm
 from support.kernels.ahead import compile_for, launched, usage
-from support.kernels.op_cases import make_args
-from support.kernels.recurrence_runs import BY_CHANNEL, OPS, SEGMENTED, STRENGTHS, named
+from support.kernels.op_cases import make_args, oracle
+from support.kernels.recurrence_runs import BY_CHANNEL, OPS, SEGMENTED, STRENGTHS, named, parts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
@@ -262,6 +262,33 @@ def test_kernels_of_prompts_fit_into_registers(
     compiled = compile_for(found[f"{kernel}_kernel"], 90)
     assert usage(compiled, tmp_path)["STACK"] <= 128
     assert 2 * compiled.metadata.shared <= 227 << 10  # two programs of an SM
+
+
+LONG = (512,) * 15 + (448,) + (1,) * 64  # tokens of each call: prompts, then decodes
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", OPS)
+def test_8k_steps_stay_near_float64(name: str, device: str) -> None:
+    """The last outputs and the state, after calls that each round the state, are within bfloat16's bound."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if c.name == "packed")
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    dims = {**case.dims, "seq_lens": (sum(LONG),), "new": 1, "padding": 0}
+    args = make_args(spec, dataclasses.replace(case, dims=dims, dtype=dtype))
+    want = oracle(spec, args)
+    moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    state = named(spec, moved)["state"]
+    state.zero_()  # later calls continue from it
+    named(spec, moved)["fresh"].zero_()
+    out = parts(spec, spec.op, moved, LONG)[0]
+    limit = spec.tolerance["bfloat16"]
+    bound = {"atol": limit.atol, "rtol": limit.rtol}
+    torch.testing.assert_close(out[-64:].cpu().double(), want[0][-64:].double(), **bound)
+    slot = int(named(spec, args)["slots"][0])
+    torch.testing.assert_close(state[slot].cpu().double(), want[1][slot].double(), **bound)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

@@ -45,7 +45,7 @@ def parts(spec: OpSpec, fn: Any, args: list[Any], lens: tuple[int, ...]) -> list
     tokens |= {"g"} if spec.name == "gated_linear_attention" else set()
     for n in lens:
         cut = {k: x[start : start + n] if k in tokens and x is not None else x for k, x in given.items()}
-        cut["cu_seqlens"] = torch.tensor([0, n], dtype=torch.int32)
+        cut["cu_seqlens"] = torch.tensor([0, n], dtype=torch.int32, device=given["state"].device)
         outs.append(fn(*cut.values()))
         start += n
     return [torch.cat(outs), given["state"]]
