@@ -57,7 +57,7 @@ QUICK_CASES = (  # at least one of each op
     "decode_1", "decode_8", "decode_32", "decode_256", "qkv_32", "gate_up_32", "token_32", "static_32", "images_32",
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "gemma3_32", "mixtral_awq_32",
-    "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
+    "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13", "kimi_linear_32",
     "rt_detr_1", "cells_1", "best_1", "sam3_1",
     "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3", "mamba_decode_32", "mamba2_decode_32", "gla_decode_32",
     "qwen3_next_decode_32", "kimi_linear_decode_32", "rwkv7_decode_32", "mobile_dw5", "efficient_10", "convnext_24",

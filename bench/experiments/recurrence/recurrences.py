@@ -1,6 +1,6 @@
 """Check our recurrences on a GPU and time them against their baselines: see README.md.
 
-recurrences.py --out rows.jsonl [--ops ssd,kda] [--seconds 420] [--crossover] [--device cpu]
+recurrences.py --out rows.jsonl [--ops ssd,kda] [--seconds 420] [--crossover | --compare] [--device cpu]
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
@@ -24,7 +26,7 @@ from fk_bench.core.rows import Status
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.recurrence import cases, chunks, recurrent
+from fastkernels.overrides.recurrence import cases, chunks, linear_chunks, recurrent
 from fastkernels.overrides.recurrence.problem import DELTA, LINEAR, Problem
 from fastkernels.overrides.recurrence.production import BASELINES
 
@@ -149,6 +151,91 @@ def crossover(results: Results, deadline: float) -> None:
                 results.add(name, way, described(case), time_us_p50=t)
 
 
+def with_tile(module: Any, name: str, **tile: int) -> Callable[[], AbstractContextManager[Any]]:
+    """Another tile of a kernel, for a while."""
+    return partial(mock.patch.object, module, name, lambda p: tile)
+
+
+def with_way(run: Callable[..., None]) -> Callable[[], AbstractContextManager[Any]]:
+    """All prompts by this function, for a while."""
+    return partial(mock.patch.object, chunks, "way_of", lambda p: run)
+
+
+LINEAR_WAYS = {
+    "segments": with_way(linear_chunks.run),
+    "whole": with_way(partial(linear_chunks.run, segment=0)),
+    "halves": with_way(lambda p, out: linear_chunks.run(p, out, 64 * -(-len(p.v) // 128))),
+    "sixths": with_way(lambda p, out: linear_chunks.run(p, out, 64 * -(-len(p.v) // 384))),
+    "warps 8": with_tile(linear_chunks, "tile_of", num_stages=2, num_warps=8),
+    "stages 3": with_tile(linear_chunks, "tile_of", num_stages=3, num_warps=4),
+}
+PRODUCT_WAYS = {
+    f"{keys} keys, {warps} warps": with_tile(chunks, "products_tile", BLOCK_K=keys, num_warps=warps)
+    for keys, warps in ((32, 4), (32, 8), (64, 4), (64, 8))
+}
+# (op, its model cases by the beginning of their names, other ways), by importance
+COMPARED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("ssd", "mamba2", LINEAR_WAYS),
+    ("kda", "kimi_linear", PRODUCT_WAYS),
+    (
+        "gated_delta_rule",
+        "qwen3_next",
+        {way: PRODUCT_WAYS[way] for way in ("32 keys, 4 warps", "64 keys, 8 warps")},
+    ),
+    (
+        "gated_linear_attention",
+        "gla",
+        {way: PRODUCT_WAYS[way] for way in ("64 keys, 4 warps", "32 keys, 8 warps")},
+    ),
+    ("gated_linear_attention", "retnet", {way: LINEAR_WAYS[way] for way in ("segments", "whole")}),
+    ("causal_conv1d", "", {}),
+)
+
+
+def compare(results: Results, names: list[str], device: str, deadline: float) -> None:
+    """Time "old" kernels of prompts (before 2026-11-30), "new" ones, their variants, and baselines."""
+    for name, begins, variants in COMPARED:
+        if name not in names:
+            continue
+        spec = registry.get(name)
+        ways: dict[str, Any] = {"new": nullcontext, **variants}
+        if variants:
+            ways = {"old": with_way(partial(chunks.run, halved=True)), **ways}
+        print(f"\n{name}, {begins}: us, and in brackets the time of new divided by it", flush=True)
+        for case in sorted(spec.cases, key=lambda c: "decode" in c.name):
+            if "model" not in case.tags or not case.name.startswith(begins) or time.monotonic() > deadline:
+                continue
+            decode = "decode" in case.name
+            args = spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+            want = outputs(spec, precise(args))
+            taken: dict[str, float] = {}
+            rows = {
+                way: (ours_of(spec), (), made) for way, made in ways.items() if not decode or way == "new"
+            }
+            for baseline in BASELINES[name]:
+                if not baseline.available() and not baseline.supports(*args):
+                    rows[baseline.name] = baseline.fn, baseline.unchecked, nullcontext
+            for way, (fn, unchecked, made) in rows.items():
+                if time.monotonic() > deadline:
+                    break
+                try:
+                    with made():
+                        wrong = problem(spec, case, fn, args, want, unchecked)
+                        taken[way] = microseconds(fn, args)
+                    results.add(name, way, described(case), wrong, time_us_p50=taken[way])
+                except Exception as error:
+                    wrong = f"{type(error).__name__}: {error}"[:200]
+                    results.add(name, way, described(case), traceback.format_exc(limit=-3), Status.FAILED)
+                if wrong:
+                    print(f"  {case.name} {way}: WRONG {wrong}", flush=True)
+            own = taken.get("new", float("nan"))
+            print(
+                f"  {case.name:22s}",
+                "; ".join(f"{w} {t:.1f} ({own / t:.2f})" for w, t in taken.items()),
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,9 +245,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--compare", action="store_true")
     options = parser.parse_args()
     results, deadline = Results("recurrences", options.out), time.monotonic() + options.seconds
-    if options.crossover:
+    if options.compare:
+        compare(results, options.ops.split(","), options.device, deadline)
+    elif options.crossover:
         crossover(results, deadline)
     else:
         for name in options.ops.split(","):

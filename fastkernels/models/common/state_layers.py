@@ -38,6 +38,7 @@ from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm_gated import rms_norm_gated
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
+from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.gated_linear_attention import gated_linear_attention
 from fastkernels.overrides.recurrence.kda import kda
@@ -258,7 +259,7 @@ class Mamba2Layer(StateLayer):
 class GatedDeltaLayer(StateLayer):
     """The gated delta rule as Qwen3-Next has it. in_proj: q, k, v, z, b and a, each for all heads of this rank."""
 
-    ops = ("causal_conv1d", "gated_delta_rule", "rms_norm_gated")
+    ops = ("causal_conv1d", "delta_gates", "gated_delta_rule", "rms_norm_gated")
 
     def __init__(self, a: GatedDelta, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
         super().__init__()
@@ -287,10 +288,10 @@ class GatedDeltaLayer(StateLayer):
         conv, recurrent, batch = self._bound()
         qkv, z, beta, dt = self.in_proj(hidden_states)[0].split(self.sizes, dim=-1)
         q, k, v = self.conv1d(qkv, conv, batch).split(self.conv_sizes, dim=-1)
-        decay = self.A * F.softplus(dt.float() + self.dt_bias)
+        decay, beta = delta_gates(dt, beta, self.A, self.dt_bias)
         y = gated_delta_rule(
             q.unflatten(-1, (-1, a.key_size)), k.unflatten(-1, (-1, a.key_size)),
-            v.unflatten(-1, (-1, a.value_size)), decay, beta.sigmoid(), recurrent, *batch, a.key_size**-0.5, True,
+            v.unflatten(-1, (-1, a.value_size)), decay, beta, recurrent, *batch, a.key_size**-0.5, True,
         )  # fmt: skip
         y = self.norm(y, z.unflatten(-1, (-1, a.value_size)))
         return self.out_proj(y.flatten(-2))[0]
@@ -316,7 +317,7 @@ class GatedDeltaLayer(StateLayer):
 class KimiDeltaLayer(StateLayer):
     """The delta rule with a decay for each channel of a key, as Kimi Linear has it."""
 
-    ops = ("causal_conv1d", "kda", "rms_norm_gated")
+    ops = ("causal_conv1d", "delta_gates", "kda", "rms_norm_gated")
 
     def __init__(self, a: KimiDelta, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
         super().__init__()
@@ -348,9 +349,9 @@ class KimiDeltaLayer(StateLayer):
         qkv = self.conv1d(self.qkv_proj(hidden_states)[0], conv, batch)
         q, k, v = (t.unflatten(-1, by_head) for t in qkv.split(self.conv_sizes, dim=-1))
         f, g = self.fg_a_proj(hidden_states)[0].chunk(2, dim=-1)
-        steps = F.softplus(self.f_b_proj(f)[0].float() + self.dt_bias)
-        decay = self.A[:, None] * steps.unflatten(-1, by_head)
-        beta = self.b_proj(hidden_states)[0].sigmoid()
+        steps = self.f_b_proj(f)[0].unflatten(-1, by_head)
+        bias = self.dt_bias.unflatten(-1, by_head)
+        decay, beta = delta_gates(steps, self.b_proj(hidden_states)[0], self.A, bias)
         y = kda(q, k, v, decay, beta, recurrent, *batch, by_head[1] ** -0.5, True)
         y = self.o_norm(y, self.g_b_proj(g)[0].unflatten(-1, by_head))
         return self.o_proj(y.flatten(-2))[0]

@@ -15,7 +15,7 @@ from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.chunks import sequence_of
+from fastkernels.overrides.recurrence.chunk_parts import sequence_of
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,

@@ -18,6 +18,7 @@ without a chunk are skipped: the grid follows from shapes alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,57 +27,26 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.recurrence import recurrent
-from fastkernels.overrides.recurrence.problem import BY_CHANNEL, DELTA, PAIR, Problem, softplus, strides
+from fastkernels.overrides.recurrence import linear_chunks, recurrent
+from fastkernels.overrides.recurrence.chunk_parts import inverse, limited, sequence_of
+from fastkernels.overrides.recurrence.chunk_products import products_kernel
+from fastkernels.overrides.recurrence.problem import (
+    BY_CHANNEL,
+    DELTA,
+    LINEAR,
+    PAIR,
+    Problem,
+    softplus,
+    strides,
+)
 
 CHUNK = 64
 LEAST = 32  # tokens of a sequence, in the mean, from which chunks are used
 
 
-@triton.jit
-def sequence_of(cu_ptr, chunk, B, STEPS, SIZE: tl.constexpr):
-    # The last sequence whose first chunk, of SIZE tokens, has at most this number.
-    low = chunk * 0
-    high = low + B
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        before = tl.load(cu_ptr + middle) // SIZE + middle <= chunk
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
-
-
-@triton.jit
-def limited(g):
-    # exp(-40) is nothing, and sums of a chunk stay small enough that their differences are exact to 1e-4.
-    return tl.maximum(g.to(tl.float32), -40.0)
-
-
-@triton.jit
-def _inverse(L, PRECISION: tl.constexpr):
-    # (I + L)^-1 of a strictly lower triangular L [64, 64]: forward substitution in the diagonal blocks of 16, then
-    # (I + M)^-1 = I - M + M^2 - M^3 for what is left, whose blocks are strictly lower triangular.
-    block = tl.arange(0, 4)
-    r = tl.arange(0, 16)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    parts = tl.reshape(L, (4, 16, 4, 16))
-    D = -tl.sum(tl.where(diagonal, parts, 0.0), axis=2)  # [4, 16, 16]
-    for i in range(1, 16):
-        row = tl.sum(tl.where(r[None, :, None] == i, D, 0.0), axis=1)  # [4, 16]
-        row += tl.sum(row[:, :, None] * D, axis=1)
-        D = tl.where(r[None, :, None] == i, row[:, None, :], D)
-    D += tl.where(r[None, :, None] == r[None, None, :], 1.0, 0.0)
-    whole = tl.reshape(tl.where(diagonal, D[:, :, None, :], 0.0), (64, 64))
-    rest = tl.reshape(tl.where(diagonal, 0.0, parts), (64, 64))
-    M = tl.dot(whole, rest, input_precision=PRECISION)
-    square = tl.dot(M, M, input_precision=PRECISION)
-    series = square - M - tl.dot(M, square, input_precision=PRECISION)
-    return whole + tl.dot(series, whole, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=["B", "STEPS"])
 def _sums_kernel(
-    g_ptr, sums_ptr, cu_ptr, B, STEPS, H, K, g_t, g_h, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr
+    g_ptr, sums_ptr, left_ptr, cu_ptr, B, STEPS, H, K, g_t, g_h, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr
 ):
     # G [T, H, K]: sums of g from the beginning of the chunk.
     follow(OVERLAP)
@@ -88,6 +58,9 @@ def _sums_kernel(
     end = tl.load(cu_ptr + i + 1)
     if first >= end:
         return
+    if left_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of `and`
+        if tl.load(left_ptr + chunk * H + h) == 0:
+            return
     row = first.to(tl.int64) + tl.arange(0, 64)
     for at in range(0, K, BLOCK_K):
         cols = at + tl.arange(0, BLOCK_K)
@@ -110,7 +83,7 @@ def _spread(sums_ptr, G, real, cols, first, depth, H, h, K):
 @triton.jit(do_not_specialize=["B", "STEPS"])
 def _within_kernel(
     v_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, rate_ptr, bias_ptr, cu_ptr, sums_ptr,
-    scores_ptr, pairs_ptr, w_ptr, u_ptr, qs_ptr, ks_ptr, bs_ptr, qf_ptr, kf_ptr, last_ptr,
+    scores_ptr, pairs_ptr, w_ptr, u_ptr, qs_ptr, ks_ptr, bs_ptr, qf_ptr, kf_ptr, last_ptr, left_ptr,
     B, STEPS, H, GROUP, K, V, scale, low, high,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, a_t, a_h, b_t, b_h,
     RULE: tl.constexpr, GATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -126,6 +99,9 @@ def _within_kernel(
     end = tl.load(cu_ptr + i + 1)
     if first >= end:
         return
+    if left_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of `and`
+        if tl.load(left_ptr + chunk * H + h) == 0:
+            return
     r = tl.arange(0, 64)
     row = first.to(tl.int64) + r
     real = row < end
@@ -270,7 +246,7 @@ def _within_kernel(
     square_at = head[:, None] * 64 + r[None, :]
     tl.store(scores_ptr + square_at, tl.where(lower, scores, 0.0).to(dtype), mask=real[:, None])
     if RULE == 1:
-        solved = _inverse(tl.where(strict, system, 0.0), PRECISION).to(dtype)
+        solved = inverse(tl.where(strict, system, 0.0), PRECISION).to(dtype)
         for at in range(0, K, BLOCK_K):
             cols = at + tl.arange(0, BLOCK_K)
             inside = real[:, None] & (cols < K)[None, :]
@@ -289,9 +265,9 @@ def _within_kernel(
             u = tl.dot(solved, (v.to(tl.float32) * beta[:, None]).to(dtype), input_precision=PRECISION)
             tl.store(u_ptr + head[:, None] * V + cols[None, :], u.to(dtype), mask=inside)
     if RULE == 2:
-        inverse = _inverse(tl.where(strict, -system, 0.0), PRECISION)
-        solved = inverse.to(dtype)
-        kept = tl.dot(inverse, tl.where(strict, seen, 0.0), input_precision=PRECISION).to(dtype)
+        whole = inverse(tl.where(strict, -system, 0.0), PRECISION)
+        solved = whole.to(dtype)
+        kept = tl.dot(whole, tl.where(strict, seen, 0.0), input_precision=PRECISION).to(dtype)
         tl.store(pairs_ptr + square_at, tl.where(lower, pairs * scale, 0.0).to(dtype), mask=real[:, None])
         for at in range(0, K, BLOCK_K):
             cols = at + tl.arange(0, BLOCK_K)
@@ -389,8 +365,8 @@ def _between_kernel(
     tl.store(state_at, s.to(state_ptr.dtype.element_ty), mask=inside & (slot > 0))
 
 
-def run(p: Problem, out: torch.Tensor) -> None:
-    """Fill `out` [T, H, V], contiguous, and the states."""
+def run(p: Problem, out: torch.Tensor, halved: bool = False) -> None:
+    """Fill `out` [T, H, V], contiguous, and the states. halved: without `products_kernel`."""
     batch, heads, group, keys, values = p.sizes
     tokens, device, dtype = p.v.shape[0], p.v.device, p.v.dtype
     chunks, steps = tokens // CHUNK + batch, batch.bit_length()
@@ -413,22 +389,34 @@ def run(p: Problem, out: torch.Tensor) -> None:
     block_k, block_v = (min(64, max(least, next_power_of_2(n))) for n in (keys, values))
     exact = dtype == torch.float32
     shared: dict[str, Any] = {"RULE": p.rule, "GATE": p.gate, "PRECISION": "tf32x3" if exact else "tf32"}
+    whole = (p.rule == DELTA or (p.rule == LINEAR and by_channel)) and not halved
+    whole = whole and not (by_channel and dtype == torch.float16)  # whose numbers end at 65,504
+    left = scratch(chunks, heads, when=whole and by_channel, dtype=torch.int8)
+    if whole:
+        launch_kernel(
+            products_kernel, (chunks, heads), p.v, p.q, p.k, p.g, p.beta, p.cu_seqlens,
+            scores, w, u, q, k, q_factor, k_factor, last, left, batch, steps, heads, group, keys, values, p.scale,
+            *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2),
+            CORRECTS=corrects, CHANNELS=by_channel, NORMALIZE=p.normalize, SPREAD=120.0, BLOCK_V=block_v,
+            PRECISION=shared["PRECISION"], num_stages=1, **products_tile(p),
+        )  # fmt: skip
     if sums is not None:
         launch_kernel(
-            _sums_kernel, (chunks, heads), p.g, sums, p.cu_seqlens, batch, steps, heads, keys, *strides(p.g, 2),
+            _sums_kernel, (chunks, heads), p.g, sums, left, p.cu_seqlens, batch, steps, heads, keys, *strides(p.g, 2),
             BLOCK_K=block_k, num_warps=4,
         )  # fmt: skip
-    launch_kernel(
-        _within_kernel, (chunks, heads),
-        p.v, p.q, p.k, p.g, p.beta, p.a, p.b, p.rate, p.bias, p.cu_seqlens, sums,
-        scores, pairs, w, u, q, k, b, q_factor, k_factor, last,
-        batch, steps, heads, group, keys, values, p.scale, p.low, p.high,
-        *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),
-        *strides(p.b, 2),
-        NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
-        BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
-        num_warps=8 if p.rule == PAIR or (exact and by_channel) else 4, **shared,
-    )  # fmt: skip
+    if by_channel or not whole:
+        launch_kernel(
+            _within_kernel, (chunks, heads),
+            p.v, p.q, p.k, p.g, p.beta, p.a, p.b, p.rate, p.bias, p.cu_seqlens, sums,
+            scores, pairs, w, u, q, k, b, q_factor, k_factor, last, left,
+            batch, steps, heads, group, keys, values, p.scale, p.low, p.high,
+            *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2),
+            *strides(p.a, 2), *strides(p.b, 2),
+            NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, SPREAD=6 if dtype == torch.float16 else 40,
+            BLOCK_K=min(block_k, 32) if p.rule == PAIR else block_k, BLOCK_V=block_v, num_stages=1,
+            num_warps=8 if p.rule == PAIR or (exact and by_channel) else 4, **shared,
+        )  # fmt: skip
     if q is None or k is None:
         q, k = p.q, p.k
     else:
@@ -443,6 +431,15 @@ def run(p: Problem, out: torch.Tensor) -> None:
         HAS_SKIP=p.skip is not None, BLOCK_K=block_k, BLOCK_V=block_v, num_stages=stages,
         num_warps=warps, **shared,
     )  # fmt: skip
+
+
+def products_tile(p: Problem) -> dict[str, int]:
+    """BLOCK_K and warps of `products_kernel`. With decays for each channel, 64 keys spill registers on sm_90."""
+    most = 32 if p.gate == BY_CHANNEL else 64
+    return {
+        "BLOCK_K": min(most, max(16, next_power_of_2(p.sizes[3]))),
+        "num_warps": 8 if p.v.itemsize == 4 else 4,
+    }
 
 
 def _tile_between(p: Problem) -> tuple[int, int, int]:
@@ -461,10 +458,17 @@ def _tile_between(p: Problem) -> tuple[int, int, int]:
     return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 
+def way_of(p: Problem) -> Callable[[Problem, torch.Tensor], None]:
+    """Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
+    if p.v.shape[0] < LEAST * p.sizes[0]:
+        return recurrent.run
+    return linear_chunks.run if linear_chunks.supports(p) else run
+
+
 def solve(p: Problem) -> torch.Tensor:
-    """The outputs [T, H, V]. Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
+    """The outputs [T, H, V]."""
     out = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
     batch, heads, _, _, values = p.sizes
     if batch * heads * values:
-        (run if p.v.shape[0] >= LEAST * batch else recurrent.run)(p, out)
+        way_of(p)(p, out)
     return out

@@ -390,6 +390,7 @@ def _ttt_sgd() -> Function:
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "causal_conv1d": (_vllm(_vllm_conv, _no_vllm_conv),),
+    "delta_gates": (inductor("delta_gates"),),
     "gated_delta_rule": (
         _fla(_delta),
         _vllm(_vllm_delta(f"{_VLLM_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"), _no_vllm_delta),

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus_only, unset
+from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
 from fastkernels.overrides.recurrence.pools import (
@@ -378,8 +378,7 @@ def vllm_selective_scan_fn(
 
 def _gates(A_log: T, a: T, b: T, dt_bias: T) -> tuple[T, T]:
     """The logarithm of the decays, and the step sizes, of a gated delta net."""
-    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return g, b.float().sigmoid()
+    return delta_gates(a, b, A_log, dt_bias, True)
 
 
 def vllm_fused_recurrent_gated_delta_rule_packed_decode(

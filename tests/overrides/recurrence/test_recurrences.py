@@ -13,12 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import warm
-from support.kernels.op_cases import make_args
-from support.kernels.recurrence_runs import OPS, STRENGTHS, named
+from support.kernels.ahead import compile_for, launched, usage
+from support.kernels.op_cases import make_args, oracle
+from support.kernels.recurrence_runs import BY_CHANNEL, OPS, SEGMENTED, STRENGTHS, named, parts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.recurrence import chunks, linear_chunks
 
 INTERPRETED = """
 import sys
@@ -222,6 +224,71 @@ def test_chunks_agree_at_extreme_decays(name: str, in_chunks: dict[str, str | No
 @pytest.mark.parametrize("name", OPS)
 def test_chunks_continue_token_by_token(name: str, in_chunks: dict[str, str | None]) -> None:
     assert in_chunks[f"{name}-split"] is None
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_segments_agree_with_the_reference(name: str, in_chunks: dict[str, str | None]) -> None:
+    found = {kind: problem for kind, problem in in_chunks.items() if kind.startswith(f"{name}-segments")}
+    assert found == dict.fromkeys(found) and len(found) >= 3
+
+
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_only_strong_decays_are_halved(name: str, in_chunks: dict[str, str | None]) -> None:
+    assert in_chunks[f"{name}-mixed"] is None
+
+
+def of_a_prompt(name: str) -> list[Any]:
+    """The arguments of a served model's prompt of 8,192 tokens, without values."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if c.name.endswith("_8k"))
+    small = dataclasses.replace(case, dims={**case.dims, "seq_lens": (1,)})
+    args = spec.inputs(small, "cpu", torch.Generator())
+    tokens = {a.name for a in spec.arguments if "tokens" in str(getattr(a, "axes", ""))}
+    made = {k: x.to("meta") if isinstance(x, torch.Tensor) else x for k, x in named(spec, args).items()}
+    return [x.expand(8192, *x.shape[1:]).contiguous() if k in tokens else x for k, x in made.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("kda", "products"), ("gated_delta_rule", "products"), ("ssd", "linear")]
+)
+def test_kernels_of_prompts_fit_into_registers(
+    name: str, kernel: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for module in (chunks, linear_chunks):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    provider = next(p for p in registry.get(name).op.providers if p.name == "triton")
+    found = {each[0].fn.__name__: each for each in launched(lambda: provider.fn(*of_a_prompt(name)))}
+    compiled = compile_for(found[f"{kernel}_kernel"], 90)
+    assert usage(compiled, tmp_path)["STACK"] <= 128
+    assert 2 * compiled.metadata.shared <= 227 << 10  # two programs of an SM
+
+
+LONG = (512,) * 15 + (448,) + (1,) * 64  # tokens of each call: prompts, then decodes
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", OPS)
+def test_8k_steps_stay_near_float64(name: str, device: str) -> None:
+    """The last outputs and the state, after calls that each round the state, are within bfloat16's bound."""
+    spec = registry.get(name)
+    case = next(c for c in spec.cases if c.name == "packed")
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    dims = {**case.dims, "seq_lens": (sum(LONG),), "new": 1, "padding": 0}
+    args = make_args(spec, dataclasses.replace(case, dims=dims, dtype=dtype))
+    want = oracle(spec, args)
+    moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+    state = named(spec, moved)["state"]
+    state.zero_()  # later calls continue from it
+    named(spec, moved)["fresh"].zero_()
+    out = parts(spec, spec.op, moved, LONG)[0]
+    limit = spec.tolerance["bfloat16"]
+    bound = {"atol": limit.atol, "rtol": limit.rtol}
+    torch.testing.assert_close(out[-64:].cpu().double(), want[0][-64:].double(), **bound)
+    slot = int(named(spec, args)["slots"][0])
+    torch.testing.assert_close(state[slot].cpu().double(), want[1][slot].double(), **bound)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
