@@ -244,7 +244,7 @@ def _implementation(
 
     def left_to_host(batch: Any) -> None:
         """Note a layer of the host's in the graph that is being captured."""
-        if torch.cuda.is_current_stream_capturing():
+        if captured and torch.cuda.is_current_stream_capturing():
             captured.discard(batch.batch_size)
 
     def attend(
