@@ -1,4 +1,4 @@
-"""What a step tells the sampler of its rows."""
+"""The rows of a step as the sampler gets them: requests that enter slots, and masks of tokens."""
 
 from __future__ import annotations
 
