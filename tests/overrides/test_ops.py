@@ -29,7 +29,8 @@ FIRST_IDS = [name for name, _ in FIRST]
 SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "op_cases.py"
 # Interpreted cases that take longest; others of the op run the same kernels.
 SLOW = {
-    "ada_layer_norm": ("odd_63",), "fused_experts": ("all", "odd_5", "odd_63"),
+    "ada_layer_norm": ("odd_63",), "deformable_attention": ("four_levels",), "frame_attention": ("odd_129",),
+    "fused_experts": ("all", "odd_5", "odd_63"),
     "fused_experts_fp8": ("powers_of_two", "cut", "blocks_19", "channels_33", "tensors_63", "tokens_of_tensors"),
     "fused_experts_gelu": ("all", "odd_5", "odd_17", "odd_63"),
     "fused_experts_int4": ("all", "elsewhere", "zeros_33"),
