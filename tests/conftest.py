@@ -27,7 +27,7 @@ import pytest
 sys.dont_write_bytecode = False
 
 # Models and syntax trees make many objects that stay: the usual 700 new ones start a collection far too often.
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(10_000, 10, 10)
 
 # Each client of httpx reads all certificates again, for 40 ms; no test needs them.
 ssl.create_default_context = cache(ssl.create_default_context)

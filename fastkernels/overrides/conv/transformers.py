@@ -103,7 +103,7 @@ class TransformersRTDetrV2RepVggBlock(nn.Module):
     @staticmethod
     def supports(module: Any) -> str | None:
         own = (TransformersRTDetrV2ConvNormLayer.supports(m) for m in (module.conv1, module.conv2))
-        return next((why for why in own if why is not None), None) or (_not_activation(module.activation))
+        return next((why for why in own if why is not None), None) or _not_activation(module.activation)
 
     def forward(self, x):
         first, second = self.conv1, self.conv2
