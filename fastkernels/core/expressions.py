@@ -26,6 +26,7 @@ def _cdiv(a: int, b: int) -> int:
 FUNCTIONS: dict[str, Any] = {
     "abs": abs, "cdiv": _cdiv, "itemsize": _itemsize, "len": len, "max": max, "min": min, "prod": _prod, "sum": sum,
 }  # fmt: skip
+_GLOBALS = {"__builtins__": {}, **FUNCTIONS}  # no expression can assign to them
 _NODES = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call, ast.Name, ast.Constant,
     ast.Tuple, ast.Subscript, ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
@@ -60,11 +61,13 @@ class Expr:
                     names.add(node.id)
         self.names = frozenset(names)
         self._code = compile(self.tree, f"<{self.text}>", "eval")
+        self._name = self.name
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """The expression's value. Raises KeyError for a name that `values` lacks."""
-        scope = {name: values[name] for name in self.names}
-        return eval(self._code, {"__builtins__": {}, **FUNCTIONS}, scope)
+        if self._name is not None:  # most are one axis
+            return values[self._name]
+        return eval(self._code, _GLOBALS, {name: values[name] for name in self.names})
 
     @property
     def name(self) -> str | None:

@@ -9,6 +9,25 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 KEPT_NODES, KEPT_NAMES = "kept_nodes", "kept_names"  # attributes of a node: what was found in it
+# fields that hold no node with a place in the text
+PLAIN = {
+    "arg",
+    "asname",
+    "attr",
+    "conversion",
+    "ctx",
+    "id",
+    "kind",
+    "level",
+    "module",
+    "simple",
+    "type_comment",
+}
+FIELDS = {
+    cls: tuple(name for name in cls._fields if name not in PLAIN)
+    for cls in vars(ast).values()
+    if isinstance(cls, type) and issubclass(cls, ast.AST)
+}
 
 
 def is_kernel(node: ast.AST) -> bool:
@@ -29,17 +48,18 @@ def walk(node: ast.AST) -> list[ast.AST]:
 
 
 def _visited(node: ast.AST, found: list[ast.AST]) -> list[ast.AST]:
-    """`found` with the node and all nodes in it, each with its parent as `above`; a statement keeps its own."""
+    """`found` with the node and all nodes in it, each with its parent as `above`; a statement keeps its own.
+
+    Contexts and operators, which all nodes share, are left out.
+    """
     first = len(found)
     found.append(node)
-    for name in node._fields:
+    for name in FIELDS[type(node)]:
         value = getattr(node, name, None)
         if isinstance(value, ast.AST):
             value.above = node  # type: ignore[attr-defined]
             if value._fields:
                 _visited(value, found)
-            else:
-                found.append(value)
         elif isinstance(value, list):
             for child in value:
                 if isinstance(child, ast.AST):
@@ -71,7 +91,7 @@ def names_in(tree: ast.Module) -> dict[str, list[ast.Name]]:
                 found.setdefault(node.id, []).append(node)
             return
         inner = hidden | bound_names(node) if isinstance(node, (ast.FunctionDef, ast.Lambda)) else hidden
-        for name in node._fields:
+        for name in FIELDS[type(node)]:
             value = getattr(node, name, None)
             for child in value if isinstance(value, list) else (value,):
                 if isinstance(child, ast.AST):

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.kernels.declarations import contradictions
-from support.kernels.op_cases import call, make_args, mismatch, mutated, oracle
+from support.kernels.op_cases import call, make_args, mismatch, mutated, oracle, over
 
 from fastkernels.core import assemble, dispatch, registry
 from fastkernels.core.shapes import SMALL, near, near_size
 from fastkernels.core.spec import Case, OpSpec, dtype_of
 
 NAMES = registry.op_names()
-CASES = [(name, case) for name in NAMES for case in registry.get(name).cases if "odd" in case.tags]
-IDS = [f"{name}-{case.name}" for name, case in CASES]
+CASES = {name: [c for c in registry.get(name).cases if "odd" in c.tags] for name in NAMES}
 # Classes that cannot express any arguments of the op, and the reason in their error.
 NEVER = {
     "VllmParallelLMHead_0_26": "has no lookup",
@@ -221,7 +220,8 @@ def test_ops_with_integer_results_are_permutable(name: str) -> None:
     assert (spec.permutable is not None) or not integers
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", NAMES)
+@over(CASES)
 def test_dims_of_real_arguments(name: str, case: Case) -> None:
     spec = registry.get(name)
     args = make_args(spec, case)
@@ -250,7 +250,8 @@ def without_values(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", NAMES)
+@over(CASES)
 def test_dims_of_views_defaults_and_captures(name: str, case: Case) -> None:
     """Strided views, left-out arguments, and tensors without values give the same dims."""
     spec = registry.get(name)
@@ -370,7 +371,8 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
     assert len(odd) > len(numbers) / 4
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", NAMES)
+@over(CASES)
 def test_varied_cases_run(name: str, case: Case) -> None:
     spec = registry.get(name)
     assert spec.vary is not None
@@ -395,7 +397,7 @@ EXTREMES = [(name, kind, edit) for name in NAMES for kind, edit in registry.get(
 @pytest.mark.parametrize(("name", "kind", "edit"), EXTREMES, ids=[f"{n}-{k}" for n, k, _ in EXTREMES])
 def test_extremes_are_legal(name: str, kind: str, edit: Callable[[list[Any]], None]) -> None:
     spec = registry.get(name)
-    for case in (c for n, c in CASES if n == name):
+    for case in CASES[name]:
         args = make_args(spec, case)
         if not all(a.numel() for a in args if isinstance(a, torch.Tensor)):
             continue

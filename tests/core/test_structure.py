@@ -213,9 +213,7 @@ CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
     _under("fastkernels.overrides", "activation kit linear moe quant routing"),
     _under("fastkernels.overrides", "dense_attention diffusion"),
     {"fastkernels", "fastkernels.engine"}
-    | _under(
-        "fastkernels.engine", "cache execution execution.attention sampling scheduling speech structured"
-    ),
+    | _under("fastkernels.engine", "cache execution execution.attention scheduling speech"),
     {"fastkernels.engine.http"}
     | _under("fastkernels.engine.http", "anthropic_api audio_api parsing responses_api sglang_api"),
 )

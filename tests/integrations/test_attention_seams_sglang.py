@@ -220,27 +220,33 @@ def test_sglang_proposals_are_compared_with_its_own_kernel(
     assert CALLS == [None]  # SGLang has no plan for layers with a window
 
 
-def test_sglang_graph_of_our_kernels_alone_needs_no_plan(use: Callable[..., None]) -> None:
+def test_sglang_graph_of_our_kernels_alone_needs_no_plan(
+    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(64)
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     batch = Batch([1, 1, 1])
     backend, layer, forward_batch = sglang(batch, by_table=True)
     HostBackend.prepared.clear()
     backend.decode_cuda_graph_metadata = {3: SimpleNamespace(scheduler_metadata="a plan")}
     args = (batch.query, batch.new(batch.keys), batch.new(batch.values))
 
-    def step(*layers: Any) -> Any:
+    def step(*layers: Any, eager: tuple[Any, ...] = ()) -> Any:
         backend.decode_cuda_graph_metadata[3].scheduler_metadata = "a plan"
         backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
-        for each in layers:
+        for capturing[0], each in [(True, layer) for layer in layers] + [(False, layer) for layer in eager]:
             backend.forward_decode(*args, each, forward_batch)
+        capturing[0] = False
         backend.init_forward_metadata_out_graph(forward_batch)
         return backend.decode_cuda_graph_metadata[3].scheduler_metadata
 
     other = Layer()  # one that stays the host's
     assert step(layer) is None and step(layer, other) == "a plan" and step(layer) is None
+    assert step(layer, eager=(other,)) is None  # a step without a graph leaves the captured graph as it is
     use(512)
     assert step(layer) == "a plan"  # no entry
-    assert HostBackend.prepared == [True, False] * 4
+    assert HostBackend.prepared == [True, False] * 5
 
 
 def test_sglang_unsupported_step_is_counted_as_fallback() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.kernels import warm
-from support.kernels.op_cases import call, make_args, mismatch, mutated, odd_cases, oracle, poison
+from support.kernels.op_cases import call, make_args, mismatch, mutated, odd_cases, oracle, over, poison
 
 from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
@@ -29,7 +29,8 @@ FIRST_IDS = [name for name, _ in FIRST]
 SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "op_cases.py"
 # Interpreted cases that take longest; others of the op run the same kernels.
 SLOW = {
-    "ada_layer_norm": ("odd_63",), "fused_experts": ("all", "odd_5", "odd_63"),
+    "ada_layer_norm": ("odd_63",), "deformable_attention": ("four_levels",), "frame_attention": ("odd_129",),
+    "fused_experts": ("all", "odd_5", "odd_63"),
     "fused_experts_fp8": ("powers_of_two", "cut", "blocks_19", "channels_33", "tensors_63", "tokens_of_tensors"),
     "fused_experts_gelu": ("all", "odd_5", "odd_17", "odd_63"),
     "fused_experts_int4": ("all", "elsewhere", "zeros_33"),
@@ -43,9 +44,15 @@ SLOW = {
     "rope_store_kvcache": ("smollm2",), "rotary_emb": ("smollm2",),
     "silu_mul_quant_fp8": ("group_63", "token_63"), "topk_softmax": ("odd_160",), "upsample_conv": ("wide",),
 }  # fmt: skip
+OF_OP = {name: [c for n, c in CASES if n == name] for name in dict.fromkeys(n for n, _ in CASES)}
 INTERPRETED = [
-    pytest.param(name, case, marks=[pytest.mark.slow] if case.name in SLOW.get(name, ()) else [])
-    for name, case in CASES
+    pytest.param(name, chosen, marks=marks, id=f"{name}{suffix}")
+    for name, cases in OF_OP.items()
+    for suffix, marks, chosen in (
+        ("", [], [c for c in cases if c.name not in SLOW.get(name, ())]),
+        ("-slow", [pytest.mark.slow], [c for c in cases if c.name in SLOW.get(name, ())]),
+    )
+    if chosen
 ]
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -63,7 +70,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[tuple[str, str], str | N
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
     chosen = [i.callspec.params for i in items if i.function is test_triton_interpreted]
-    names = [f"{params['name']}-{params['case'].name}" for params in chosen]
+    names = [f"{params['name']}-{case.name}" for params in chosen for case in params["cases"]]
     done = warm.run([SCRIPT, *names], env, timeout=400)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -85,8 +92,10 @@ def check(spec: OpSpec, case: Case, fn: Any, args: list[Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", OF_OP)
+@over(OF_OP)
 def test_values(name: str, case: Case) -> None:
+    poison()
     spec = registry.get(name)
     before = spec.op.calls
     check(spec, case, spec.op, make_args(spec, case))
@@ -94,9 +103,12 @@ def test_values(name: str, case: Case) -> None:
 
 
 @pytest.mark.cpu(100)  # the first runs all
-@pytest.mark.parametrize(("name", "case"), INTERPRETED, ids=IDS)
-def test_triton_interpreted(name: str, case: Case, interpreted: dict[tuple[str, str], str | None]) -> None:
-    assert interpreted[name, case.name] is None
+@pytest.mark.parametrize(("name", "cases"), INTERPRETED)
+def test_triton_interpreted(
+    name: str, cases: list[Case], interpreted: dict[tuple[str, str], str | None]
+) -> None:
+    found = {case.name: interpreted[name, case.name] for case in cases}
+    assert {case: problem for case, problem in found.items() if problem is not None} == {}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
@@ -121,8 +133,10 @@ def widen(value: Any) -> Any:
     return wide[..., :-5]
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@pytest.mark.parametrize("name", OF_OP)
+@over(OF_OP)
 def test_strided_inputs(name: str, case: Case) -> None:
+    poison()
     spec = registry.get(name)
     args = [widen(a) for a in make_args(spec, case)]
     check(spec, case, spec.op, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,9 +34,10 @@ def start(
     until = time.monotonic() + 240
     while time.monotonic() < until and process.poll() is None:
         try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()  # cheaper than a client of httpx
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return process, url
-        except httpx.TransportError:
+        except (OSError, httpx.TransportError):
             time.sleep(0.1)
     process.kill()
     raise AssertionError(process.communicate()[1] or f"no server: see {log and log.name}")

@@ -10,7 +10,8 @@ import numpy as np
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput
+from fastkernels.engine.execution.step import PromptTargets, StepInput
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.models.common.build import load_config
 

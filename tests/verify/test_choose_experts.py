@@ -128,7 +128,11 @@ def test_memory_of_a_call_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     # One token reads two experts, 0.7 GB: more than is cold, so the fewest calls.
     for cold, calls in ((100 << 20, measure.LEAST_CALLS), (0, 1)):
         assert len(measure.checked_and_timed(point, CPU, generator, cold)[1]) == calls
-    assert asked[0] == asked[1] == pytest.approx(2 * 3 * 4096 * 14336 * 2, rel=0.01)
+    assert max(asked) < 1.5e6  # of activations: the weights are there
+    asked.clear()
+    many = Point("fused_experts", shape, (512,), (), live)
+    measure.checked_and_timed(many, CPU, generator, 0)
+    assert 2 * 512 * 2 * 3 * 14336 * 4 < asked[0] < 5e8  # gate, up and their product of two experts a token
 
 
 def test_reference_is_no_production_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from fk_integrations.core import ranks
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.ranks import agree
 from fk_integrations.patching import choose
@@ -37,13 +38,18 @@ def _rank(rank: int, folder: str) -> None:
     def fail() -> str:
         raise ValueError("no kernel")
 
+    def slow() -> str:
+        time.sleep(0.5)
+        return "slow"
+
     def late() -> str:
         _wait_for_file(folder, 1)
         return "late"
 
-    for make, seconds in ((fail, 20.0), (late, 0.3)):
+    for make, seconds, margin in ((fail, 20.0, 10.0), (slow, 0.4, 10.0), (late, 2.0, 0.5)):
+        ranks.MARGIN = margin
         try:
-            found.append(agree(group, make, seconds if rank else 20.0))
+            found.append(agree(group, make, seconds))
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     Path(folder, f"{rank}.new").write_text("\n".join(found))
@@ -99,6 +105,6 @@ def test_two_ranks_never_disagree(tmp_path: Path) -> None:
     assert first[:2] == second[:2] == ["choice of 0 \u00b5", ""]
     assert first[2] == "ValueError: no kernel"
     assert second[2] == "RuntimeError: rank 0, which measures for its group of 2, failed"
-    assert second[3].startswith(
-        "RuntimeError: rank 0, which measures for its group of 2, sent nothing in 0 s"
-    )
+    late = "RuntimeError: rank 0, which measures for its group of 2, sent nothing in"
+    assert first[3].startswith(f"{late} 0 s: it took") and second[3] == second[2]  # in time for a refusal
+    assert first[4].startswith(f"{late} 2 s: it took") and second[4].startswith(f"{late} 2 s: ")  # too late

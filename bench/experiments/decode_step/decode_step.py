@@ -38,8 +38,9 @@ from fastkernels.core import tuning as tuned
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.input_batch import InputBatch
-from fastkernels.engine.execution.step import NewRow, StepInput
+from fastkernels.engine.execution.step import StepInput
 from fastkernels.engine.execution.step_kernels import begin, finish
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.models.common import build

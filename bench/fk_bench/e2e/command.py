@@ -38,6 +38,7 @@ from fk_bench.offline.host import (
 
 
 def e2e_command(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -162,6 +163,10 @@ def e2e_command(
             raise ConfigError(
                 "--loads is for hosts of text: it excludes --startup, --scheduler-only and --candidate"
             )
+        if loads and (ignored := _on_the_line(context, "requests", "input_len", "output_len")):
+            raise ConfigError(
+                f"--loads names requests and tokens itself: leave out {' and '.join(ignored)}, or leave out --loads"
+            )
         plan, presets = parse_loads(loads) if loads else ([], frozenset())
         if candidate is not None:
             from_directory(candidate, blocks=names == ["fastkernels"])
@@ -259,6 +264,14 @@ def e2e_command(
         for host in started:
             host.stop()
     _show(made, folder, json_only)
+
+
+def _on_the_line(context: typer.Context, *names: str) -> list[str]:
+    """Those of these options that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        f"--{n.replace('_', '-')}" for n, found in sources.items() if found and found.name == "COMMANDLINE"
+    ]
 
 
 def _fitting(model: str, loads: Sequence[Load], presets: Collection[Load]) -> list[Load]:

@@ -27,16 +27,10 @@ from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.memory_profile import activation_bytes, media_bytes
 from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.step import (
-    SAMPLED,
-    PromptTargets,
-    StepInput,
-    StepOutput,
-    TokenLogprobs,
-    TokenMasks,
-)
+from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput, TokenLogprobs
 from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.execution.warm_up import warm_up
+from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.step import NewRow, StepInput
+from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.sampling.rows import NewRow
 
 TURN = 10  # the place of `turn` among the arrays of a packed buffer
 

@@ -11,7 +11,8 @@ from fastkernels.engine.cache.kv_cache import GIB
 from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS
 from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.step import NewRow, PromptTargets, StepInput, even
+from fastkernels.engine.execution.step import PromptTargets, StepInput, even
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 # Bytes added to the measured peak for the allocator and for graphs, in addition to `graph_bytes`

@@ -12,29 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.sampling.rows import NewRow, TokenMasks
 
 SAMPLED = -1  # as an input id: the token that this slot sampled last
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """A request enters a slot, on admission or again after a preemption.
-
-    seed              seed of its noise
-    end_token_ids     tokens that end it, banned before params.min_tokens
-    prompt_token_ids, output_token_ids  for penalties and repetition-aware sampling; empty without these
-    shift             position of a token behind the last medium, less its index
-    """
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    end_token_ids: frozenset[int] = frozenset()
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,17 +122,6 @@ class StepInput:
     sources: StepSources | None = None
     drafts: np.ndarray | None = None
     next_drafts: NextDrafts | None = None
-
-
-@dataclass(frozen=True)
-class TokenMasks:
-    """The tokens that rows [M] int64 of a step may sample: token t is allowed by bit t % 32 of words[:, t // 32].
-
-    words [M, W] int32, with W * 32 >= vocab_size.
-    """
-
-    rows: np.ndarray
-    words: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ import numpy as np
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.startup import Phases, keep_objects
-from fastkernels.engine.execution.step import StepInput, TokenMasks
+from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.sampling.rows import TokenMasks
 
 log = logging.getLogger("fastkernels")
 

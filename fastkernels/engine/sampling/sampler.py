@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from fastkernels.engine.sampling.repetition import AGAIN, RING
-from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
+from fastkernels.engine.sampling.rows import NewRow
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan, SlotFlags
 from fastkernels.engine.sampling.token_masks import DeviceMasks, apply_masks
 from fastkernels.overrides.sampling.sampling import sampling
 

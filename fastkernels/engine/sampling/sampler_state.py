@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.step import NewRow
 from fastkernels.engine.sampling.repetition import RepetitionAware
+from fastkernels.engine.sampling.rows import NewRow
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.engine.execution.step import TokenMasks
+from fastkernels.engine.sampling.rows import TokenMasks
 
 BLOCK = 4096  # tokens of one program
 

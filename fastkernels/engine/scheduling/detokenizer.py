@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
+
+from fastkernels.engine.structured.special_tokens import rust_of, special_ids
 
 REPLACEMENT = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 CONTEXT = 6  # prompt tokens before the first decoded token: leading spaces depend on them
@@ -22,7 +23,7 @@ class Pieces:
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.rust = _rust(tokenizer)
+        self.rust = rust_of(tokenizer)
         self.special = special_ids(tokenizer) if skip_special_tokens else frozenset()
         self.context = list(prompt_token_ids[-CONTEXT:])  # decoded together with `pending`, then cut off
         self.pending: list[int] = []
@@ -154,27 +155,3 @@ class Detokenizer:
                 if len(stop) > len(window) - at and stop.startswith(window[at:]):
                     return len(window) - at
         return 0
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that skip_special_tokens leaves out.
-
-    They never reach the decoder, which would decode a sequence of special tokens (EOS after EOS, with ignore_eos) from
-    the beginning at every token.
-    """
-    ids = _SPECIAL.get(tokenizer)
-    if ids is None:
-        rust = _rust(tokenizer)
-        if rust is None:
-            ids = frozenset(tokenizer.all_special_ids)
-        else:
-            ids = frozenset(i for i, t in rust.get_added_tokens_decoder().items() if t.special)
-        _SPECIAL[tokenizer] = ids
-    return ids
-
-
-def _rust(tokenizer: Any) -> Any:
-    return tokenizer._tokenizer if getattr(tokenizer, "is_fast", False) else None
-
-
-_SPECIAL: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenMasks
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
+from fastkernels.engine.sampling.rows import TokenMasks
+from fastkernels.engine.scheduling.constraints import advance
 from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
 from fastkernels.engine.scheduling.step_input import make_step
-from fastkernels.engine.structured.constraint import advance
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from fastkernels.engine.execution.step import (
     NO_COPIES,
     SAMPLED,
     Encoding,
-    NewRow,
     NextDrafts,
     PromptTargets,
     StepInput,
     StepMedia,
     StepSources,
 )
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 

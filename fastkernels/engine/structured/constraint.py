@@ -6,24 +6,19 @@ sampling of the next one (see EngineCore), so it never runs ahead and needs no w
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.structured.grammars import Grammar, next_words, words_of
+from fastkernels.engine.structured.grammars import Grammar, words_of
 from fastkernels.engine.structured.timestamps import TimestampRules
 
-if TYPE_CHECKING:
-    from fastkernels.engine.scheduling.request import Request
-
-log = logging.getLogger("fastkernels")
 MOST_BLANK = 4  # tokens of whitespace in a row in JSON: a model could go on with them until max_tokens
 
 
 class Constraint:
-    """The constraint of one sequence. words: int32 [W], the mask of its next token as in step.TokenMasks.
+    """The constraint of one sequence. words: int32 [W], the mask of its next token as in rows.TokenMasks.
 
     grammar  of its structured output
     allowed  the only tokens that it may generate
@@ -72,52 +67,6 @@ class Constraint:
         for token in self.matcher.stop_token_ids:
             rest[token >> 5] &= ~np.uint32(1 << (token & 31)).view(np.int32)
         return not rest.any()
-
-
-def advance(requests: Iterable[Request]) -> list[tuple[Request, str]]:
-    """Update the constraints of unfinished sequences that got a token.
-
-    Returns those that end here with their finish reason: 'stop' where the grammar allows nothing else, 'abort' where
-    no token is allowed.
-    """
-    ended: list[tuple[Request, str]] = []
-    matched: list[Request] = []
-    for request in requests:
-        constraint = request.constraint
-        assert constraint is not None
-        if constraint.matcher is None:
-            _update(request, None, ended)
-        elif not constraint.matcher.accept_token(request.output_token_ids[-1]):
-            log.warning(
-                "request %s: its grammar does not accept token %d",
-                request.request_id,
-                request.output_token_ids[-1],
-            )
-            ended.append((request, "abort"))
-        elif constraint.matcher.is_terminated():
-            ended.append((request, "stop"))
-        else:
-            matched.append(request)
-    if matched:
-        matchers = [r.constraint.matcher for r in matched if r.constraint is not None]
-        assert matched[0].constraint is not None
-        for request, words in zip(
-            matched, next_words(matchers, matched[0].constraint.vocab_size), strict=True
-        ):
-            _update(request, words, ended)
-    return ended
-
-
-def _update(request: Request, words: np.ndarray | None, ended: list[tuple[Request, str]]) -> None:
-    constraint = request.constraint
-    assert constraint is not None
-    if words is not None and constraint.matcher.is_completed() and constraint.stops_only(words):
-        ended.append((request, "stop"))
-        return
-    constraint.update(words, request.output_token_ids)
-    if not constraint.words.any():
-        log.warning("request %s: no token is allowed by all its constraints", request.request_id)
-        ended.append((request, "abort"))
 
 
 def _width(vocab_size: int) -> int:

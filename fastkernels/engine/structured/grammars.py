@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.engine.scheduling.detokenizer import special_ids
 from fastkernels.engine.structured.params import StructuredOutputsParams
+from fastkernels.engine.structured.special_tokens import special_ids
 
 THREADS = 4
 MANY = 8  # matchers whose masks are filled in several threads
@@ -33,7 +33,7 @@ _COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar. words: the mask of the first token, int32 [W] as in step.TokenMasks.
+    """A compiled grammar. words: the mask of the first token, int32 [W] as in rows.TokenMasks.
 
     blank: the mask of tokens of whitespace, for JSON that allows any number of them between values; else None
     """

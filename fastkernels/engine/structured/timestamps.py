@@ -32,7 +32,7 @@ class TimestampRules:
     banned: tuple[int, ...] = ()
 
     def words(self, tokens: Sequence[int]) -> np.ndarray:
-        """The mask of the next token after these generated ones: int32 [W] as in step.TokenMasks."""
+        """The mask of the next token after these generated ones: int32 [W] as in rows.TokenMasks."""
         bits = self._bits(tokens)
         width = -(-self.vocab_size // 32) * 4
         return np.frombuffer(bytearray(bits.to_bytes(width, "little")), np.int32)

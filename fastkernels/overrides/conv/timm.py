@@ -14,7 +14,7 @@ from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.global_response_norm import global_response_norm
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
-from fastkernels.overrides.conv.timm_activations import act_of, activation_of
+from fastkernels.overrides.conv.timm_activations import act_of, activation_of, not_activation
 from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.norm.timm import TimmLayerNorm, TimmLayerNorm2d
 
@@ -31,9 +31,7 @@ def not_norm(norm: Any) -> str | None:
     drop, act = getattr(norm, "drop", None), getattr(norm, "act", None)
     if drop is not None and type(drop) is not nn.Identity:
         return f"its norm has a {type(drop).__name__}"
-    if act is not None and activation_of(act) is None:
-        return f"its activation is {type(act).__name__}"
-    return None
+    return None if act is None else not_activation(act)
 
 
 def conv_norm(conv: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

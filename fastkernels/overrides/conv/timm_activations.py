@@ -31,6 +31,13 @@ def activation_of(act: Any) -> str | None:
     return ACTIVATIONS.get(name)
 
 
+def not_activation(act: Any) -> str | None:
+    """Return why `activation_of` has no name for a module, or None."""
+    if changed(act):
+        return "other code was put around its activation"
+    return None if activation_of(act) is not None else f"its activation is {type(act).__name__}"
+
+
 def act_of(layer: Any, kwargs: Any = None) -> nn.Module:
     """The module of an activation that is given as a class, a name or None. Raises ValueError."""
     if layer is None:

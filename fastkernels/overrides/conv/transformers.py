@@ -10,7 +10,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
-from fastkernels.overrides.conv.timm_activations import activation_of
+from fastkernels.overrides.conv.timm_activations import activation_of, not_activation
 from fastkernels.overrides.kit.modules import changed
 
 FROZEN_EPS = 1e-5  # of RTDetrV2FrozenBatchNorm2d, which has no field for it
@@ -25,6 +25,10 @@ def _activation_of(act: Any) -> str | None:
     """The activation that a module computes, or None: another one, or changed code."""
     found = OWN.get(type(act).__name__)
     return activation_of(act) if found is None or changed(act) else found
+
+
+def _not_activation(act: Any) -> str | None:
+    return None if _activation_of(act) is not None else not_activation(act)
 
 
 def _act(name: Any) -> nn.Module:
@@ -47,7 +51,7 @@ def _not_pair(conv: Any, norm: Any, act: Any) -> str | None:
     """Return why the op does not compute a convolution with its norm and activation, or None."""
     if (why := not_conv(conv) or _not_norm(norm)) is not None:
         return why
-    return None if _activation_of(act) is not None else f"its activation is {type(act).__name__}"
+    return _not_activation(act)
 
 
 def _conv_norm(
@@ -99,11 +103,7 @@ class TransformersRTDetrV2RepVggBlock(nn.Module):
     @staticmethod
     def supports(module: Any) -> str | None:
         own = (TransformersRTDetrV2ConvNormLayer.supports(m) for m in (module.conv1, module.conv2))
-        return next((why for why in own if why is not None), None) or (
-            None
-            if _activation_of(module.activation) is not None
-            else f"its activation is {type(module.activation).__name__}"
-        )
+        return next((why for why in own if why is not None), None) or _not_activation(module.activation)
 
     def forward(self, x):
         first, second = self.conv1, self.conv2

@@ -15,7 +15,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.timm import not_norm
-from fastkernels.overrides.conv.timm_activations import activation_of
+from fastkernels.overrides.conv.timm_activations import activation_of, not_activation
 from fastkernels.overrides.kit.modules import changed
 
 
@@ -29,10 +29,6 @@ def _parts(layer: Any) -> tuple[Any, Any]:
 def _unsupported(layer: Any) -> str | None:
     conv, norm = _parts(layer)
     return not_conv(conv) or (None if norm is None else not_norm(norm))
-
-
-def _unknown_activation(module: Any) -> str | None:
-    return f"its activation is {type(module.act).__name__}" if activation_of(module.act) is None else None
 
 
 def _compute(layer: Any, act: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -74,7 +70,7 @@ class UltralyticsConv(nn.Module):
     @staticmethod
     def supports(module: Any) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        return _unsupported(module) or _unknown_activation(module)
+        return _unsupported(module) or not_activation(module.act)
 
     @staticmethod
     def needs_host(module: Any) -> str | None:
@@ -111,7 +107,7 @@ class UltralyticsRepVGGDW(nn.Module):
     @staticmethod
     def supports(module: Any) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        return _unsupported(module.conv) or _unknown_activation(module)
+        return _unsupported(module.conv) or not_activation(module.act)
 
     @staticmethod
     def needs_host(module: Any) -> str | None:

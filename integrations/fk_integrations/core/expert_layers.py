@@ -62,15 +62,15 @@ def live_calls(
     arguments  arguments(module, x, topk_weights, topk_ids) -> those of the op
     name, host  the code that the host's layer runs for such arguments; None: the op's production kernel
     """
-    experts, _, topk, hidden, *_, dtype = shape
+    experts, _, topk, hidden, width, *_, dtype = shape
 
     def calls(
         point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int
     ) -> tuple[list[Any], list[list[Any]]]:
-        moved, made = registry.get(point.op).bytes_moved(case_of(point)), []
-        leave_room(device, moved)  # more than the activations of a call
-        tokens = point.sizes[0]
-        for i in range(several(cold_bytes, moved)):
+        tokens, made = point.sizes[0], []
+        count = several(cold_bytes, registry.get(point.op).bytes_moved(case_of(point)))
+        leave_room(device, activation_bytes(tokens, experts, topk, hidden, width, count))
+        for i in range(count):
             module = modules[i % len(modules)]
             where = module.w13_weight.device
             x = torch.randn(tokens, hidden, generator=generator, device=where).to(dtype)
@@ -80,6 +80,16 @@ def live_calls(
 
     kind = modules[0].w13_weight.device.type
     return Live(calls, None if host is None else Provider(name, host, devices=(kind,)))
+
+
+def activation_bytes(tokens: int, experts: int, topk: int, hidden: int, width: int, calls: int) -> int:
+    """Memory that calls take next to the layers' own weights, at most: each number as float32.
+
+    Every call keeps its tokens and its routing; the results and the steps between the products are of two calls.
+    """
+    kept = tokens * (hidden + experts + 2 * topk)
+    passing = tokens * (hidden + topk * (3 * width + hidden))
+    return 4 * (calls * kept + 2 * passing)
 
 
 def by_weights(modules: Sequence[Any]) -> Callable[[torch.Tensor], Any]:

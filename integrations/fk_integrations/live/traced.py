@@ -7,6 +7,7 @@ the caller's code will run in one, else also for the CPU time of a call. Modules
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import threading
@@ -241,14 +242,21 @@ def _kept_or_measured(
         if session.seconds + began - session.began >= SECONDS:
             raise _Unknown(f"the limit of {SECONDS:.0f} s was reached; the next start measures the rest")
         _check_place(call, device)
+        found, failed = None, ""
         try:
             found = _measured(call, theirs, ours, device)
+        except _Unknown as unknown:
+            failed = str(unknown)  # the error's frames hold the tensors of the measurement
         finally:
             taken = time.monotonic() - began
             if outermost:
                 session.seconds += taken
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+        if failed:
+            gc.collect()
+        if outermost and device.type == "cuda":
+            torch.cuda.empty_cache()
+        if found is None:
+            raise _Unknown(failed)
         text = f"{call}: {found['text']}; {taken:.1f} s, {found['bytes'] >> 20} MiB more"
         session.keep(key, {"ours": found["ours"], "text": text})
     return kept[key]
@@ -434,14 +442,11 @@ def _bytes(leaf: Leaf) -> int:
 
 
 def _made(value: Any, tensors: dict[int, torch.Tensor], generator: torch.Generator) -> Any:
-    """An argument with a tensor for each Leaf: floats are random, integers 0, and masks true."""
+    """An argument with a tensor for each Leaf: numbers with a fraction are random, integers 0, and masks true."""
     if isinstance(value, Leaf):
         if value.alias not in tensors:
             memory = torch.empty(_extent(value), dtype=value.dtype, device=value.device)
-            if value.dtype.is_floating_point and value.dtype.itemsize > 1:
-                memory.normal_(generator=generator)
-            else:
-                memory.fill_(value.dtype == torch.bool)
+            _fill(memory, generator)
             tensors[value.alias] = memory.as_strided(value.shape, value.stride)
         return tensors[value.alias]
     if isinstance(value, dict):
@@ -449,6 +454,23 @@ def _made(value: Any, tensors: dict[int, torch.Tensor], generator: torch.Generat
     if isinstance(value, (tuple, list)):
         return type(value)(_made(item, tensors, generator) for item in value)
     return value
+
+
+def _fill(memory: torch.Tensor, generator: torch.Generator) -> None:
+    """Write the values of one argument."""
+    if memory.dtype.is_complex:
+        _fill(torch.view_as_real(memory), generator)
+    elif not memory.dtype.is_floating_point:
+        memory.fill_(memory.dtype == torch.bool)
+    elif memory.dtype.itemsize > 1:
+        memory.normal_(generator=generator)
+    elif memory.dtype in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
+        # Scales are powers of two, around 1; two numbers of four bits are any byte.
+        low, high = (123, 132) if memory.dtype == torch.float8_e8m0fnu else (0, 256)
+        memory.view(torch.uint8).random_(low, high, generator=generator)
+    else:
+        values = torch.empty(memory.shape, device=memory.device).normal_(generator=generator)
+        memory.copy_(values)
 
 
 def _lane(function: Callable[..., Any], call: Call) -> Callable[..., Any]:

@@ -232,6 +232,8 @@ def _implementation(
     host_class: Any, step_of: Callable[[Any, Any], Step | str], by_table: bool = False
 ) -> type:
     """A subclass of the backend's class for one patch; `fastkernels_layers` holds the layers that it serves."""
+    import torch
+
     from fastkernels.overrides.attention.attention import explicitly_requested
     from fastkernels.overrides.attention.attention_decode import attention_decode
     from fastkernels.overrides.attention.attention_prefill import attention_prefill
@@ -239,6 +241,11 @@ def _implementation(
 
     layers: set[Any] = set()
     captured = set[int]()  # batches of decode graphs in which all layers run ours
+
+    def left_to_host(batch: Any) -> None:
+        """Note a layer of the host's in the graph that is being captured."""
+        if captured and torch.cuda.is_current_stream_capturing():
+            captured.discard(batch.batch_size)
 
     def attend(
         self: Any,
@@ -283,7 +290,7 @@ def _implementation(
         ) -> Any:  # fmt: skip
             host = getattr(host_class, name)
             if layer not in layers:
-                captured.discard(forward_batch.batch_size)
+                left_to_host(forward_batch)
                 return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
             choosy = by_table and not explicitly_requested()
             if choosy and forward_batch.forward_mode.name in PROMPTS:  # first: a prompt waits for this code
@@ -304,7 +311,7 @@ def _implementation(
                         return out
                     reason = NOT_FASTER
             attention_decode.leave(reason) if choosy else attention_prefill.note(reason)
-            captured.discard(forward_batch.batch_size)
+            left_to_host(forward_batch)
             return host(self, q, k, v, layer, forward_batch, save_kv_cache, **extra)
 
         return forward

@@ -168,6 +168,11 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
         (["--startup", "--scheduler-only"], "--startup excludes --candidate"),
         (["--startup", "--loads", "prompts"], "--loads is for hosts of text"),
         (["--loads", "8x5"], "'8x5' is not REQUESTSxINPUT"),
+        (["--loads", "prompts", "--requests", "4"], "leave out --requests, or"),
+        (
+            ["--output-len", "8", "--input-len", "9", "--loads", "2x16+3"],
+            "leave out --input-len and --output-len",
+        ),
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -24,13 +24,8 @@ from support.tiny import make_tiny, make_tiny_llama
 from fastkernels.engine.execution.attention import mla
 from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import (
-    SAMPLED,
-    PromptTargets,
-    StepInput,
-    StepOutput,
-    TokenMasks,
-)
+from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
+from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 

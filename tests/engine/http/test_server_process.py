@@ -48,7 +48,7 @@ class Reader(threading.Thread):
 def test_sigterm_finishes_running_requests(tiny, tmp_path):
     report = tmp_path / "report"
     process, url = start(tiny, env={"FASTKERNELS_REPORT": str(report)})
-    reader = Reader(url, 1000)  # longer than the requests below
+    reader = Reader(url, 400)  # longer than the requests below
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fastkernels.engine.sampling.repetition import RepetitionAware
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
-from fastkernels.engine.sampling.sampler_state import NewRow, SamplePlan
+from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -3.0, 0.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def test_faster_side_is_compiled(host: int, cls: type, won: bool, text: str) -> 
     assert type(module) is Host
 
 
-def test_choice_is_kept_for_the_next_process(tmp_path: Path) -> None:
+def test_choice_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = lambda lanes, calls, device, rounds: [[2.0] * rounds, [1.0] * rounds]  # noqa: E731
+    monkeypatch.setattr(traced, "interleaved", times)
     first, second = (traced.Traced("timm", "0") for _ in range(2))
     module = Host(12)
     tried(module, ours(0), first)
@@ -241,6 +244,21 @@ def test_measurement_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch)
     assert len(tries) == 1
 
 
+def test_failed_measurement_leaves_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(lanes: Any, *_: Any) -> Any:
+        left.extend(weakref.ref(lane.args[1]) for lane in lanes)
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(traced, "interleaved", fails)
+    module = Host(12)
+    trial, _ = tried(module, ours(0))
+    run(module)
+    assert "no kernel" in trial.lines()[0]
+    assert len(left) == 2 and all(found() is None for found in left)
+
+
 def test_without_a_gpu_the_reason_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     reason = traced.why_not(torch.device("cpu"))
@@ -274,6 +292,28 @@ def test_arguments_are_rebuilt_with_their_strides_and_aliases() -> None:
     (a, b), more = made
     assert a is b and a.stride() == (1, 8, 2) and a.std() > 0
     assert more["mask"].all() and more["mask"].stride() == (0, 1) and more["n"] == 3
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.complex64, torch.complex128, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float8_e4m3fnuz, torch.float8_e8m0fnu,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_any_float_are_random(dtype: torch.dtype) -> None:
+    leaf = traced.Leaf(0, (7, 9), (9, 1), dtype, torch.device("cpu"))
+    made = traced._made(leaf, {}, torch.Generator().manual_seed(0))
+    parts = (made.real, made.imag) if dtype.is_complex else (made,)
+    for values in (part.double() for part in parts):
+        assert len(values.unique()) > 5 and values.isfinite().all() and values.abs().max() <= 16
+
+
+def test_bytes_of_two_small_floats_are_random() -> None:
+    leaf = traced.Leaf(0, (7, 9), (9, 1), torch.float4_e2m1fn_x2, torch.device("cpu"))
+    made = traced._made(leaf, {}, torch.Generator().manual_seed(0))
+    assert len(made.view(torch.uint8).unique()) > 20
 
 
 def test_layers_of_one_kind_share_a_choice() -> None:

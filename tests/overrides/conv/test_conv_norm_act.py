@@ -189,3 +189,14 @@ def test_statistics_may_be_wider_than_the_image() -> None:
         rtol=2e-2,
         atol=2e-2,
     )
+
+
+def test_hook_on_an_activation_is_the_reason() -> None:
+    """Modules of ultralytics share one activation: a hook on it is no other activation."""
+    layer = registry.op_class("conv_norm_act", "UltralyticsConv")(3, 4)
+    layer.act = torch.nn.SiLU()
+    assert layer.supports(layer) is None
+    layer.act.register_forward_hook(lambda *given: None)
+    assert layer.supports(layer) == "other code was put around its activation"
+    layer.act = torch.nn.Softplus()
+    assert layer.supports(layer) == "its activation is Softplus"

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,28 @@ def odd_cases(names: Iterable[str] | None = None) -> list[tuple[str, Case]]:
 
 def make_args(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) -> list[Any]:
     return spec.inputs(case, device, torch.Generator(device).manual_seed(seed))
+
+
+def over(cases: Mapping[str, list[Case]]) -> Callable[[Callable[[str, Case], None]], Callable[[str], None]]:
+    """Make a test of one op and case a test of an op, which takes its cases in turn; an error names its case.
+
+    A test for each of the 1,000 cases costs more in pytest than in most ops.
+    """
+
+    def of_op(test: Callable[[str, Case], None]) -> Callable[[str], None]:
+        def cases_of(name: str) -> None:
+            assert cases[name], f"{name} has no case"
+            for case in cases[name]:
+                try:
+                    test(name, case)
+                except Exception as error:
+                    error.add_note(f"case {case.name} of {name}")
+                    raise
+
+        cases_of.__doc__ = test.__doc__
+        return cases_of
+
+    return of_op
 
 
 def mutated(op: Op) -> list[int]:

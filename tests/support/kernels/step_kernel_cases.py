@@ -9,7 +9,8 @@ import torch
 
 from fastkernels.engine.execution import step_kernels
 from fastkernels.engine.execution.input_batch import InputBatch
-from fastkernels.engine.execution.step import SAMPLED, NewRow, StepInput
+from fastkernels.engine.execution.step import SAMPLED, StepInput
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 

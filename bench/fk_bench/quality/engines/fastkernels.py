@@ -12,8 +12,9 @@ import torch
 from fastkernels import LLM, SamplingParams, UnmaskParams
 from fastkernels.engine.execution.unmask import Unmask, UnmaskStep
 from fastkernels.engine.execution.unmask_step import UnmaskInput
+from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
-from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan
+from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import DeviceMasks
 from fk_bench.quality.forced import Progress, step, store
 
