@@ -29,9 +29,13 @@ MEDIA = ("image", "video", "audio")
 COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+LIBRARIES = {  # models of run/hosts/libraries.py and their hosts
+    "dlrm_dcn": "torchrec", "lightgcn": "torch_geometric", "detector": "ultralytics", "openfold3": "openfold3",
+    "gaussians": "gsplat",
+}  # fmt: skip
 HOSTS = {  # and the kinds of workloads that they run
     "fastkernels": ("text", "requests"), "vllm": ("text",), "sglang": ("text",), "transformers": ("text", "images"),
-    "timm": ("images",), "diffusers": ("images",),
+    "timm": ("images",), "diffusers": ("images",), **dict.fromkeys(LIBRARIES.values(), ("requests",)),
 }  # fmt: skip
 _T = TypeVar("_T")
 
@@ -74,6 +78,7 @@ class Model:
               architecture of our engine, which has transformers' default sizes
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
+    library   a model of a library instead, by its name in LIBRARIES; arguments: of it
     layers    at most so many are kept; 0: all
     files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
@@ -88,6 +93,7 @@ class Model:
     public: str = ""
     timm: str = ""
     named: str = ""
+    library: str = ""
     steps: int = 1
     layers: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -104,6 +110,10 @@ class Model:
         """The model that probes run."""
         if self.timm:
             return replace(self, arguments={**self.arguments, **self.probe})
+        if self.library:
+            probe = dict(self.probe)
+            request = _merged(self.request, probe.pop("request", {}))
+            return replace(self, arguments=_merged(self.arguments, probe), request=request)
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
@@ -449,8 +459,11 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
     made = _made(f"model {name}", Model, given)
-    if bool(made.config or made.public or made.files) + bool(made.timm) + bool(made.named) != 1:
-        raise SuiteError(f"model {name}: give one of config, public, files, timm or named")
+    given_by = made.config or made.public or made.files, made.timm, made.named, made.library
+    if sum(map(bool, given_by)) != 1:
+        raise SuiteError(f"model {name}: give one of config, public, files, timm, named or library")
+    if made.library and made.library not in LIBRARIES:
+        raise SuiteError(f"model {name}: {UnknownName('library model', made.library, LIBRARIES)}")
     for key, content in made.files.items():
         if not isinstance(content, Mapping) or Path(key).is_absolute() or ".." in Path(key).parts:
             raise SuiteError(f"model {name}: files has tables by names of files in the folder, got {key!r}")
@@ -512,6 +525,12 @@ def _entry(
         raise SuiteError(
             f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm, pipelines for"
             " diffusers"
+        )
+    wanted = LIBRARIES.get(model.library, "")
+    if (wanted or item.host in LIBRARIES.values()) and item.host != wanted:
+        raise SuiteError(
+            f"{where}: host {item.host} and model {item.model} do not fit: "
+            + (f"library = {model.library!r} is for {wanted}" if wanted else "it needs a model with `library`")
         )
     made = _made(where, Entry, {
         "item": item, "model": model, "workload": workload, "minutes": 1.0, "compiled": False, "timeout": 300.0,
