@@ -83,7 +83,7 @@ class Model:
     files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
     draft     configuration of a model that drafts three tokens of a step, in our engine
-    request   sizes of a request to our engine's runner; see run/hosts/sent.py
+    request   sizes of a request to our engine's runner; see run/hosts/sent.py. Of a pipeline in diffusers: frames
     probe     fields that make it small, for the search for culprits; in tables, those of PROBED
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
@@ -106,6 +106,11 @@ class Model:
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def pipeline(self) -> bool:
+        """Whether it is a pipeline whose parts are configurations among its files."""
+        return "model_index.json" in self.files
+
+    @property
     def small(self) -> Model:
         """The model that probes run."""
         if self.timm:
@@ -117,8 +122,9 @@ class Model:
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
+        size = probe.pop("image_size", self.image_size) if self.pipeline else self.image_size
         own: dict[str, Any] = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
-        return replace(self, config=_merged(self.config, probe), **own)
+        return replace(self, config=_merged(self.config, probe), image_size=int(size), **own)
 
 
 def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -521,7 +527,9 @@ def _entry(
     )
     if workload.kind not in HOSTS[item.host]:
         raise SuiteError(f"{where}: {item.host} has no workload of {workload.kind}")
-    if (item.host == "timm", item.host == "diffusers") != (bool(model.timm), bool(model.named)):
+    if (item.host == "timm") != bool(model.timm) or (
+        bool(model.named) if item.host != "diffusers" else not (model.named or model.pipeline)
+    ):
         raise SuiteError(
             f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm, pipelines for"
             " diffusers"
@@ -530,7 +538,11 @@ def _entry(
     if (wanted or item.host in LIBRARIES.values()) and item.host != wanted:
         raise SuiteError(
             f"{where}: host {item.host} and model {item.model} do not fit: "
-            + (f"library = {model.library!r} is for {wanted}" if wanted else "it needs a model with `library`")
+            + (
+                f"library = {model.library!r} is for {wanted}"
+                if wanted
+                else "it needs a model with `library`"
+            )
         )
     made = _made(where, Entry, {
         "item": item, "model": model, "workload": workload, "minutes": 1.0, "compiled": False, "timeout": 300.0,

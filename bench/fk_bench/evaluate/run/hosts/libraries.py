@@ -17,11 +17,11 @@ import torch
 
 from fk_bench.evaluate.run.hosts.images import Recorded
 from fk_bench.evaluate.run.hosts.patched import Patched
-from fk_bench.evaluate.run.hosts.requests import redraw
+from fk_bench.evaluate.run.hosts.weights import redraw
 from fk_bench.quality.planting import Planting
 
 Sizes = Mapping[str, Any]
-MEAN, TYPES = 0.05, 32  # edges of a user and item; types of residues in openfold3's features
+NOISE = 160.0  # of openfold3's first step, in data's deviations: it makes positions comparable with logits
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Subject:
     target  of fastkernels.patch
     make    make(batch, generator): the input of one call, on the CPU
     call    call(input): the outputs in float32, [batch, ...]; it moves the input to the model
-    parts   the modules in whose weights faults are planted; none: those that it holds are inputs
+    parts   the modules in whose weights faults are planted, by name
     """
 
     target: Any
@@ -82,9 +82,7 @@ def _lightgcn(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dty
     from torch_geometric.nn import LightGCN
 
     users, items, count = given["users"], given["items"], int(sizes["items"])
-    model = _ready(
-        LightGCN(users + items, given["embedding_dim"], given["num_layers"]), device, dtype
-    )
+    model = _ready(LightGCN(users + items, given["embedding_dim"], given["num_layers"]), device, dtype)
     draw = torch.Generator().manual_seed(0)
     one = torch.randint(users, (given["edges"],), generator=draw)
     other = users + torch.randint(items, (given["edges"],), generator=draw)
@@ -122,11 +120,93 @@ def _detector(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dty
     return Subject(model, make, call, {"model": model})
 
 
+def _set(config: Any, given: Sizes) -> None:
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            _set(config[name], value)
+        else:
+            config[name] = value
+
+
+def _structures(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
+    """openfold3's model with the library's random features.
+
+    arguments  architecture: fields of the library's `architecture` that differ
+    request    tokens, rows of the alignment, templates, recycles, and steps of one rollout
+    """
+    import numpy as np
+    from openfold3.projects.of3_all_atom.model import OpenFold3
+    from openfold3.projects.of3_all_atom.project_entry import OF3ProjectEntry
+    from openfold3.tests.utils.data_utils import random_of3_features  # shipped in the wheel
+
+    config = OF3ProjectEntry().get_model_config_with_presets()
+    shared = config.architecture.shared
+    if device.type == "cpu":
+        config.settings.memory.eval.use_triton_triangle_kernels = False
+    _set(config.architecture, given.get("architecture", {}))
+    shared.num_recycles = int(sizes["recycles"])
+    shared.diffusion.no_full_rollout_samples, shared.diffusion.no_full_rollout_steps = 1, int(sizes["steps"])
+    model = _ready(OpenFold3(config), device, dtype)
+    names = {"n_token": "tokens", "n_msa": "rows", "n_templ": "templates"}
+    counts = {name: int(sizes[own]) for name, own in names.items()}
+
+    def make(batch: int, draw: torch.Generator) -> list[tuple[int, dict[str, Any]]]:
+        made = []
+        for _ in range(batch):
+            seed = int(torch.randint(1 << 31, (), generator=draw))
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed)
+                np.random.seed(seed)
+                found = random_of3_features(batch_size=1, is_eval=True, **counts)
+            made.append((seed, {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}))
+        return made
+
+    def call(made: list[tuple[int, dict[str, Any]]]) -> torch.Tensor:
+        found = []
+        for seed, features in made:
+            torch.manual_seed(seed)  # of the noise
+            moved = {
+                k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in features.items()
+            }
+            outputs = model(moved)[1]
+            positions, confidence = outputs["atom_positions_predicted"], outputs["plddt_logits"]
+            # Few steps leave positions that are mostly noise.
+            found += [positions.flatten().float() / NOISE, confidence.flatten().float()]
+        return torch.cat(found)
+
+    return Subject(model, make, call, {"model": model})
+
+
+def _gaussians(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
+    """gsplat's `rasterization` of a scene. arguments: gaussians, degree; request: width, height."""
+    import gsplat
+
+    from fastkernels.overrides.geometry.cases import cameras, scene
+
+    width, height = int(sizes["width"]), int(sizes["height"])
+    own = scene(given["gaussians"], torch.Generator().manual_seed(0), given["degree"])
+    held = torch.nn.ParameterDict({k: torch.nn.Parameter(v, False) for k, v in vars(own).items()}).to(device)
+
+    def make(batch: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return cameras(batch, width, height, draw)
+
+    def call(made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        views, intrinsics = (t.to(device) for t in made)
+        scene_ = held["means"], held["quats"], held["scales"], held["opacities"], held["coeffs"]
+        return gsplat.rasterization(
+            *scene_, views, intrinsics, width, height, sh_degree=given["degree"], packed=False
+        )[0]
+
+    return Subject(gsplat, make, call, {"scene": held})
+
+
 # Of a workload of requests: {name: (host, its model)}.
 MODELS: dict[str, tuple[str, Build]] = {
     "dlrm_dcn": ("torchrec", _dlrm),
     "lightgcn": ("torch_geometric", _lightgcn),
     "detector": ("ultralytics", _detector),
+    "openfold3": ("openfold3", _structures),
+    "gaussians": ("gsplat", _gaussians),
 }
 
 

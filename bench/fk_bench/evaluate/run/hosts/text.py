@@ -9,8 +9,8 @@ import torch
 
 from fastkernels.patch import Request, find_host
 from fk_bench.evaluate.run.hosts.patched import Patched
-from fk_bench.evaluate.run.hosts.requests import redraw
 from fk_bench.evaluate.run.hosts.sent import RESERVED, medium
+from fk_bench.evaluate.run.hosts.weights import redraw
 from fk_bench.quality import planting
 
 SEEDED = 4  # first tokens of a prompt from which its medium follows
