@@ -35,7 +35,7 @@ LIBRARIES = {  # models of run/hosts/libraries.py and their hosts
 }  # fmt: skip
 HOSTS = {  # and the kinds of workloads that they run
     "fastkernels": ("text", "requests"), "vllm": ("text",), "sglang": ("text",), "transformers": ("text", "images"),
-    "timm": ("images",), "diffusers": ("images",), **dict.fromkeys(LIBRARIES.values(), ("requests",)),
+    "timm": ("images",), "diffusers": ("images",), "fla": ("text",), **dict.fromkeys(LIBRARIES.values(), ("requests",)),
 }  # fmt: skip
 _T = TypeVar("_T")
 
