@@ -147,7 +147,7 @@ CHECKED = 64  # shapes of the first argument whose outputs are compared with the
 def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., Any]:
     """The function, which raises WrongOutput for outputs that are not the op's.
 
-    The first call of each shape of the first argument is checked, for CHECKED of them, so that later ones cost a look-up.
+    The first call of each shape of the first argument is checked, for CHECKED of them; later ones cost a look-up.
     """
     seen = set[Any]()
 

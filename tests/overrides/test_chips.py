@@ -25,7 +25,7 @@ TRITON = [
 CUDA = [
     (op.name, p.name)
     for name in registry.op_names() if (op := registry.get(name).op) is not None
-    for p in op.providers if p.name.startswith("cuda")
+    for p in op.providers if "cuda" in p.name
 ]  # fmt: skip
 
 

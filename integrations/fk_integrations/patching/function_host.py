@@ -122,7 +122,9 @@ class FunctionHost:
             try:
                 found = candidate.load(op, path)
                 if not candidate.install(found, self._journal.add):
-                    raise PatchError(f"candidate {path}: {self.name} calls functions: give a function {op}(...)")
+                    raise PatchError(
+                        f"candidate {path}: {self.name} calls functions: give a function {op}(...)"
+                    )
             except candidate.CandidateError as error:
                 raise PatchError(str(error)) from error
 

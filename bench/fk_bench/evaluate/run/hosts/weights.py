@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 LOGITS = 3.0  # standard deviation, about that of trained models
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|embeddings?|word_embeddings|wte|tok_embeddings)\.weight$")
+_EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|embeddings?|word_embeddings|wte|tok_embeddings)\.weight$"
+)
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|head)\.weight$")
+
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
