@@ -103,8 +103,8 @@ def test_video_pipeline_of_diffusers_sees_planted_faults() -> None:
 def test_text_with_random_weights_of_the_host_sees_faults(tied: bool) -> None:
     """With the embeddings of load_format="dummy", the likeliest token of a tied head has all of the probability."""
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 256, "tie_word_embeddings": tied,
     }  # fmt: skip
     suite = suites.read(

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
+from fastkernels.models.common.weights import EMBEDDING_STD
+
 LOGITS = 3.0  # standard deviation, about that of trained models
+STREAM = {False: 1.0, True: 0.05}  # of the first layer's input, by whether the embeddings are the head, too
 _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|embed_in|embeddings?|word_embeddings|wte|tok_embeddings)\.weight$"
 )
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output|head)\.weight$")
+_LAST_NORM = re.compile(r"^\D*\b(norm|ln_f|final_layernorm|final_layer_norm|norm_f)\.weight$")
 
 
 @torch.no_grad()
@@ -35,15 +39,22 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
 def rescale(model: torch.nn.Module) -> None:
     """Scale the embeddings of `load_format="dummy"`, so that each layer counts in the logits of a language model.
 
-    They have a deviation of 10, next to which a layer adds little. With a head of its own they get that of a norm's
-    output; if they are the head, too, logits get LOGITS: with 10 the likeliest token has all of the probability.
+    They enter the first layer with a deviation of EMBEDDING_STD, next to which a layer adds little. If they are the
+    head, too, each token is then its own likeliest successor, with all of the probability: they become small, and the
+    last norm's weight larger, so that logits have a deviation of LOGITS. A mixture with a head of its own keeps its
+    embeddings: with smaller ones, the tokens of a prompt go to the same experts.
     """
-    weights = {n: p for n, p in model.named_parameters() if p.dim() == 2 and p.is_floating_point()}
+    weights = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
     tied = not any(_HEAD.search(name) for name in weights)
+    if not tied and any("experts" in name for name in weights):
+        return
+    last = next((p for n, p in weights.items() if _LAST_NORM.search(n) and p.dim() == 1), None)
     for name, weight in weights.items():
-        if _EMBEDDING.search(name):
-            wanted = LOGITS * weight.shape[-1] ** -0.5 if tied else 1.0
-            weight.mul_(wanted / weight[:1024].float().std().clamp_min(1e-6))
+        if not _EMBEDDING.search(name) or weight.dim() != 2:
+            continue
+        weight.mul_(STREAM[tied and last is not None] / EMBEDDING_STD)
+        if tied and last is not None:
+            last.mul_(LOGITS * weight.shape[-1] ** -0.5 / weight[:1024].float().std().clamp_min(1e-6))
 
 
 def rescale_in_runner(runner: Any) -> None:
