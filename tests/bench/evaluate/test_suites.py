@@ -216,7 +216,7 @@ def test_names_of_a_pipeline_are_those_that_open():
 def test_library_model_runs_in_its_library_alone(library, host, told):
     data = copy.deepcopy(SMALL)
     data["workloads"]["chat"] = {"kind": "requests", "about": "", "throughput": 2}
-    data["models"]["m"] = {"category": "text", **({"library": library} if library else {"public": "bge-m3"})}
+    data["models"]["m"] = {"category": "text", **({"library": library} if library else {"public": "llama"})}
     data["items"][0]["host"] = host
     with pytest.raises(SuiteError, match=told):
         suites.read(data, "a")
