@@ -38,7 +38,7 @@ class Images(Recorded, Patched):
         self.target = self.subject.target
         if isinstance(self.subject, subjects.Pipeline):
             self.subject.frames = int(options["request"].get("frames", 0))
-            vae = getattr(self.target, "vae", None)
+            vae: Any = getattr(self.target, "vae", None)
             if self.subject.frames and hasattr(vae, "enable_slicing"):
                 vae.enable_slicing()  # diffusers 0.42.1 decodes several videos of HunyuanVideo 1.5 in no other way
             for part in self.subject.parts().values() if options["model"] not in NAMED else ():
