@@ -34,6 +34,10 @@ class NothingOffered(CandidateError):
     """The candidate file has neither the op's function nor one of its classes."""
 
 
+class WrongOutput(CandidateError):
+    """A candidate's function has returned other shapes, dtypes or numbers of tensors than the op."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A loaded candidate file: `function` replaces the op everywhere, `classes` replace modules."""
@@ -137,6 +141,55 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
+CHECKED = 64  # shapes of the first argument whose outputs are compared with the op's
+
+
+def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., Any]:
+    """The function, which raises WrongOutput for outputs that are not the op's.
+
+    The first call of each shape of the first argument is checked, for CHECKED of them; later ones cost a look-up.
+    """
+    seen = set[Any]()
+
+    def run(*args: Any) -> Any:
+        found = function(*args)
+        shape = getattr(args[0], "shape", None) if args else None
+        if shape not in seen and len(seen) < CHECKED:
+            seen.add(shape)
+            if (problem := _unlike(found, op, args)) is not None:
+                raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
+        return found
+
+    return run
+
+
+def _unlike(found: Any, op: Op, args: Sequence[Any]) -> str | None:
+    """'SHAPES, not SHAPES' if an op's result is not what its shape function says; None if it is, or cannot be told."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    if op.fake is None:
+        return None
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            wanted = op.fake(*tree_map_only(torch.Tensor, mode.from_tensor, tuple(args)))
+    except Exception:  # shapes that depend on values
+        return None
+    one, other = _outputs(found), _outputs(wanted)
+    return None if one == other else f"{one}, not {other}"
+
+
+def _outputs(found: Any) -> str:
+    import torch
+
+    if isinstance(found, (list, tuple)):
+        return f"({', '.join(map(_outputs, found))})"
+    if not isinstance(found, torch.Tensor):
+        return "None" if found is None else type(found).__name__
+    return f"{list(found.shape)} {str(found.dtype).removeprefix('torch.')} on {found.device.type}"
+
+
 _functions: dict[str, Any] = {}  # of the modules loaded, as they were: `install` puts another in their place
 
 
@@ -160,7 +213,7 @@ def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> boo
         op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name, previous.supports)))
 
     note(undo)
-    op.set_candidate(fitted, f"candidate {found.path}", supports)
+    op.set_candidate(checked(fitted, op, found.path), f"candidate {found.path}", supports)
     names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
     return True
 

@@ -286,9 +286,11 @@ class Op(Choice):
     functional  for an op that mutates arguments: the torch op that returns their new values instead
     unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
                 in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
+    fake        the op's shape function
     """
 
     overload: Any = None
+    fake: Callable[..., Any] | None = None
     functional: Callable[..., Any] | None = None
     unchanging: tuple[tuple[int, ...], Any] | None = None
 
@@ -378,7 +380,7 @@ def define(
     key        how to look a call up in a tuned table, for an op whose fastest provider depends on the shape
     """
     name = schema.partition("(")[0].strip()
-    op = Op(name, tuple(providers), key)
+    op = Op(name, tuple(providers), key, fake=fake)
     bodies = {device: op.body(device.lower()) for device in ("CPU", "CUDA")}
     _register(schema, bodies, fake)
     op.overload = getattr(torch.ops.fastkernels, name).default

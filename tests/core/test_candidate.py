@@ -200,3 +200,37 @@ def test_other_names_of_arguments_are_accepted(write: Callable[[str], str]) -> N
     assert found.function is not None
     function, _ = candidate.fit(found.function, registry.get("rms_norm").op)
     assert torch.equal(function(torch.ones(2), None, 1e-6), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("x[..., 1:] * 2", "[3, 7] float32 on cpu, not [3, 4] float32 on cpu"),
+        ("(x[..., :4] * 2).double()", "[3, 4] float64 on cpu, not [3, 4] float32 on cpu"),
+        ("(x[..., :4] * 2, x)", "([3, 4] float32 on cpu, [3, 8] float32 on cpu), not [3, 4] float32 on cpu"),
+        ("None", "None, not [3, 4] float32 on cpu"),
+    ],
+)
+def test_output_unlike_the_op_is_refused(write: Callable[[str], str], returned: str, told: str) -> None:
+    path = write(f"def silu_and_mul(x):\n    return {returned}\n")
+    op, undo = registry.get("silu_and_mul").op, []
+    candidate.install(candidate.load("silu_and_mul", path), undo.append)
+    try:
+        with pytest.raises(candidate.WrongOutput) as error:
+            op(torch.randn(3, 8))
+    finally:
+        undo[0]()
+    assert str(error.value) == f"candidate {path}: silu_and_mul returns {told}"
+    assert op(torch.randn(3, 8)).shape == (3, 4)
+
+
+def test_each_new_shape_of_outputs_is_checked(write: Callable[[str], str]) -> None:
+    text = "def silu_and_mul(x):\n    d = x.shape[-1] // 2\n    return x[:2, :d] + x[:2, d:]\n"
+    op, undo = registry.get("silu_and_mul").op, []
+    candidate.install(candidate.load("silu_and_mul", write(text)), undo.append)
+    try:
+        assert op(torch.randn(2, 8)).shape == (2, 4)
+        with pytest.raises(candidate.WrongOutput, match=r"\[2, 4\] float32 on cpu, not \[3, 4\]"):
+            op(torch.randn(3, 8))
+    finally:
+        undo[0]()

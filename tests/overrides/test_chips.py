@@ -17,15 +17,15 @@ from fastkernels.overrides.linear import linear_fp8_triton
 
 CAPABILITIES = (80, 100)
 QUICK = {"embedding", "gelu", "l2_norm", "layer_norm"}
-TRITON = [
+TRITON = [  # those that share a function with another provider call ops, and have no kernel of their own
     (op.name, p.name)
     for name in registry.op_names() if (op := registry.get(name).op) is not None
-    for p in op.providers if p.name.startswith("triton")
+    for p in op.providers if p.name.startswith("triton") and [q.fn for q in op.providers].count(p.fn) == 1
 ]  # fmt: skip
 CUDA = [
     (op.name, p.name)
     for name in registry.op_names() if (op := registry.get(name).op) is not None
-    for p in op.providers if p.name.startswith("cuda")
+    for p in op.providers if "cuda" in p.name
 ]  # fmt: skip
 
 

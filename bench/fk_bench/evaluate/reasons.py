@@ -39,9 +39,11 @@ class Reason(str, Enum):
 
 def reason_of(error: BaseException) -> Reason:
     """The reason of an exception, by the types of it and of its causes."""
-    from fastkernels.core.candidate import CandidateError
+    from fastkernels.core.candidate import CandidateError, WrongOutput
 
     for one in _chain(error):
+        if isinstance(one, WrongOutput):
+            return Reason.INCORRECT
         if isinstance(one, CandidateError):
             return Reason.IMPORT
         if isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError":

@@ -29,9 +29,13 @@ MEDIA = ("image", "video", "audio")
 COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+LIBRARIES = {  # models of run/hosts/libraries.py and their hosts
+    "dlrm_dcn": "torchrec", "lightgcn": "torch_geometric", "detector": "ultralytics", "openfold3": "openfold3",
+    "gaussians": "gsplat",
+}  # fmt: skip
 HOSTS = {  # and the kinds of workloads that they run
     "fastkernels": ("text", "requests"), "vllm": ("text",), "sglang": ("text",), "transformers": ("text", "images"),
-    "timm": ("images",), "diffusers": ("images",),
+    "timm": ("images",), "diffusers": ("images",), "fla": ("text",), **dict.fromkeys(LIBRARIES.values(), ("requests",)),
 }  # fmt: skip
 _T = TypeVar("_T")
 
@@ -74,11 +78,12 @@ class Model:
               architecture of our engine, which has transformers' default sizes
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
+    library   a model of a library instead, by its name in LIBRARIES; arguments: of it
     layers    at most so many are kept; 0: all
     files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
     draft     configuration of a model that drafts three tokens of a step, in our engine
-    request   sizes of a request to our engine's runner; see run/hosts/sent.py
+    request   sizes of a request to our engine's runner; see run/hosts/sent.py. Of a pipeline in diffusers: frames
     probe     fields that make it small, for the search for culprits; in tables, those of PROBED
     weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
     """
@@ -88,6 +93,7 @@ class Model:
     public: str = ""
     timm: str = ""
     named: str = ""
+    library: str = ""
     steps: int = 1
     layers: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -100,15 +106,25 @@ class Model:
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def pipeline(self) -> bool:
+        """Whether it is a pipeline whose parts are configurations among its files."""
+        return "model_index.json" in self.files
+
+    @property
     def small(self) -> Model:
         """The model that probes run."""
         if self.timm:
             return replace(self, arguments={**self.arguments, **self.probe})
+        if self.library:
+            probe = dict(self.probe)
+            request = _merged(self.request, probe.pop("request", {}))
+            return replace(self, arguments=_merged(self.arguments, probe), request=request)
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
+        size = probe.pop("image_size", self.image_size) if self.pipeline else self.image_size
         own: dict[str, Any] = {name: _merged(getattr(self, name), probe.pop(name, {})) for name in PROBED}
-        return replace(self, config=_merged(self.config, probe), **own)
+        return replace(self, config=_merged(self.config, probe), image_size=int(size), **own)
 
 
 def _merged(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -449,8 +465,11 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
     made = _made(f"model {name}", Model, given)
-    if bool(made.config or made.public or made.files) + bool(made.timm) + bool(made.named) != 1:
-        raise SuiteError(f"model {name}: give one of config, public, files, timm or named")
+    given_by = made.config or made.public or made.files, made.timm, made.named, made.library
+    if sum(map(bool, given_by)) != 1:
+        raise SuiteError(f"model {name}: give one of config, public, files, timm, named or library")
+    if made.library and made.library not in LIBRARIES:
+        raise SuiteError(f"model {name}: {UnknownName('library model', made.library, LIBRARIES)}")
     for key, content in made.files.items():
         if not isinstance(content, Mapping) or Path(key).is_absolute() or ".." in Path(key).parts:
             raise SuiteError(f"model {name}: files has tables by names of files in the folder, got {key!r}")
@@ -508,10 +527,22 @@ def _entry(
     )
     if workload.kind not in HOSTS[item.host]:
         raise SuiteError(f"{where}: {item.host} has no workload of {workload.kind}")
-    if (item.host == "timm", item.host == "diffusers") != (bool(model.timm), bool(model.named)):
+    if (item.host == "timm") != bool(model.timm) or (
+        bool(model.named) if item.host != "diffusers" else not (model.named or model.pipeline)
+    ):
         raise SuiteError(
             f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm, pipelines for"
             " diffusers"
+        )
+    wanted = LIBRARIES.get(model.library, "")
+    if (wanted or item.host in LIBRARIES.values()) and item.host != wanted:
+        raise SuiteError(
+            f"{where}: host {item.host} and model {item.model} do not fit: "
+            + (
+                f"library = {model.library!r} is for {wanted}"
+                if wanted
+                else "it needs a model with `library`"
+            )
         )
     made = _made(where, Entry, {
         "item": item, "model": model, "workload": workload, "minutes": 1.0, "compiled": False, "timeout": 300.0,

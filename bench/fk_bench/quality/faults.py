@@ -33,7 +33,7 @@ _ATTENTION = re.compile(
 )
 _MLP = re.compile(
     r"(down_proj|fc2|w2|fc_out|dense_4h_to_h|mlp\.c_proj|ff\.net\.2|(?<!attention\.)output\.dense|mlp\.wo"
-    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.1\.conv|transition(_\w+)?(\.\d+)?\.linear_out)\.weight$|experts\.(down_proj|w2_weight)$"
+    r"|down_projs?|linear_2|output_linear|ff_out|ffn\.value|ffn\.1\.conv|transition(_\w+)?(\.\d+)?\.linear_out)\.weight$|experts\.(down_proj|w2_weight)$"
 )
 _MIXER = re.compile(r"mixer\.out_proj\.weight$")
 _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re.IGNORECASE)

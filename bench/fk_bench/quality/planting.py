@@ -26,8 +26,7 @@ class Planting:
         """Of the first attention layer, else of the configuration; 0: the model has none."""
         for part in self.parts.values():
             for module in part.modules():
-                heads = getattr(module, "num_heads", getattr(module, "heads", 0))
-                if isinstance(heads, int) and heads > 1:
+                if (heads := _heads(module)) > 1:
                     return heads
         return faults.heads_of(self.config())
 
@@ -36,8 +35,7 @@ class Planting:
         found: dict[str, int] = {}
         for part, module in self.parts.items():
             for path, inner in module.named_modules():
-                heads = getattr(inner, "num_heads", getattr(inner, "heads", 0))
-                if isinstance(heads, int) and heads > 1:  # modules inside of this one come later
+                if (heads := _heads(inner)) > 1:  # modules inside of this one come later
                     names = (f"{path}.{name}".removeprefix(".") for name in inner.state_dict())
                     found |= {f"{part}.{name}": heads for name in names}
         return found
@@ -87,6 +85,12 @@ class Planting:
                 "planted": False, "concerns": not isinstance(error, faults.NoHeads), "reason": str(error)[:300],
             }  # fmt: skip
         return {"planted": True}
+
+
+def _heads(module: torch.nn.Module) -> int:
+    """Attention heads of a module; 0 if it has none."""
+    found = (getattr(module, name, None) for name in ("num_heads", "heads", "no_heads"))
+    return next((n for n in found if isinstance(n, int)), 0)
 
 
 def _silent(layer: torch.nn.Module, args: Any, output: Any) -> None:

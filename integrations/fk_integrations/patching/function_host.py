@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from fastkernels.core import registry
+from fastkernels.core import candidate, registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
@@ -94,21 +94,39 @@ class FunctionHost:
     def _patch(self, request: Request) -> None:
         if self._id:
             raise PatchError(f"{self.name} is patched already: undo that patch first")
-        if request.candidates:
-            raise PatchError(f"{self.name}: candidates are not supported for a library of functions")
         if self.version() is None:
             raise PatchError(f"{self.name} is not installed")
         self._id = request.patch or "unnamed"
         try:
             importlib.import_module(self.name)
+            self._install(request)
             for op in registry.op_names():
-                if request.ops is None or op in request.ops:
+                if request.ops is None or op in {*request.ops, *request.candidates}:
                     for target in registry.get(op).targets_for(self.name):
                         self._rows.append(self._put(op, target, request))
         except BaseException:
             self._journal.undo()
             self._forget()
             raise
+
+    def _install(self, request: Request) -> None:
+        """Run candidates' functions in their ops. Raises PatchError for a candidate without one."""
+        for op, path in request.candidates.items():
+            if op in request.disable:
+                continue
+            if not registry.get(op).targets_for(self.name):
+                row = Row(0, op, f"{op}()", 0, "off")
+                row.explain({Reason(Kind.NOT_IN_HOST, f"{self.name} has no function of this op"): 0})
+                self._rows.append((row, None))
+                continue
+            try:
+                found = candidate.load(op, path)
+                if not candidate.install(found, self._journal.add):
+                    raise PatchError(
+                        f"candidate {path}: {self.name} calls functions: give a function {op}(...)"
+                    )
+            except candidate.CandidateError as error:
+                raise PatchError(str(error)) from error
 
     def _put(self, op: str, target: Target, request: Request) -> tuple[Row, Swapped | None]:
         row = Row(0, op, target.name, 0, "off", provider=Environment.read().provider.get(op, ""), own=True)
@@ -133,13 +151,16 @@ class FunctionHost:
                     self._journal.set_attribute(holder, attribute, ours)
                     row.modules += 1
         row.state = "active"
+        if op in request.candidates:
+            row.candidate = f"function {request.candidates[op]}"
         return row, swapped
 
     def _why_off(self, op: str, target: Target, theirs: Any, request: Request) -> Reason | None:
         version = self.version() or ""
         if op in request.disable:
             return Reason(Kind.DISABLED, "FASTKERNELS_DISABLE")
-        if request.ops is None and not (registry.get(op).by_default and target.default):
+        wanted = request.ops is not None or op in request.candidates
+        if not wanted and not (registry.get(op).by_default and target.default):
             return Reason(Kind.LEFT_TO_HOST, "not requested, and not known to be faster")
         if theirs is None or not target.applies_to(version):
             return Reason(Kind.NOT_IN_HOST, f"{self.name} {version} has no {target.path}")

@@ -125,6 +125,11 @@ BROKEN = {
     "does not import": (CORRECT, "import no_such_module\n", Reason.IMPORT),
     "exits at import": (CORRECT, "raise SystemExit(0)\n", Reason.IMPORT),
     "is wrong": ("return torch.zeros_like(x[..., : x.shape[-1] // 2])", HEAD, Reason.INCORRECT),
+    "returns another shape": ("return x * 2", HEAD, Reason.INCORRECT),
+    "does not compile": (
+        "subprocess.run(['c++', '-fsyntax-only', '-x', 'c++', '-'], input=b'int f( {', check=True)",
+        f"import subprocess\n{HEAD}", Reason.COMPILE,
+    ),
     "refuses calls": ("raise NotImplementedError('no such size')", HEAD, Reason.UNSUPPORTED),
     "breaks graphs": (
         "return torch.compile(lambda y: (torch._dynamo.graph_break(), y)[1], fullgraph=True)(x)", HEAD, Reason.GRAPHS,

@@ -44,6 +44,13 @@ class Here:
         return getattr(self.host, do)(**given) or {}
 
 
+def compared(side: Any, seed: int) -> np.ndarray:
+    """The outputs of one call with two requests."""
+    side.call("prepare", batch=2, seed=seed, calls=1)
+    side.call("run")
+    return np.frombuffer(b64decode(side.call("output", call=0)["output"]), np.float32)
+
+
 def check(name: str) -> None:
     """The item sees all planted faults, equal requests give equal outputs, and others give others."""
     entry = SMALL[f"{name}/fastkernels"]
@@ -79,6 +86,40 @@ def test_small_item_sees_planted_faults(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(n.removesuffix("/fastkernels") for n in SMALL if n[:-12] not in FAST))
 def test_every_small_item_sees_planted_faults(name: str) -> None:
     check(name)
+
+
+def test_video_pipeline_of_diffusers_sees_planted_faults() -> None:
+    full = suites.load("full")
+    entry = next(e for e in full.entries if e.item.model == "hunyuan-video-diffusers")
+    side: Any = Here.__new__(Here)
+    side.host = open_host(options_of(entry, entry.model.small, full, "float32", False, 2))
+    videos = compared(side, 3).reshape(2, 5, 3, 32, 32)
+    assert np.isfinite(videos).all() and videos.min() >= 0 and videos.max() <= 1 and videos.std() > 0.05
+    scale = calibrated(Work(entry, 7, 0), side)
+    assert scale.sensitive and set(scale.faults) == {"residual", "head", "scale"}, scale
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_text_with_random_weights_of_the_host_sees_faults(tied: bool) -> None:
+    """With the embeddings of load_format="dummy", the likeliest token of a tied head has all of the probability."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    suite = suites.read(
+        {
+            "workloads": {"w": {"kind": "text", "about": "", "throughput": 2, "lengths": [[9, 4], [5, 4]]}},
+            "models": {"m": {"category": "text", "weights": "dummy", "config": config}},
+            "items": [{"model": "m", "workload": "w", "host": "fastkernels"}],
+        },
+        "t",
+    )
+    entry = suite.entries[0]
+    side: Any = Here.__new__(Here)
+    side.host = open_host(options_of(entry, entry.model, suite, "float32", False, 2))
+    scale = calibrated(Work(entry, 7, 128), side)
+    assert scale.sensitive and min(scale.faults.values()) > 100 * scale.noise, scale
 
 
 def test_every_runner_has_requests_or_generates_text() -> None:

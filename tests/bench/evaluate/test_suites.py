@@ -43,7 +43,7 @@ def test_digest_follows_every_field():
         (("items", 0, "speed"), 1, "speed"),
         (("items", 0, "host"), "timm", "timm has no workload of text"),
         (("models", "m", "config"), {"model_type": "lama"}, "llama"),
-        (("models", "m", "config"), {}, "config, public, files, timm or named"),
+        (("models", "m", "config"), {}, "config, public, files, timm, named or library"),
         (("workloads", "chat", "kind"), "video", "video"),
         (("workloads", "chat", "lengths"), [], "lengths"),
         (("workloads", "chat", "rounds"), 2, "rounds at least 3"),
@@ -64,6 +64,7 @@ def test_digest_follows_every_field():
         (("items", 0, "minutes"), float("nan"), "minutes = nan"),
         (("models", "m"), {"category": "text", "named": "sdlx"}, "Did you mean 'sdxl'"),
         (("models", "m"), {"category": "text", "public": "lama"}, "Did you mean 'llama'"),
+        (("models", "m"), {"category": "text", "library": "dlrm"}, "Did you mean 'dlrm_dcn'"),
         (("models", "m", "steps"), 0, "steps is at least 1"),
         (("items", 0, "host"), "diffusers", "diffusers has no workload of text"),
         (("served",), {"category": "text", "workload": "chat", "minutes": {"vlm": 1}}, "Did you mean 'vllm'"),
@@ -112,7 +113,10 @@ def test_full_suite_has_every_served_architecture():
     for entry in suite.entries:
         hosts.setdefault(entry.item.model, set()).add(entry.item.host)
     assert hosts["llama"] == {"fastkernels", "vllm", "sglang"} and "vllm" not in hosts["bitnet"]
-    assert all(hosts[name] == {"fastkernels"} for name in ("gla", "retnet", "rwkv7", "ttt_e2e"))
+    assert all(hosts[name] == {"fastkernels", "fla"} for name in ("gla", "retnet", "rwkv7"))
+    assert hosts["ttt_e2e"] == {"fastkernels"}
+    libraries = {e.item.host for e in suite.entries if e.model.library}
+    assert libraries == {*suites.LIBRARIES.values()} and "diffusers" in hosts["hunyuan-video-diffusers"]
     ours = {suites.architecture_of(e.model) for e in suite.entries if e.item.host == "fastkernels"}
     lacking = models().keys() - ours - suite.without.keys()
     assert not lacking, (
@@ -199,3 +203,28 @@ def test_model_with_fewer_layers_is_a_valid_config(name):
 def test_names_of_a_pipeline_are_those_that_open():
     small = next(e.model for e in suites.load("default").entries if e.item.host == "diffusers").small
     assert NAMED[small.named][0] == "diffusers" and small.image_size == 256
+
+
+@pytest.mark.parametrize(
+    ("library", "host", "told"),
+    [
+        ("lightgcn", "torchrec", "library = 'lightgcn' is for torch_geometric"),
+        ("lightgcn", "fastkernels", "library = 'lightgcn' is for torch_geometric"),
+        ("", "torchrec", "it needs a model with `library`"),
+    ],
+)
+def test_library_model_runs_in_its_library_alone(library, host, told):
+    data = copy.deepcopy(SMALL)
+    data["workloads"]["chat"] = {"kind": "requests", "about": "", "throughput": 2}
+    data["models"]["m"] = {"category": "text", **({"library": library} if library else {"public": "llama"})}
+    data["items"][0]["host"] = host
+    with pytest.raises(SuiteError, match=told):
+        suites.read(data, "a")
+
+
+def test_probe_of_a_library_model_is_small():
+    whole = next(e.model for e in suites.load("full").entries if e.item.model == "dlrmv2-torchrec")
+    assert whole.small.arguments["rows"] == [50, 7, 300] and whole.small.request == {"bag": 3}
+    assert whole.small.arguments["dtype"] == "float32" and whole.arguments["dim"] == 128
+    video = next(e.model for e in suites.load("full").entries if e.item.model == "hunyuan-video-diffusers")
+    assert (video.small.image_size, video.small.request, video.image_size) == (32, {"frames": 5}, 480)

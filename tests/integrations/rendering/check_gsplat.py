@@ -190,6 +190,26 @@ def test_nothing_is_patched_without_a_request() -> None:
     }  # fmt: skip
 
 
+def test_candidate_function_runs_in_the_library(made: Any, tmp_path: Any) -> None:
+    text = "from fastkernels.overrides.geometry.spherical_harmonics import reference\n\n\n{}"
+    file = tmp_path / "spherical_harmonics.py"
+    file.write_text(text.format("def spherical_harmonics(*args):\n    return 0.5 * reference(*args)\n"))
+    with fastkernels.patch(gsplat, ops=OPS):
+        want = render(made)[0]
+    with fastkernels.patch(gsplat, ops=OPS, candidates={"spherical_harmonics": str(file)}) as report:
+        found = render(made)[0]
+        calls = report.refresh().candidates
+    assert calls["spherical_harmonics"] == 1 and (found - want).abs().mean() > 0.01
+    with fastkernels.patch(gsplat, ops=OPS):
+        torch.testing.assert_close(render(made)[0], want)
+    file.write_text(text.format("class A:\n    pass\n"))
+    with pytest.raises(PatchError, match="spherical_harmonics"):
+        fastkernels.patch(gsplat, ops=OPS, candidates={"spherical_harmonics": str(file)})
+    wrong = {"rms_norm": str(file)}
+    with fastkernels.patch(gsplat, ops=["spherical_harmonics"], candidates=wrong) as report:
+        assert "no function of this op" in next(r.reason for r in report.rows if r.op == "rms_norm")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_patched_rasterization_equals_gsplat_on_a_gpu(packed: bool) -> None:

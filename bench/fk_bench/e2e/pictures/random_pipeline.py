@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ LEFT_OUT = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 def build(folder: Path, arguments: dict[str, Any]) -> Any:
     """The pipeline that model_index.json names, each module built from the configuration in its folder.
 
-    Tokenizers and image processors are left out; they are None. Raises OSError or ValueError.
+    Tokenizers and image processors are left out; they are None, as are parts that the index does not name. Raises
+    OSError or ValueError.
     """
     index = json.loads((folder / "model_index.json").read_text())
     import diffusers
@@ -27,7 +29,10 @@ def build(folder: Path, arguments: dict[str, Any]) -> Any:
         if library is not None and not kind.endswith(LEFT_OUT):
             parts[name] = _part(getattr(importlib.import_module(library), kind), folder / name)
     options = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
-    return getattr(diffusers, index["_class_name"])(**parts, **options, **arguments)
+    cls = getattr(diffusers, index["_class_name"])
+    known = inspect.signature(cls.__init__).parameters.values()
+    parts = {**{p.name: None for p in known if p.default is p.empty and p.name != "self"}, **parts}
+    return cls(**{k: v for k, v in parts.items() if k not in arguments}, **options, **arguments)
 
 
 def _part(cls: Any, folder: Path) -> Any:

@@ -51,7 +51,7 @@ class Subject(ABC):
 
     @abstractmethod
     def run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """One call: features [batch, ...], or images [batch, 3, H, W] in [0, 1]."""
+        """One call: features [batch, ...], images [batch, 3, H, W] in [0, 1], or videos [batch, frames, 3, H, W]."""
 
     def result(self, batch: int, seed: int) -> torch.Tensor:
         """One call in float32 and in memory of its own: CUDA graphs reuse their outputs."""
@@ -150,9 +150,13 @@ def _inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Pipeline(Subject):
-    """A diffusers pipeline that makes images of prompts; without a tokenizer, of random embeddings."""
+    """A diffusers pipeline that makes images or videos of prompts; without a tokenizer, of random embeddings.
+
+    frames  of a video; 0: the pipeline's own number, or images
+    """
 
     kind = "images"
+    frames = 0
 
     def parts(self) -> dict[str, torch.nn.Module]:
         return {n: m for n, m in self.target.components.items() if isinstance(m, torch.nn.Module)}
@@ -203,10 +207,11 @@ class Pipeline(Subject):
         noise: Any = [torch.Generator().manual_seed(s) for s in (seed if isinstance(seed, list) else [seed])]
         noise = noise if isinstance(seed, list) else noise[0]  # a generator an image, or one for the batch
         size = {"height": self.image_size, "width": self.image_size} if self.image_size else {}
+        size |= {"num_frames": self.frames} if self.frames else {}
         made = self.target(
             **given, num_inference_steps=self.steps, output_type="pt", generator=noise, **size
         )  # fmt: skip
-        return made.images
+        return made.frames if hasattr(made, "frames") else made.images
 
     def _denoiser(self) -> Any:
         found = getattr(self.target, "transformer", None) or getattr(self.target, "unet", None)
@@ -228,6 +233,22 @@ class Pipeline(Subject):
             width, pooled = config.joint_attention_dim, config.pooled_projection_dim
             tokens = 512 if type(model).__name__ == "FluxTransformer2DModel" else 77
             return {"prompt_embeds": random(tokens, width), "pooled_prompt_embeds": random(pooled)}
+        if hasattr(config, "text_embed_2_dim"):
+            return {
+                f"{sign}{name}": value
+                for sign in ("", "negative_")
+                for i, width, tokens in (
+                    ("", config.text_embed_dim, 128),
+                    ("_2", config.text_embed_2_dim, 32),
+                )
+                for name, value in (
+                    (f"prompt_embeds{i}", random(tokens, width)),
+                    (
+                        f"prompt_embeds_mask{i}",
+                        torch.ones(batch, tokens, dtype=torch.int64, device=first.device),
+                    ),
+                )
+            }
         if config.addition_embed_type != "text_time":
             return {"prompt_embeds": random(77, config.cross_attention_dim)} | {
                 "negative_prompt_embeds": random(77, config.cross_attention_dim)

@@ -243,7 +243,8 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     longest = max(work.longest, max(map(sum, PROBE_LENGTHS))) + 16
     longest += int(model.request.get("tokens", 0)) if work.media else 0
     count = max(work.throughput, work.latency, *SERVED)
-    where = model.timm or model.named or str(checkpoints.folder(model, work.kind))
+    by_name = model.timm or model.named or model.library
+    where = by_name or str(checkpoints.folder(model, work.kind))
     dummy = model.weights == "dummy" or work.kind != "text"
     engine_args = dict(entry.engine_args)
     if model.draft:
@@ -325,7 +326,7 @@ class ItemRun:
     ) -> Side:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
-        seen = [*readable, *([] if model.timm or model.named else [options["model"]])]
+        seen = [*readable, *([] if model.timm or model.named or model.library else [options["model"]])]
         seen += [options["engine_args"]["speculative_config"]["model"]] if model.draft else []
         side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:

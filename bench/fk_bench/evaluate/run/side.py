@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.compile_cache import requested_folder
+from fk_bench.core import machine
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.forkserver import HEADER, send
@@ -82,6 +83,9 @@ class Launcher:
         """
         if host not in self._zygotes:
             python = self.pythons.get(host, sys.executable)
+            if host not in machine.interpreter(python).versions:
+                missing = f"{host} is not installed in {python}: give --python {host}=PATH of its interpreter"
+                raise SideFailed(Reason.IMPORT, missing)
             more = ("fk_bench.evaluate.run.hosts.ready",) if host in PRELOAD and not self.gpu else ()
             preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.run.worker", *more)
             env = {

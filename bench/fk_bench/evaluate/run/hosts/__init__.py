@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from fk_bench.evaluate.suites import LIBRARIES
+
 CLASSES = {
     ("fastkernels", "text"): "text:Engine", ("fastkernels", "requests"): "requests:Requests",
     ("vllm", "text"): "text:Engine", ("sglang", "text"): "text:SGLang",
     ("transformers", "text"): "text:Transformers", ("transformers", "images"): "images:Images",
-    ("timm", "images"): "images:Images", ("diffusers", "images"): "images:Images",
+    ("fla", "text"): "text:Fla", ("timm", "images"): "images:Images", ("diffusers", "images"): "images:Images",
+    **{(host, "requests"): "libraries:Library" for host in sorted({*LIBRARIES.values()})},
 }  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fk_bench.e2e.pictures import subjects
+from fk_bench.e2e.pictures.named import NAMED
 from fk_bench.evaluate.run.hosts.patched import Patched
+from fk_bench.evaluate.run.hosts.weights import redraw
 from fk_bench.quality.planting import Planting
 
 
@@ -34,6 +36,13 @@ class Images(Recorded, Patched):
             options["image_size"], options["steps"], options["arguments"],
         )  # fmt: skip
         self.target = self.subject.target
+        if isinstance(self.subject, subjects.Pipeline):
+            self.subject.frames = int(options["request"].get("frames", 0))
+            vae: Any = getattr(self.target, "vae", None)
+            if self.subject.frames and hasattr(vae, "enable_slicing"):
+                vae.enable_slicing()  # diffusers 0.42.1 decodes several videos of HunyuanVideo 1.5 in no other way
+            for part in self.subject.parts().values() if options["model"] not in NAMED else ():
+                redraw(part)
         self._inputs: list[dict[str, Any]] = []
         self._outputs = []
         self._planting: Planting | None = None

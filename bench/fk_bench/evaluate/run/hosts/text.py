@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fastkernels.patch import Request, find_host
+from fk_bench.evaluate.run.hosts import weights
 from fk_bench.evaluate.run.hosts.patched import Patched
-from fk_bench.evaluate.run.hosts.requests import redraw
 from fk_bench.evaluate.run.hosts.sent import RESERVED, medium
 from fk_bench.quality import planting
 
@@ -27,6 +27,11 @@ class Remote(Patched):
     """A host whose model is in processes of its own."""
 
     remote = True
+
+    def rescale(self) -> None:
+        """See `weights.rescale`; of models with random weights of the host."""
+        options = {"function": f"{weights.__name__}:rescale", "arguments": {}}
+        find_host(self.target).call(self.target, Request("apply", options=options))
 
     def plant(self, fault: str) -> dict[str, Any]:
         """The first refusal of a rank, else {"planted": True}."""
@@ -54,7 +59,9 @@ class Engine(Remote):
         _, _, self.target = build(options)
         self.remote = options["host"] == "vllm"
         if options["media"] or "speculative_config" in options["engine_args"]:
-            redraw(self.target.llm_engine.runner.model)
+            weights.redraw(self.target.llm_engine.runner.model)
+        elif options["load_format"] == "dummy":
+            self.rescale()
         self._media = WithMedia(self.target, options) if options["media"] else None
 
     def _params(self, **given: Any) -> Any:
@@ -81,6 +88,12 @@ class Engine(Remote):
         if logprobs:
             found["logprobs"] = [[own for own, _ in _tables(o.logprobs, list(o.token_ids))] for o in outputs]
         return found
+
+    def rescale(self) -> None:
+        if self.remote:
+            super().rescale()
+        else:
+            self.target.llm_engine.executor.call(weights.rescale_in_runner)
 
     def plant(self, fault: str) -> dict[str, Any]:
         if self.remote:
@@ -126,6 +139,8 @@ class SGLang(Remote):
         from fk_bench.offline import offline
 
         _, _, self.target = offline.sglang(options)
+        if options["load_format"] == "dummy":
+            self.rescale()
 
     def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
         params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in lengths]
@@ -155,10 +170,15 @@ class Transformers(Patched):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         dtype = getattr(torch, options["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
+        if options["load_format"] == "dummy":
+            config = AutoConfig.from_pretrained(options["model"])
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            weights.redraw(model)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
         self.target = model.eval().to("cuda" if options["gpu"] else "cpu")
 
     def _padded(self, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,6 +217,36 @@ class Transformers(Patched):
             own = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
             scores.append([[a, b] for a, b in zip(own.tolist(), table.amax(-1).tolist(), strict=True)])
         return {"scores": scores}
+
+
+class Fla(Transformers):
+    """A causal model of flash-linear-attention: its import registers the models with transformers.
+
+    Steps are calls of the model: `generate` of transformers 5.24 loses the state of a model of fla 0.6.0.
+    """
+
+    def __init__(self, options: dict[str, Any]):
+        import fla.models  # noqa: F401
+
+        super().__init__(options)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Ids, lengths: list[int], logprobs: bool = False) -> dict[str, Any]:
+        ids, mask = self._padded(prompts)
+        state: Any = None
+        tokens, tables = [], []
+        for _ in range(max(lengths)):
+            out = self.target(input_ids=ids, attention_mask=mask, past_key_values=state, use_cache=True)
+            logits, state = out.logits[:, -1], out.past_key_values
+            ids = logits.argmax(-1, keepdim=True)
+            mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+            tokens.append(ids)
+            if logprobs:
+                tables.append(logits.float().log_softmax(-1).gather(1, ids))
+        found: dict[str, Any] = {"tokens": _cut(torch.cat(tokens, 1), lengths)}
+        if logprobs:
+            found["logprobs"] = _cut(torch.cat(tables, 1), lengths)
+        return found
 
 
 def _cut(rows: torch.Tensor, lengths: list[int]) -> list[list[Any]]:
