@@ -36,11 +36,12 @@ from fastkernels.engine.execution.step import (
     TokenMasks,
 )
 from fastkernels.engine.execution.step_kernels import begin, finish
+from fastkernels.engine.execution.tree_kernels import Caches, Tables, tables_of
 from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device
-from fastkernels.engine.scheduling.speculation import Speculation
+from fastkernels.engine.scheduling.speculation import MOST_DRAFTS, Speculation
 from fastkernels.models.common import build
 from fastkernels.overrides.sampling.sampling import sampling
 
@@ -57,6 +58,7 @@ class Generate(Runner):
     features: MediaFeatures | None = None  # of media, for a model that reads them
     cross: CrossStates | None = None  # of sources, for a model with cross attention
     drafter: Drafter | None = None  # a draft model
+    tree: Tables | None = None  # of drafts, if these are not in a chain
     draft_graphs: Graphs | None = None  # of its first pass, if that has other tokens than the step
 
     def _prepare(self, folder: Path) -> None:
@@ -181,7 +183,7 @@ class Generate(Runner):
         slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
         if step.drafts is not None:
             of, inside = _each_draft(step.drafts)
-            slots, offsets = slots[of], offsets[of] + inside
+            slots, offsets = slots[of], offsets[of] + self._depths[inside]
         plan = self.sampler.plan(slots, offsets, step.masked)
         self.batch.update(step.block_updates)
         if step.sources is not None and self.cross is not None:
@@ -272,6 +274,8 @@ class Generate(Runner):
             return made
         rows = len(step.slots)
         drafter.accept(step, inputs.input_ids, tokens)
+        if self.tree is not None and step.drafts is not None:
+            self._keep_paths(step, inputs)
         if not drafter.eagle:
             self._draft_first(drafter.extended(step))
         elif metadata is not None:
@@ -284,6 +288,25 @@ class Generate(Runner):
             drafts = None if self.graphs is None else self.graphs.run_chain(rows)
             made.add_drafts(drafter.chain(rows, longest) if drafts is None else drafts)
         return made
+
+    def _keep_paths(self, step: StepInput, inputs: Inputs) -> None:
+        """Move the keys of accepted drafts to the places of their tokens."""
+        assert self.drafter is not None and step.drafts is not None
+        ends = np.cumsum(step.query_lens, dtype=np.int64)
+        roots = torch.from_numpy(ends - step.drafts - 1)
+        if self.device.type == "cuda":
+            roots = roots.pin_memory().to(self.device, non_blocking=True)
+        for group, caches in self._caches.items():
+            slots = (inputs.slot_mapping, *inputs.more_slot_mappings)[group]
+            caches.keep(slots, roots, self.drafter.path[: len(roots)])
+
+    def _caches_by_group(self) -> dict[int, Caches]:
+        return {
+            group: Caches(
+                [cache for layer in self.layers if layer.kv_group == group for cache in layer.kv_cache]
+            )
+            for group in sorted({layer.kv_group for layer in self.layers})
+        }
 
     def _draft_first(self, step: StepInput) -> None:
         """The first pass of a draft model that reads tokens only."""
@@ -318,7 +341,8 @@ class Generate(Runner):
             more["media"] = features.prepare(media)
             if len(media.rows):
                 inputs = replace(inputs, positions=features.positions(media, inputs.positions))
-        hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, **more)
+        tree = step.drafts is not None
+        hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, tree, **more)
         return inputs, Outputs(hidden), metadata
 
     def _captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
@@ -329,7 +353,7 @@ class Generate(Runner):
         and the LM head would run for all of them.
         """
         ids, drawing = begin(inputs, tables, self.batch, self.sampler)
-        hidden = self._forward(ids, inputs, metadata)
+        hidden = self._forward(ids, inputs, metadata, tree=not inputs.decode_only)
         if not inputs.decode_only:
             return Outputs(hidden)
         logits = self.model.compute_logits(hidden)
@@ -338,9 +362,15 @@ class Generate(Runner):
         return Outputs(hidden, logits, tokens)
 
     def _forward(
-        self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, **media: Any
+        self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, tree: bool, **media: Any
     ) -> torch.Tensor:
-        """Hidden states [T, H]. media: of the model's forward, for a step with media."""
+        """Hidden states [T, H]. tree: there may be drafts; media: of the model's forward, for a step with media."""
+        positions, nodes = inputs.positions, inputs.nodes
+        if tree and self.tree is not None and nodes is not None:
+            masks = self.tree.masks.index_select(0, nodes)
+            positions = positions - self.tree.back.index_select(0, nodes)
+            groups = tuple(replace(group, tree=masks) for group in metadata.groups)
+            metadata = replace(metadata, tree=masks, groups=groups)
         if self.states is not None:
             slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
             fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
@@ -348,7 +378,7 @@ class Generate(Runner):
         if self.cross is not None:
             metadata = replace(metadata, cross=self.cross.metadata(inputs.token_slots))
         with forward_context(metadata), direct_calls(self.device):
-            return self.model(ids, inputs.positions, **media)
+            return self.model(ids, positions, **media)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, step: StepInput, wanted: PromptTargets
@@ -436,8 +466,17 @@ class Generate(Runner):
             self.cross = CrossStates(self.model, config.max_num_seqs, config.block_size, self.device)
         # Without paged layers, one table stays zero.
         groups = max(1, len(self.groups))
-        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size, groups)
-        self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+        given = None if config.speculative_config is None else Speculation.read(config.speculative_config)
+        tree = None if given is None else given.tree
+        self._depths = np.arange(MOST_DRAFTS + 1) if tree is None else np.array(tree.depths)
+        self.batch = InputBatch(
+            self.device, config.max_num_seqs, max_model_len, config.block_size, groups, tree is not None
+        )
+        self.backend = make_backend(
+            config.attention_backend, self.layers, self.device, self.dtype, tree is not None
+        )
+        if tree is not None:
+            self.tree, self._caches = tables_of(tree, self.device), self._caches_by_group()
         if self.drafter is not None:
             self.drafter.bind(self.batch, self.sampler, max_model_len)
 

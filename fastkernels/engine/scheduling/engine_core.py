@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenMasks
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenLogprobs, TokenMasks
+from fastkernels.engine.scheduling.draft_tree import DraftTree
 from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
@@ -116,10 +117,13 @@ class EngineCore:
 
     def _collect_drafts(self, batch: Batch, output: StepOutput) -> StepResult:
         """The same for a step with drafts: tokens up to the first that differs from the draft in its place."""
+        settings, all_drafts = self.scheduler.speculation, batch.drafts
+        if settings is not None and settings.tree is not None:
+            all_drafts, output = _along_paths(settings.tree, batch, output)
         news, ended, counts, first = [], [], dict[int, int](), 0
         tokens = output.token_ids.tolist()
         for row, request in enumerate(batch.requests):
-            drafts, at = batch.drafts[row], first
+            drafts, at = all_drafts[row], first
             first += len(drafts) + 1
             if batch.offsets[row] < 0 or request.status is Status.FINISHED:
                 continue
@@ -134,10 +138,10 @@ class EngineCore:
                 count += 1
                 if request.finish_reason is not None or token != draft:
                     break
-            if drafts:
+            if batch.drafts[row]:
                 # Also the stop token itself, and what the model agrees with behind it.
                 same = [token == draft for token, draft in zip(sampled, [*expected, None], strict=True)]
-                self.scheduler.accept(request, len(drafts), count - 1, same.index(False))
+                self.scheduler.accept(request, len(batch.drafts[row]), count - 1, same.index(False))
             news.append((at, request))
             counts[at] = count
             if request.finish_reason is not None:
@@ -145,6 +149,21 @@ class EngineCore:
         if ended:
             self.scheduler.remove(ended)
         return StepResult(batch, output, news, counts)
+
+
+def _along_paths(tree: DraftTree, batch: Batch, output: StepOutput) -> tuple[list[list[int]], StepOutput]:
+    """The accepted drafts of each row's tree, and the output with the tokens before and behind these only."""
+    drafts, rows, first = list[list[int]](), list[int](), 0
+    for row, proposed in enumerate(batch.drafts):
+        sampled = output.token_ids[first : first + len(proposed) + 1].tolist()
+        path = tree.accepted(proposed, sampled, batch.forced[row] if batch.forced else None)
+        drafts.append([proposed[node - 1] for node in path])
+        rows += [first, *(first + node for node in path)]
+        first += len(proposed) + 1
+    logprobs = output.logprobs
+    if logprobs is not None:
+        logprobs = TokenLogprobs(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
+    return drafts, replace(output, token_ids=output.token_ids[rows], logprobs=logprobs)
 
 
 def _masks(batch: Batch) -> TokenMasks:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
+
+from fastkernels.engine.scheduling.draft_tree import DraftTree
 
 MOST_DRAFTS = 32
 # method: fields of its own
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "eagle3": ("model",),
+    "eagle3": ("model", "speculative_token_tree"),
     "draft_model": ("model",),
 }
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
@@ -29,6 +32,8 @@ class Speculation:
     method                  'ngram', 'eagle3' or 'draft_model'
     model                   folder or hub id of the draft model
     num_speculative_tokens  drafts of a sequence in a step, at most
+    speculative_token_tree  paths of the drafts, such as '[(0,), (1,), (0, 0)]': the last number is a draft's rank among
+                            those behind the same token (default: one draft behind the other)
     prompt_lookup_max, prompt_lookup_min  the numbers of last tokens that are looked up, the largest first
     disable_by_batch_size   more running sequences than this have no drafts; None: no limit
     rejection_sample_method 'standard', or 'synthetic' for measurements: drafts are accepted whatever is sampled
@@ -41,6 +46,7 @@ class Speculation:
     num_speculative_tokens: int
     method: str = "ngram"
     model: str | None = None
+    speculative_token_tree: str | Sequence[Sequence[int]] | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     disable_by_batch_size: int | None = None
@@ -84,10 +90,21 @@ class Speculation:
                 f"speculative_config: {self.method!r} needs `model`, the folder or hub id of a draft model,"
                 f" got {reprlib.repr(self.model)}"
             )
+        self._check_tree()
         self._check_acceptance()
 
+    def _check_tree(self) -> None:
+        if self.speculative_token_tree is None:
+            return
+        nodes, wanted = len(DraftTree.read(self.speculative_token_tree)), self.num_speculative_tokens
+        if nodes != wanted:
+            raise ValueError(
+                f"speculative_config: speculative_token_tree has {nodes} drafts, and num_speculative_tokens is {wanted}:"
+                " they must be equal"
+            )
+
     def _check_acceptance(self) -> None:
-        method, most = self.rejection_sample_method, self.num_speculative_tokens
+        method, most = self.rejection_sample_method, self.depth
         if method not in ("standard", "synthetic"):
             raise ValueError(
                 "speculative_config: rejection_sample_method must be 'standard' or 'synthetic', got"
@@ -104,7 +121,7 @@ class Speculation:
         if length is not None and (not _is_number(length) or not 1 <= length <= most + 1):
             raise ValueError(
                 f"speculative_config: {SYNTHETIC[0]} must be a number in [1, {most + 1}], one more than"
-                f" num_speculative_tokens, got {reprlib.repr(length)}"
+                f" the drafts behind each other, got {reprlib.repr(length)}"
             )
         if rates is None:
             return
@@ -120,6 +137,17 @@ class Speculation:
         """Whether a model makes the drafts."""
         return "model" in METHODS[self.method]
 
+    @cached_property
+    def tree(self) -> DraftTree | None:
+        """The tree of the drafts; None if each has one child at most."""
+        made = None if self.speculative_token_tree is None else DraftTree.read(self.speculative_token_tree)
+        return None if made is None or made.is_chain else made
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a step accepts."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.depth
+
     @property
     def synthetic(self) -> bool:
         """Whether drafts are accepted whatever the target samples."""
@@ -132,7 +160,7 @@ class Speculation:
             return list(self.synthetic_acceptance_rates)
         assert self.synthetic_acceptance_length is not None
         wanted = self.synthetic_acceptance_length - 1
-        return [min(max(wanted - i, 0.0), 1.0) for i in range(self.num_speculative_tokens)]
+        return [min(max(wanted - i, 0.0), 1.0) for i in range(self.depth)]
 
     @property
     def lookahead(self) -> int:

@@ -66,11 +66,15 @@ def no_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
 
 
 def no_alibi(supports: Callable[..., str | None], position: int) -> Callable[..., str | None]:
-    """`supports` of a kernel without ALiBi: it refuses calls with slopes, the argument at `position` and the last."""
+    """`supports` of a kernel that takes neither ALiBi's slopes, the argument at `position`, nor a tree, the next."""
 
-    def checked(*args: Any, alibi_slopes: torch.Tensor | None = None, **kwargs: Any) -> str | None:
-        if alibi_slopes is not None or any(a is not None for a in args[position:]):
+    def checked(
+        *args: Any, alibi_slopes: torch.Tensor | None = None, tree: torch.Tensor | None = None, **kwargs: Any
+    ) -> str | None:
+        if alibi_slopes is not None or any(a is not None for a in args[position : position + 1]):
             return "it has no ALiBi"
+        if tree is not None or any(a is not None for a in args[position + 1 :]):
+            return "it has no trees of drafts"
         return supports(*args[:position], **kwargs)
 
     return checked
