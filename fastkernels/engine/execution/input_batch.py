@@ -32,7 +32,7 @@ class Inputs:
     host_query_lens, host_seq_lens                   [B] int32 numpy, with padding
     host_turn                                        `turn` on the host
     more_slot_mappings                               [T] int64 each: slot_mapping of groups of layers after the first
-    nodes                                            [T] int64: each token's node in a tree of drafts, 0 for others; None
+    nodes                                            [T] int64: each token's node in a tree of drafts, or 0; None
                                                      without trees
     """
 

@@ -99,8 +99,8 @@ class Speculation:
         nodes, wanted = len(DraftTree.read(self.speculative_token_tree)), self.num_speculative_tokens
         if nodes != wanted:
             raise ValueError(
-                f"speculative_config: speculative_token_tree has {nodes} drafts, and num_speculative_tokens is {wanted}:"
-                " they must be equal"
+                f"speculative_config: speculative_token_tree has {nodes} drafts, and num_speculative_tokens is"
+                f" {wanted}: they must be equal"
             )
 
     def _check_acceptance(self) -> None:

@@ -242,7 +242,8 @@ def _triton(
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
         sinks, alibi_slopes, tree, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
         BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, ALIBI=alibi_slopes is not None,
-        TREE=tree is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        TREE=tree is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out

@@ -68,11 +68,9 @@ class OpsBackend(AttentionBackend):
 
     def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
         decodes = step.num_decodes
-        return (
-            hides_launches
-            and step.drafts is None
-            and self._apart(decodes, int(step.seq_lens[:decodes].max()) if decodes else 0)
-        )
+        if step.drafts is not None and self._tree is not None:
+            return False
+        return hides_launches and self._apart(decodes, int(step.seq_lens[:decodes].max()) if decodes else 0)
 
     def _apart(self, num_decodes: int, longest: int) -> bool:
         """Whether rows with one query, of at most `longest` keys, have a call of their own."""
