@@ -198,8 +198,14 @@ class Generate(Runner):
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
         if step.drafts is not None:
-            made, tokens = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
-            return self._propose(made, step, inputs, metadata, tokens)
+            verify = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
+
+            @torch.inference_mode()
+            def choose(masks: TokenMasks | None) -> GenerateStep:
+                made, tokens = verify(masks)
+                return self._propose(made, step, inputs, metadata, tokens)
+
+            return MaskedStep(choose) if step.masked else choose(None)
         if logits is None:
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
@@ -250,8 +256,11 @@ class Generate(Runner):
     def _verify(
         self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,
         event: torch.cuda.Event | None,
-    ) -> tuple[GenerateStep, torch.Tensor]:  # fmt: skip
-        """Sample after each draft, and before the first one of each row. Returns the tokens on the device, too."""
+    ) -> Callable[[TokenMasks | None], tuple[GenerateStep, torch.Tensor]]:  # fmt: skip
+        """A function that samples after each draft, and before the first one of each row.
+
+        It returns the tokens on the device, too.
+        """
         assert step.drafts is not None
         of, inside = _each_draft(step.drafts)
         at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
@@ -260,9 +269,14 @@ class Generate(Runner):
             for x in (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (at, slots, offsets))
         )
         logits = self.model.compute_logits(hidden.index_select(0, rows))
-        tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
+
+        def sample(masks: TokenMasks | None) -> tuple[GenerateStep, torch.Tensor]:
+            banned = None if masks is None else to_device(masks, self.device)
+            tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan, None, banned)
+            return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
+
+        return sample
 
     def _propose(
         self, made: GenerateStep, step: StepInput, inputs: Inputs, metadata: AttentionMetadata | None,

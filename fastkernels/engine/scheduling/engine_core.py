@@ -13,6 +13,7 @@ from fastkernels.engine.scheduling.draft_tree import DraftTree
 from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
+from fastkernels.engine.scheduling.speculation import MOST_DRAFTS, Speculation
 from fastkernels.engine.scheduling.step_input import make_step
 from fastkernels.engine.structured.constraint import advance
 
@@ -60,7 +61,7 @@ class EngineCore:
             self._in_flight.append((batch, pending))
             if batch.masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
-                pending.sample(_masks(batch))
+                pending.sample(_masks(batch, self.scheduler.speculation))
                 if before is not None:
                     return before
         if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
@@ -136,6 +137,9 @@ class EngineCore:
             for token, draft in zip(sampled, [*expected, None], strict=True):
                 append_token(request, token)
                 count += 1
+                if request.finish_reason is None and request.constraint is not None:
+                    for _, reason in advance([request]):
+                        end_early(request, reason)
                 if request.finish_reason is not None or token != draft:
                     break
             if batch.drafts[row]:
@@ -166,15 +170,27 @@ def _along_paths(tree: DraftTree, batch: Batch, output: StepOutput) -> tuple[lis
     return drafts, replace(output, token_ids=output.token_ids[rows], logprobs=logprobs)
 
 
-def _masks(batch: Batch) -> TokenMasks:
-    """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none."""
-    rows, words = [], []
+_CHAIN = [[node + 1] for node in range(MOST_DRAFTS + 1)]
+
+
+def _masks(batch: Batch, speculation: Speculation | None) -> TokenMasks:
+    """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none.
+
+    Rows count the sampled tokens: those behind drafts follow that of their request.
+    """
+    rows, words, place = [], [], -1
     for row, request in enumerate(batch.requests):
+        drafts = batch.drafts[row] if batch.drafts else []
+        place += 1 + (len(batch.drafts[row - 1]) if row and batch.drafts else 0)
         if (
             batch.offsets[row] >= 0
             and request.constraint is not None
             and request.status is not Status.FINISHED
         ):
-            rows.append(row)
-            words.append(request.constraint.words)
+            children = (
+                _CHAIN if speculation is None or speculation.tree is None else speculation.tree.children
+            )
+            behind = request.constraint.words_behind(request.output_token_ids, drafts, children)
+            rows += [place + node for node in behind]
+            words += behind.values()
     return TokenMasks(np.array(rows, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32))

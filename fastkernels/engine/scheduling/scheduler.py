@@ -231,7 +231,8 @@ class Scheduler:
         planned, self._planned = self._planned, {}
         if not planned:
             return None
-        if self._num_drafts and any(request.constraint is not None for request in planned):
+        synthetic = self.speculation is not None and self.speculation.synthetic
+        if synthetic and any(request.constraint is not None for request in planned):
             self._drop_drafts(planned)
         if self.speculation is not None and self.speculation.has_model:
             self._look_ahead(self.speculation, planned)
@@ -321,7 +322,7 @@ class Scheduler:
         return most is None or len(self.running) <= most
 
     def _drop_drafts(self, planned: dict[Request, int]) -> None:
-        """Take the drafts out of a step with a constrained sequence: its masks are for one token a row."""
+        """Take the drafts out of a step with a constrained sequence, whose tokens cannot be accepted by force."""
         for request in planned:
             planned[request] -= len(request.drafts)
             request.drafts = []
