@@ -8,6 +8,7 @@ tokens into text and answers.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import reprlib
 import time
@@ -24,6 +25,7 @@ from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
+from fastkernels.engine.execution import draft_costs
 from fastkernels.engine.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.sampling.unmask_params import UnmaskParams
@@ -31,6 +33,7 @@ from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
 from fastkernels.engine.scheduling.speculation import Speculation
@@ -39,6 +42,8 @@ from fastkernels.engine.speech.recognition import Recognizer
 from fastkernels.engine.structured.constraint import Constraint
 from fastkernels.engine.structured.grammars import Grammars
 from fastkernels.models.common.plan import plan
+
+log = logging.getLogger("fastkernels")
 
 
 def _least_tokens(config: Any) -> int:
@@ -100,6 +105,7 @@ class LLMEngine(Engine):
         overlap = config.async_scheduling if config.speculative_config is None else False
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
+        self._measure_drafts(self.scheduler.speculation)
         self._begin()
 
     def _speculation(self, recurrent: bool) -> Speculation | None:
@@ -113,6 +119,15 @@ class LLMEngine(Engine):
                 " holds rejected drafts"
             )
         return Speculation.read(given)
+
+    def _measure_drafts(self, settings: Speculation | None) -> None:
+        """Measure at which numbers of sequences steps with drafts pay."""
+        if settings is None or not settings.is_measured:
+            return
+        ratios = draft_costs.measure(self.executor, self.config, settings)
+        if ratios:
+            self.scheduler.payoff = Payoff(ratios, settings.depth + 1)
+            log.info("%s", self.scheduler.payoff.describe())
 
     def _begin(self) -> None:
         """Make the state of requests."""

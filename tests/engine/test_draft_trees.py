@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafts import SMALL, counts, params, prompts, propose, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
 from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.tree_kernel_cases import problems
@@ -28,7 +28,7 @@ PATHS = DraftTree.read(TREE)
 
 def tree(folder: Path, **more: Any) -> dict[str, Any]:
     own = {"method": "eagle3", "model": str(folder), "speculative_token_tree": TREE}
-    return {**own, "num_speculative_tokens": len(PATHS), **more}
+    return {**own, "num_speculative_tokens": len(PATHS), **ALWAYS, **more}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_second_best_drafts_are_accepted(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     greedy, more = SamplingParams(temperature=0, max_tokens=30), {**SMALL, "num_blocks": 100}
     want = results(LLM(str(folder), **more), ["b a", "c d"], greedy)
-    chain = {"method": "eagle3", "model": str(source), "num_speculative_tokens": 3}
+    chain = {"method": "eagle3", "model": str(source), "num_speculative_tokens": 3, **ALWAYS}
     steps = []
     for settings in (chain, tree(source)):
         llm = LLM(str(folder), **more, speculative_config=settings)

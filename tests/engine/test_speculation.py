@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafts import SMALL, counts, params, prompts, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
 from support.llada import make_tiny_llada
 from support.tiny import make_scripted, make_tiny, make_tiny_bert
 
@@ -17,9 +17,10 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import StepInput
 from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.speculation import Speculation
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, **ALWAYS}
 SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
 
 
@@ -129,6 +130,39 @@ def test_drafts_stop_where_too_many_sequences_run(folder: Path) -> None:
     assert counts(llm).drafts > 0
 
 
+def test_drafts_are_measured_at_start_and_keep_tokens(folder: Path, engines: tuple[LLM, LLM]) -> None:
+    llm = LLM(str(folder), **SMALL, speculative_config={**NGRAM, "disable_by_batch_size": "auto"})
+    payoff = llm.llm_engine.scheduler.payoff
+    assert payoff is not None and list(payoff.ratios) == [1, 2, 4, 6]  # 12 rows of 4 tokens do not fit
+    assert all(0.2 < ratio < 50 for ratio in payoff.ratios.values())
+    given, each = prompts(8), [params(i) for i in range(8)]
+    assert results(llm, given, each) == results(engines[0], given, each)
+    payoff.ratios = dict.fromkeys(payoff.ratios, 9.0)  # as if they lost at every size
+    before = counts(llm).drafts
+    assert results(llm, given, each) == results(engines[0], given, each)
+    assert counts(llm).drafts == before and payoff.num_off > 20
+
+
+def test_payoff_follows_times_and_accepted_drafts() -> None:
+    payoff = Payoff({1: 1.2, 8: 1.6, 32: 4.5}, 4)
+    assert [payoff.pays(rows) for rows in (1, 5, 8, 9, 32, 99)] == [True, True, True, False, False, False]
+    assert "1.20 at 1, 1.60 at 8, 4.50 at 32" in payoff.describe() and "off above 8" in payoff.describe()
+    for _ in range(200):
+        payoff.count_tokens(1 + (_ % 2))  # 1.5 tokens each
+    assert payoff.largest == 1 and payoff.tokens == pytest.approx(1.5, abs=0.05)
+    trials = 0
+    for _ in range(1000):  # where drafts can pay at all, they are tried again
+        payoff.count_step(8)
+        trials += payoff.pays(8)
+        assert not payoff.pays(32)
+    assert 20 < trials < 100 and payoff.num_off > 900
+    for _ in range(600):
+        payoff.count_tokens(3)
+    assert payoff.largest == 8 and payoff.pays(8)
+    with pytest.raises(ValueError, match="no size was measured"):
+        Payoff({}, 4)
+
+
 OTHERS = ["gemma3_text", "qwen3", "deepseek_v3", "deepseek_v32", "gpt_oss", "gemma4_text", "mpt", "mixtral"]
 
 
@@ -193,7 +227,7 @@ def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer in [1, 32], got 0"),
         ({**NGRAM, "prompt_lookup_min": 9}, "prompt_lookup_min must be an integer in [1, 4], got 9"),
-        ({**NGRAM, "disable_by_batch_size": True}, "disable_by_batch_size must be an integer at least 1, got True"),
+        ({**NGRAM, "disable_by_batch_size": True}, "must be an integer at least 1, or 'auto', got True"),
         ({**NGRAM, "model": "a"}, "'model' is not supported by 'ngram', only disable_by_batch_size"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafts import SMALL, counts, params, prompts, propose, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
 from support.eagle import make_tiny_eagle3
 from support.tiny import make_tiny
 
@@ -42,7 +42,7 @@ def test_constrained_tokens_are_those_without_drafts(
     method: str, folder: Path, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, each, want = wanted
-    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, **ALWAYS}
     if method != "ngram":
         settings["model"] = str(folder if method == "draft_model" else make_tiny_eagle3(tmp_path / "eagle"))
         propose(monkeypatch, [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)])

@@ -16,6 +16,7 @@ SMALL: dict[str, Any] = {
     "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,
     "max_model_len": 96,
 }  # fmt: skip
+ALWAYS: dict[str, Any] = {"disable_by_batch_size": None}  # drafts at every size, whatever steps take
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

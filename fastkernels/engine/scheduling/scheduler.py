@@ -34,6 +34,7 @@ from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 from fastkernels.engine.scheduling.speculation import DraftCounts, Speculation
 
@@ -132,6 +133,7 @@ class Scheduler:
     ):
         self.cross, self.border = cross, border
         self.speculation, self.draft_counts = speculation, DraftCounts()
+        self.payoff: Payoff | None = None  # of drafts, once it is measured
         self._chance = random.Random(0)  # of synthetic acceptance
         self._num_drafts = 0  # of the step being scheduled
         self.least_tokens = least_tokens
@@ -223,6 +225,8 @@ class Scheduler:
             if request.unnamed:
                 self._name_snapshots(request)
         if self.speculation is not None:
+            if self.payoff is not None and self.running:
+                self.payoff.count_step(len(self.running))
             self._num_drafts = 0
             for request in self.running:
                 request.drafts = []
@@ -318,8 +322,10 @@ class Scheduler:
 
     def _drafts_now(self, settings: Speculation) -> bool:
         """Whether sequences may have drafts in this step."""
-        most = settings.disable_by_batch_size
-        return most is None or len(self.running) <= most
+        most, rows = settings.disable_by_batch_size, len(self.running)
+        if isinstance(most, int):
+            return rows <= most
+        return self.payoff is None or self.payoff.pays(rows)
 
     def _drop_drafts(self, planned: dict[Request, int]) -> None:
         """Take the drafts out of a step with a constrained sequence, whose tokens cannot be accepted by force."""
@@ -390,6 +396,8 @@ class Scheduler:
         """
         request.num_computed_tokens -= drafts - kept
         self.draft_counts.add(drafts, agreed)
+        if self.payoff is not None:
+            self.payoff.count_tokens(agreed + 1)
 
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""

@@ -16,6 +16,7 @@ from typing import Any
 from fastkernels.engine.scheduling.draft_tree import DraftTree
 
 MOST_DRAFTS = 32
+AUTO = "auto"
 # method: fields of its own
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
@@ -35,7 +36,8 @@ class Speculation:
     speculative_token_tree  paths of the drafts, such as '[(0,), (1,), (0, 0)]': the last number is a draft's rank among
                             those behind the same token (default: one draft behind the other)
     prompt_lookup_max, prompt_lookup_min  the numbers of last tokens that are looked up, the largest first
-    disable_by_batch_size   more running sequences than this have no drafts; None: no limit
+    disable_by_batch_size   more running sequences than this have no drafts; None: no limit; 'auto': as the times of
+                            steps at start, and accepted drafts, say (payoff.Payoff)
     rejection_sample_method 'standard', or 'synthetic' for measurements: drafts are accepted whatever is sampled
     synthetic_acceptance_length  mean number of tokens of a sequence in a step, its own one included
     synthetic_acceptance_rates   the share of steps that accept the first draft, the first two, ...
@@ -49,7 +51,7 @@ class Speculation:
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
-    disable_by_batch_size: int | None = None
+    disable_by_batch_size: int | str | None = AUTO
     rejection_sample_method: str = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -78,10 +80,10 @@ class Speculation:
             ("prompt_lookup_min", self.prompt_lookup_max), ("disable_by_batch_size", None),
         ):  # fmt: skip
             value = getattr(self, name)
-            if name == "disable_by_batch_size" and value is None:
+            if name == "disable_by_batch_size" and value in (None, AUTO):
                 continue
             if type(value) is not int or value < 1 or (most is not None and value > most):
-                span = "at least 1" if most is None else f"in [1, {most}]"
+                span = "at least 1, or 'auto'" if most is None else f"in [1, {most}]"
                 raise ValueError(
                     f"speculative_config: {name} must be an integer {span}, got {reprlib.repr(value)}"
                 )
@@ -147,6 +149,11 @@ class Speculation:
     def depth(self) -> int:
         """Most drafts that a step accepts."""
         return self.num_speculative_tokens if self.tree is None else self.tree.depth
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether measurements decide when sequences have drafts."""
+        return self.disable_by_batch_size == AUTO and not self.synthetic
 
     @property
     def synthetic(self) -> bool:
