@@ -99,7 +99,7 @@ class LLMEngine(Engine):
             cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states, media, cross, self._speculation(states is not None),
+            _least_tokens(self.hf_config), states, media, cross, self._speculation(),
             limits.border,
         )  # fmt: skip
         overlap = config.async_scheduling if config.speculative_config is None else False
@@ -108,15 +108,15 @@ class LLMEngine(Engine):
         self._measure_drafts(self.scheduler.speculation)
         self._begin()
 
-    def _speculation(self, recurrent: bool) -> Speculation | None:
+    def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
         given = self.config.speculative_config
         if given is None:
             return None
-        if recurrent:
+        if self.executor.limits.border:
             raise ValueError(
-                f"speculative_config is not supported for {self.config.model}: its layers keep a recurrent state, which"
-                " holds rejected drafts"
+                f"speculative_config is not supported for {self.config.model}: its weights change at the borders of"
+                " chunks of tokens"
             )
         return Speculation.read(given)
 

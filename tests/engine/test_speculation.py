@@ -143,6 +143,37 @@ def test_drafts_are_measured_at_start_and_keep_tokens(folder: Path, engines: tup
     assert counts(llm).drafts == before and payoff.num_off > 20
 
 
+RECURRENT = ["mamba", "qwen3_next", "jamba", "rwkv7"]
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in RECURRENT[:1] else pytest.param(k, marks=pytest.mark.slow) for k in RECURRENT]
+)
+def test_recurrent_states_go_back_behind_rejected_drafts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first cache is large, and the second one too small for all sequences."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    given, each = prompts(5, seed=3), [params(i, max_tokens=20) for i in range(5)]
+    want = results(LLM(str(folder), **SMALL, num_snapshots=4), given, each)
+    rng, texts = random.Random(0), [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)]
+
+    def propose(self: Lookup, prompt: list[int], output: list[int], most: int) -> list[int]:
+        known = [*prompt, *output]
+        found = next(text for text in texts if text[: len(known)] == known)[len(known) :][:most]
+        wrong = rng.randrange(2 * len(found) + 1)  # right in half of the cases
+        return [(token + 1) % 512 if i == wrong else token for i, token in enumerate(found)]
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    for blocks in (100, 24):
+        llm = LLM(str(folder), **{**SMALL, "num_blocks": blocks}, num_snapshots=24, speculative_config=NGRAM)
+        for _ in range(3):  # the second time, snapshots are taken where prefixes branch
+            assert results(llm, given, each) == want
+        found, scheduler = counts(llm), llm.llm_engine.scheduler
+        assert 20 < found.accepted < found.drafts - 20 and scheduler.prefix_hits > 0
+        assert (scheduler.num_preemptions > 0) == (blocks == 24 and kind not in ("mamba", "rwkv7"))
+
+
 def test_payoff_follows_times_and_accepted_drafts() -> None:
     payoff = Payoff({1: 1.2, 8: 1.6, 32: 4.5}, 4)
     assert [payoff.pays(rows) for rows in (1, 5, 8, 9, 32, 99)] == [True, True, True, False, False, False]
@@ -241,8 +272,6 @@ def test_engines_without_drafts_refuse_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="async_scheduling True is not possible with speculative_config"):
         EngineConfig("m", speculative_config=NGRAM, async_scheduling=True)
     own: dict[str, Any] = {"device": "cpu", "speculative_config": NGRAM}
-    with pytest.raises(ValueError, match="its layers keep a recurrent state"):
-        LLM(str(make_tiny(tmp_path / "mamba", "mamba", "float32")), **own)
     with pytest.raises(ValueError, match="applies to models with causal attention"):
         LLM(str(make_tiny_llada(tmp_path / "llada")), **own)
     with pytest.raises(ValueError, match="speculative_config applies to models that generate"):

@@ -80,6 +80,15 @@ class Generate(Runner):
         drafts = [] if self.drafter is None else self.drafter.layers
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
+        given = self.config.speculative_config
+        speculation = None if given is None else Speculation.read(given)
+        if self.state_layers and speculation is not None and speculation.tree is not None:
+            raise ValueError(
+                f"speculative_config: speculative_token_tree is not supported for {self.config.model}, whose layers"
+                " keep a recurrent state; leave it out, and drafts are in a chain"
+            )
+        # States of a sequence: with drafts, one more, to go back to
+        self.copies = 1 if speculation is None else 2
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
         self.border: int = getattr(self.model, "border", 0)
         if self.device.type == "cpu":
@@ -125,7 +134,7 @@ class Generate(Runner):
         del self.backend  # and its workspaces
         self._unbind()
         budget = kv_cache.cuda_budget(config)
-        own = (config.max_num_seqs + 1) * self.slot_bytes
+        own = (self.copies * config.max_num_seqs + 1) * self.slot_bytes
         self._running_bytes(budget - activations - (weights - own))
         blocks = self._fitting(budget - weights - activations)
         if not self.groups:
@@ -437,8 +446,8 @@ class Generate(Runner):
         """Bytes of the states of running sequences. Raises ValueError if num_bytes do not hold them."""
         if not self.state_layers:
             return 0
-        state_cache.check_room(self.config, self.slot_bytes, num_bytes)
-        return (self.config.max_num_seqs + 1) * self.slot_bytes
+        state_cache.check_room(self.config, self.copies * self.slot_bytes, num_bytes)
+        return (self.copies * self.config.max_num_seqs + 1) * self.slot_bytes
 
     def _num_snapshots(self, num_blocks: int) -> int | None:
         """Snapshots next to num_blocks blocks: the same number on all ranks. None: no layer keeps a state."""
@@ -469,7 +478,9 @@ class Generate(Runner):
         kv_cache.bind(self.groups, counts, config.block_size, self.cache_dtype, self.device)
         if self.state_layers:
             snapshots = getattr(self, "limits", None)
-            slots = 1 + config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
+            slots = (
+                1 + self.copies * config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
+            )
             self.states = None  # frees the old one first
             self.states = StateCache(self.state_layers, slots, self.dtype, self.device)
         if self.cross_layers:

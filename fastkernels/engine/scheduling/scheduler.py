@@ -12,7 +12,8 @@ With two steps in flight, a request may be scheduled while its last token is bei
 
 Some layers keep a state of each sequence instead of the keys of its tokens. The state of a running sequence is in the
 slot after its own number. The prefix cache has snapshots of states for these layers, and chunks of a prompt end where a
-snapshot can be taken, at the border of a block.
+snapshot can be taken, at the border of a block. A step with drafts first copies that slot to another one: if a draft is
+rejected, the next step computes the accepted tokens again, from the copy, and has no drafts.
 
 Media of a prompt are encoded in the step that computes their first token, and kept until that of the last one. A chunk
 ends before a medium that the step has no room for.
@@ -240,6 +241,8 @@ class Scheduler:
             self._drop_drafts(planned)
         if self.speculation is not None and self.speculation.has_model:
             self._look_ahead(self.speculation, planned)
+        if self.states is not None:
+            self._guard_states(self.states, planned)
         ones = [r for r, count in planned.items() if count == 1]
         more = [r for r, count in planned.items() if count > 1]
         requests = ones + more
@@ -394,10 +397,25 @@ class Scheduler:
 
         agreed  drafts that the model accepts: more than `kept` where the sequence ends before them
         """
-        request.num_computed_tokens -= drafts - kept
+        if self.states is not None and kept < drafts:
+            request.num_computed_tokens -= drafts + 1
+            request.restores = True
+        else:
+            request.num_computed_tokens -= drafts - kept
         self.draft_counts.add(drafts, agreed)
         if self.payoff is not None:
             self.payoff.count_tokens(agreed + 1)
+
+    def _guard_states(self, states: Snapshots, planned: dict[Request, int]) -> None:
+        """Copy the states of sequences with drafts, and bring back those of sequences whose drafts were rejected."""
+        behind = self.max_num_seqs + 1 + states.count  # the slots of copies
+        for request in planned:
+            own, spare = request.slot + 1, behind + request.slot
+            if request.restores:
+                self._loads.append((spare, own))
+                request.restores = False
+            if request.drafts:
+                self._loads.append((own, spare))
 
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""
@@ -452,7 +470,7 @@ class Scheduler:
         self._planned.pop(request, None)
         request.num_computed_tokens = request.num_named_blocks = request.snapshot = 0
         request.num_preemptions += 1
-        request.drafts, request.proposed = [], []
+        request.drafts, request.proposed, request.restores = [], [], False
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)
@@ -552,7 +570,7 @@ class Scheduler:
         computed = request.num_computed_tokens = request.num_computed_tokens + count
         if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
             self._name_blocks(request, computed)
-        if self.states is not None and computed % self.blocks.block_size == 0:
+        if self.states is not None and computed % self.blocks.block_size == 0 and not request.drafts:
             self._take_snapshot(request, self.states)
         generated = len(request.output_token_ids) + request.num_inflight
         if computed < len(request.prompt_token_ids) + generated:
