@@ -35,6 +35,7 @@ from fastkernels.engine.scheduling.draft_tree import Level
 from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.models.common import build, checkpoint, length, registry, weights
 from fastkernels.models.common.decoder import DecoderModel, Taps
+from fastkernels.models.common.mtp import HEADS
 from fastkernels.overrides.sampling.sampling import sampling
 
 
@@ -53,13 +54,21 @@ class DraftSource:
     @staticmethod
     def open(settings: Speculation, engine: EngineConfig, target: Any, max_model_len: int) -> DraftSource:
         """Raises CheckpointError, UnknownName, and ValueError for a draft that does not suit the target's config."""
-        assert settings.model is not None
-        folder = weights.resolve(settings.model)
+        where = settings.model or engine.model
+        folder = weights.resolve(where)
         config = build.load_config(folder)
         config.max_model_len = engine.max_model_len  # chooses the factors of LongRoPE
         name = build.architecture_of(config, folder)
-        runner, eagle = registry.find(name, config).arch.runner, settings.method == "eagle3"
-        what = f"speculative_config: the draft model {settings.model}"
+        if settings.method == "mtp":
+            if name not in HEADS:
+                raise ValueError(
+                    f"speculative_config: method 'mtp' is for {', '.join(HEADS)}, and {where} is a {name}; use another"
+                    " method"
+                )
+            name = HEADS[name]
+            config.architectures = [name]
+        runner, eagle = registry.find(name, config).arch.runner, settings.reads_states
+        what = f"speculative_config: the draft model {where}"
         if runner != ("Draft" if eagle else "Generate"):
             other = "'draft_model'" if eagle else "'eagle3'" if runner == "Draft" else "'ngram'"
             raise ValueError(
@@ -112,7 +121,7 @@ class Drafter:
                 f"speculative_config: the draft model {self.settings.model} keeps more than the keys of its tokens,"
                 " which is not supported"
             )
-        pair: dict[str, Any] = {engine.model: target, str(self.settings.model): self.model}
+        pair: dict[str, Any] = {engine.model: target, str(self.settings.model or "its head"): self.model}
         for name, model in pair.items():
             if any(hasattr(model, method) for method in ("encode", "encode_source")):
                 raise ValueError(
@@ -122,19 +131,19 @@ class Drafter:
         if self.eagle:
             if not isinstance(self._target, DecoderModel):
                 raise ValueError(
-                    f"speculative_config: method 'eagle3' is not supported for {engine.model}, whose hidden states a"
-                    " draft model cannot read"
+                    f"speculative_config: method {self.settings.method!r} is not supported for"
+                    f" {engine.model}, whose hidden states a draft model cannot read"
                 )
             drafts: Any = self.model
             drafts.check_map()
-            drafts.share(self._target.embed_tokens)
+            drafts.share(target)
 
     def bind(self, batch: InputBatch, sampler: Sampler, max_model_len: int) -> None:
         """Allocate buffers, after the layers have their caches."""
         config, device = self._engine, self._device
         name = None if config.attention_backend == "flashinfer" else config.attention_backend
         backend = make_backend(name, self.layers, device, self._dtype, self.tree is not None)
-        if not isinstance(backend, OpsBackend):
+        if not isinstance(backend, OpsBackend) and self.settings.method != "mtp":
             raise ValueError(
                 f"speculative_config: the draft model {self.settings.model} has latent attention, which is not"
                 " supported"

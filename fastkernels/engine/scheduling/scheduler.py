@@ -494,7 +494,7 @@ class Scheduler:
             names = self._known_names(request)
             seen = 0 if self.states is None else self.states.num_seen(names)
             names = names[: known_prefix(self._caches, names)]
-            if self.speculation is not None and self.speculation.method == "eagle3" and names:
+            if self.speculation is not None and self.speculation.reads_states and names:
                 # The draft's keys of a block's last token follow from the token after it, too.
                 names = names[: known_prefix(self._caches, names[:-1])]
             found = [group.find(names) for group in self.groups]

@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "eagle3": ("model", "speculative_token_tree"),
     "draft_model": ("model",),
+    "mtp": ("model",),
 }
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 
@@ -30,8 +31,8 @@ SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 class Speculation:
     """EngineConfig.speculative_config, with vLLM's names.
 
-    method                  'ngram', 'eagle3' or 'draft_model'
-    model                   folder or hub id of the draft model
+    method                  'ngram', 'eagle3', 'draft_model' or 'mtp'
+    model                   folder or hub id of the draft model (for 'mtp', by default the target's own)
     num_speculative_tokens  drafts of a sequence in a step, at most
     speculative_token_tree  paths of the drafts, such as '[(0,), (1,), (0, 0)]': the last number is a draft's rank among
                             those behind the same token (default: one draft behind the other)
@@ -87,7 +88,8 @@ class Speculation:
                 raise ValueError(
                     f"speculative_config: {name} must be an integer {span}, got {reprlib.repr(value)}"
                 )
-        if self.has_model and not (isinstance(self.model, str) and self.model):
+        optional = self.method == "mtp" and self.model is None
+        if self.has_model and not optional and not (isinstance(self.model, str) and self.model):
             raise ValueError(
                 f"speculative_config: {self.method!r} needs `model`, the folder or hub id of a draft model,"
                 f" got {reprlib.repr(self.model)}"
@@ -170,11 +172,16 @@ class Speculation:
         return [min(max(wanted - i, 0.0), 1.0) for i in range(self.depth)]
 
     @property
+    def reads_states(self) -> bool:
+        """Whether the draft model reads the target's hidden states."""
+        return self.method in ("eagle3", "mtp")
+
+    @property
     def lookahead(self) -> int:
         """Tokens behind a step's for which the draft model computes keys."""
         if not self.has_model:
             return 0
-        return self.num_speculative_tokens - (self.method == "eagle3")
+        return self.num_speculative_tokens - self.reads_states
 
 
 def _is_number(value: Any) -> bool:
