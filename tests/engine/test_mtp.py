@@ -80,8 +80,8 @@ class Oracle:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
 
     @torch.inference_mode()
-    def draft(self, tokens: list[int], count: int) -> list[list[int]]:
-        """The two best tokens of each greedy draft behind `tokens`."""
+    def draft(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy drafts behind `tokens`."""
         hidden = self.target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
         ids, found = tokens[1:], []
         names = ("enorm", "hnorm") if self.deepseek else ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
@@ -97,9 +97,9 @@ class Oracle:
             )
             normed = self.model(inputs_embeds=x[None]).last_hidden_state[0]
             hook.remove()
-            found.append((normed[-1] @ self.head.T).topk(2).indices.tolist())
+            found.append(int((normed[-1] @ self.head.T).argmax()))
             state = kept[0].reshape(len(ids), -1)[-1:] if self.deepseek else normed[-1:]
-            hidden, ids = torch.cat([hidden, state]), [*ids, found[-1][0]]
+            hidden, ids = torch.cat([hidden, state]), [*ids, found[-1]]
         return found
 
 
@@ -151,8 +151,8 @@ def test_drafts_are_those_of_transformers(
                 if len(g) <= at + 1 < len(t) and t[at + 1] == token
             ]
             if len(fits) == 1:
-                best = oracle.draft(fits[0][: at + 2], 3)
-                assert mine == [one for one, _ in best]
+                count = min(3, len(fits[0]) - at - 1)  # later ones have no keys, and no use
+                assert mine[:count] == oracle.draft(fits[0][: at + 2], count)
                 checked += 1
     assert checked >= 12
 
