@@ -35,7 +35,6 @@ from fastkernels.engine.scheduling.draft_tree import Level
 from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.models.common import build, checkpoint, length, registry, weights
 from fastkernels.models.common.decoder import DecoderModel, Taps
-from fastkernels.models.common.mtp import HEADS
 from fastkernels.overrides.sampling.sampling import sampling
 
 
@@ -60,12 +59,7 @@ class DraftSource:
         config.max_model_len = engine.max_model_len  # chooses the factors of LongRoPE
         name = build.architecture_of(config, folder)
         if settings.method == "mtp":
-            if name not in HEADS:
-                raise ValueError(
-                    f"speculative_config: method 'mtp' is for {', '.join(HEADS)}, and {where} is a {name}; use another"
-                    " method"
-                )
-            name = HEADS[name]
+            name = _head_of(name, where)
             config.architectures = [name]
         runner, eagle = registry.find(name, config).arch.runner, settings.reads_states
         what = f"speculative_config: the draft model {where}"
@@ -94,6 +88,17 @@ class DraftSource:
         except ValueError as error:
             raise ValueError(f"{what} does not suit {engine.model}: {error}") from error
         return DraftSource(folder, config, settings, layers)
+
+
+def _head_of(name: str, where: str) -> str:
+    """The architecture of a model's head for multi-token prediction. Raises UnknownName, ValueError."""
+    if (head := registry.find(name).arch.head) == "":
+        others = [m for m in registry.models().values() if m.arch.head]
+        known = ", ".join(own for model in others for own in model.arch.names)
+        raise ValueError(
+            f"speculative_config: method 'mtp' is for {known}, and {where} is a {name}; use another method"
+        )
+    return head
 
 
 class Drafter:

@@ -2,7 +2,7 @@
 
 Its input is the embedding of a token and the target's last hidden state of the one before, behind the final norm, or
 behind a draft, its own. The engine runs it for the speculative_config {"method": "mtp"}. Its weights are in the
-target's checkpoint, under names that the target leaves out.
+target's checkpoint, under names that the target leaves out; the target's ARCH names its architecture (`head`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from torch import nn
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.decoder import Decoder
-
-# architecture of a target: that of its head
-HEADS = {"DeepseekV3ForCausalLM": "DeepSeekMTPModel", "Qwen3NextForCausalLM": "Qwen3NextMTP"}
 
 
 class MtpHead(nn.Module):
