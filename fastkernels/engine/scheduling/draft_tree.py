@@ -101,7 +101,7 @@ class DraftTree:
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The nodes with children, by depth."""
-        made, before = list[Level](), (0,)
+        made, before = list[Level](), tuple[int, ...]((0,))
         for depth in range(self.depth):
             nodes = tuple(n for n in range(len(self) + 1) if self.depths[n] == depth and self.children[n])
             parents = tuple(before.index(self.parents[n]) for n in nodes)
@@ -136,7 +136,7 @@ class DraftTree:
 
 
 def seen_bits(parents: Sequence[int]) -> tuple[int, ...]:
-    """What each node sees: bit d is set if it sees the token d places before it, as a signed 64-bit number.
+    """Return one number for each node: bit d is set if it sees the token d places before it, as a signed 64-bit number.
 
     Bits from its own number on are set: every node sees node 0 and what comes before.
     """
