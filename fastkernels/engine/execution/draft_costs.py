@@ -18,6 +18,7 @@ from fastkernels.engine.scheduling.speculation import Speculation
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 512  # tokens of a sequence
 ROUNDS = 5  # of both steps, after one that is not measured
+SLOW = 0.5  # seconds of both steps from which one round is enough
 SECONDS = 3.0  # after which no larger size is begun
 
 
@@ -34,10 +35,10 @@ def measure(executor: Any, config: EngineConfig, settings: Speculation) -> dict[
             break
         plain, drafted = _steps(rows, count, limits.max_model_len, settings.has_model)
         times: list[list[float]] = [[], []]
-        for turn in range(ROUNDS + 1):
-            for which, step in enumerate((plain, drafted)):
-                spent = _run(executor, step if turn == 0 else replace(step, new_rows=()))
-                times[which] += [spent] if turn else []
+        first = sum(_run(executor, step) for step in (plain, drafted))
+        for _ in range(ROUNDS if first < SLOW else 1):
+            for spent, step in zip(times, (plain, drafted), strict=True):
+                spent.append(_run(executor, replace(step, new_rows=())))
         without, with_drafts = map(statistics.median, times)
         found[rows] = with_drafts / without
     return found
