@@ -292,7 +292,7 @@ class Drafter:
         own = Rows(*(t[:rows] for t in self._rows))
         tables, drafts = self._tables(own, longest), self._drafts[:rows]
         out, hidden = self._out[:rows], self._hidden[:rows].clone()
-        keys = 1  # of the row's last token, and of drafts so far
+        ids, keys = own.token, 1  # keys: of the row's last token, and of drafts so far
         for depth, level in enumerate(self._levels):
             count = level.count
             if depth:
@@ -307,9 +307,10 @@ class Drafter:
             logits = self.model.compute_logits(out)
             drawing = self._sampler.drawing(own.slot.repeat_interleave(count))
             offsets = (own.offset + (depth + 1)).repeat_interleave(count)
+            tokens = ids
             for rank, (places, children) in enumerate(level.ranks):
                 if rank:  # the next one of those that the row may sample
-                    logits = logits.scatter(1, tokens[:, None], -torch.inf)  # noqa: F821
+                    logits = logits.scatter(1, tokens[:, None], -torch.inf)
                 tokens = sampling(logits, *drawing, offsets)
                 drafts.index_copy_(1, children, tokens.view(rows, count).index_select(1, places))
         return drafts

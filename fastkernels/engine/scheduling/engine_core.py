@@ -178,7 +178,7 @@ def _masks(batch: Batch, speculation: Speculation | None) -> TokenMasks:
 
     Rows count the sampled tokens: those behind drafts follow that of their request.
     """
-    rows, words, place = [], [], -1
+    rows, words, place = list[int](), list[np.ndarray](), -1
     for row, request in enumerate(batch.requests):
         drafts = batch.drafts[row] if batch.drafts else []
         place += 1 + (len(batch.drafts[row - 1]) if row and batch.drafts else 0)

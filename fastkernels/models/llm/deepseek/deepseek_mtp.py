@@ -66,8 +66,8 @@ class DeepseekMtp(MtpHead):
 
     @property
     def layer(self) -> Any:
-        (layer,) = self.model.layers.values()
-        return layer
+        layers: Any = self.model.layers
+        return next(iter(layers.values()))
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
