@@ -40,6 +40,7 @@ class AttentionMetadata:
     cross          of a decoder with cross attention
     key_rows       of an encoder: the tokens that others see, sequence after sequence; seq_lens counts these. None: all
     fresh          [B] bool: whether the sequence begins in this step: its state is zero, whatever the slot holds
+    tree           [T] int64: which of the keys before its own each query sees; see attention_prefill. None: all
     num_whole, num_whole_tokens  of bidirectional attention: the first sequences, which compute all of their tokens
 
     `decode_only`: every sequence has exactly one query. Where some have none, there are fewer tokens than sequences.
@@ -61,6 +62,7 @@ class AttentionMetadata:
     fresh: torch.Tensor | None = None
     key_rows: torch.Tensor | None = None
     cross: CrossMetadata | None = None
+    tree: torch.Tensor | None = None
     num_whole: int = 0
     num_whole_tokens: int = 0
 

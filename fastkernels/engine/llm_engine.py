@@ -8,6 +8,7 @@ tokens into text and answers.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import reprlib
 import time
@@ -24,6 +25,7 @@ from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engine import Engine, StepStats
+from fastkernels.engine.execution import draft_costs
 from fastkernels.engine.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.sampling.unmask_params import UnmaskParams
@@ -31,6 +33,7 @@ from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
 from fastkernels.engine.scheduling.speculation import Speculation
@@ -39,6 +42,8 @@ from fastkernels.engine.speech.recognition import Recognizer
 from fastkernels.engine.structured.constraint import Constraint
 from fastkernels.engine.structured.grammars import Grammars
 from fastkernels.models.common.plan import plan
+
+log = logging.getLogger("fastkernels")
 
 
 def _least_tokens(config: Any) -> int:
@@ -94,25 +99,35 @@ class LLMEngine(Engine):
             cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
-            _least_tokens(self.hf_config), states, media, cross, self._speculation(states is not None),
+            _least_tokens(self.hf_config), states, media, cross, self._speculation(),
             limits.border,
         )  # fmt: skip
         overlap = config.async_scheduling if config.speculative_config is None else False
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
+        self._measure_drafts(self.scheduler.speculation)
         self._begin()
 
-    def _speculation(self, recurrent: bool) -> Speculation | None:
+    def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
         given = self.config.speculative_config
         if given is None:
             return None
-        if recurrent:
+        if self.executor.limits.border:
             raise ValueError(
-                f"speculative_config is not supported for {self.config.model}: its layers keep a recurrent state, which"
-                " holds rejected drafts"
+                f"speculative_config is not supported for {self.config.model}: its weights change at the borders of"
+                " chunks of tokens"
             )
         return Speculation.read(given)
+
+    def _measure_drafts(self, settings: Speculation | None) -> None:
+        """Measure at which numbers of sequences steps with drafts pay."""
+        if settings is None or not settings.is_measured:
+            return
+        ratios = draft_costs.measure(self.executor, self.config, settings)
+        if ratios:
+            self.scheduler.payoff = Payoff(ratios, settings.depth + 1)
+            log.info("%s", self.scheduler.payoff.describe())
 
     def _begin(self) -> None:
         """Make the state of requests."""

@@ -201,6 +201,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
     from fastkernels.engine.http.server import ROUTES, Server
     from fastkernels.engine.http.sglang_api.protocol import SglangRequest, SglangSampling
+    from fastkernels.engine.scheduling.payoff import Payoff
     from fastkernels.engine.scheduling.scheduler import Scheduler
     from fastkernels.engine.scheduling.speculation import Speculation
 
@@ -231,6 +232,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     blocks = BlockManager(2, 16)
     forced = Speculation(2, rejection_sample_method="synthetic", synthetic_acceptance_length=2)
     scheduler = Scheduler([blocks], 1, 1, 1, speculation=forced)
+    scheduler.payoff = Payoff({1: 1.5}, 3)
     engine: Any = SimpleNamespace(
         kind="Generate",
         audio=object(),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafts import SMALL, counts, params, prompts, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
 from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
@@ -29,11 +29,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "draft_kernel_cases
 
 
 def eagle3(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3, **more}
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3, **ALWAYS, **more}
 
 
 def draft_model(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **more}
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **ALWAYS, **more}
 
 
 @pytest.fixture(scope="module")

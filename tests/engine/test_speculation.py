@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafts import SMALL, counts, params, prompts, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
 from support.llada import make_tiny_llada
 from support.tiny import make_scripted, make_tiny, make_tiny_bert
 
@@ -17,9 +17,10 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.step import StepInput
 from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.speculation import Speculation
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, **ALWAYS}
 SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
 
 
@@ -129,6 +130,71 @@ def test_drafts_stop_where_too_many_sequences_run(folder: Path) -> None:
     assert counts(llm).drafts > 0
 
 
+def test_drafts_are_measured_at_start_and_keep_tokens(folder: Path, engines: tuple[LLM, LLM]) -> None:
+    llm = LLM(str(folder), **SMALL, speculative_config={**NGRAM, "disable_by_batch_size": "auto"})
+    payoff = llm.llm_engine.scheduler.payoff
+    assert payoff is not None
+    sizes = list(payoff.ratios)  # fewer on a slow machine
+    assert sizes and sizes == [1, 2, 4, 6][: len(sizes)] and min(payoff.ratios.values()) > 0
+    given, each = prompts(8), [params(i) for i in range(8)]
+    assert results(llm, given, each) == results(engines[0], given, each)
+    payoff.ratios = dict.fromkeys(payoff.ratios, 9.0)  # as if they lost at every size
+    before = counts(llm).drafts
+    assert results(llm, given, each) == results(engines[0], given, each)
+    assert counts(llm).drafts == before and payoff.num_off > 20
+
+
+RECURRENT = ["mamba", "qwen3_next", "jamba", "rwkv7"]
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in RECURRENT[:1] else pytest.param(k, marks=pytest.mark.slow) for k in RECURRENT]
+)
+def test_recurrent_states_go_back_behind_rejected_drafts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first cache is large, and the second one too small for all sequences."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    given, each = prompts(5, seed=3), [params(i, max_tokens=20) for i in range(5)]
+    want = results(LLM(str(folder), **SMALL, num_snapshots=4), given, each)
+    rng, texts = random.Random(0), [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)]
+
+    def propose(self: Lookup, prompt: list[int], output: list[int], most: int) -> list[int]:
+        known = [*prompt, *output]
+        found = next(text for text in texts if text[: len(known)] == known)[len(known) :][:most]
+        wrong = rng.randrange(2 * len(found) + 1)  # right in half of the cases
+        return [(token + 1) % 512 if i == wrong else token for i, token in enumerate(found)]
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    for blocks in (100, 24):
+        llm = LLM(str(folder), **{**SMALL, "num_blocks": blocks}, num_snapshots=24, speculative_config=NGRAM)
+        for _ in range(3):  # the second time, snapshots are taken where prefixes branch
+            assert results(llm, given, each) == want
+        found, scheduler = counts(llm), llm.llm_engine.scheduler
+        assert 20 < found.accepted < found.drafts - 20 and scheduler.prefix_hits > 0
+        assert (scheduler.num_preemptions > 0) == (blocks == 24 and kind not in ("mamba", "rwkv7"))
+
+
+def test_payoff_follows_times_and_accepted_drafts() -> None:
+    payoff = Payoff({1: 1.2, 8: 1.6, 32: 4.5}, 4)
+    assert [payoff.pays(rows) for rows in (1, 5, 8, 9, 32, 99)] == [True, True, True, False, False, False]
+    assert "1.20 at 1, 1.60 at 8, 4.50 at 32" in payoff.describe() and "off above 8" in payoff.describe()
+    for _ in range(200):
+        payoff.count_tokens(1 + (_ % 2))  # 1.5 tokens each
+    assert payoff.largest == 1 and payoff.tokens == pytest.approx(1.5, abs=0.05)
+    trials = 0
+    for _ in range(1000):  # where drafts can pay at all, they are tried again
+        payoff.count_step(8)
+        trials += payoff.pays(8)
+        assert not payoff.pays(32)
+    assert 20 < trials < 100 and payoff.num_off > 900
+    for _ in range(600):
+        payoff.count_tokens(3)
+    assert payoff.largest == 8 and payoff.pays(8)
+    with pytest.raises(ValueError, match="no size was measured"):
+        Payoff({}, 4)
+
+
 OTHERS = ["gemma3_text", "qwen3", "deepseek_v3", "deepseek_v32", "gpt_oss", "gemma4_text", "mpt", "mixtral"]
 
 
@@ -193,7 +259,7 @@ def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be an integer in [1, 32], got 0"),
         ({**NGRAM, "prompt_lookup_min": 9}, "prompt_lookup_min must be an integer in [1, 4], got 9"),
-        ({**NGRAM, "disable_by_batch_size": True}, "disable_by_batch_size must be an integer at least 1, got True"),
+        ({**NGRAM, "disable_by_batch_size": True}, "must be an integer at least 1, or 'auto', got True"),
         ({**NGRAM, "model": "a"}, "'model' is not supported by 'ngram', only disable_by_batch_size"),
     ],
 )  # fmt: skip
@@ -207,8 +273,6 @@ def test_engines_without_drafts_refuse_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="async_scheduling True is not possible with speculative_config"):
         EngineConfig("m", speculative_config=NGRAM, async_scheduling=True)
     own: dict[str, Any] = {"device": "cpu", "speculative_config": NGRAM}
-    with pytest.raises(ValueError, match="its layers keep a recurrent state"):
-        LLM(str(make_tiny(tmp_path / "mamba", "mamba", "float32")), **own)
     with pytest.raises(ValueError, match="applies to models with causal attention"):
         LLM(str(make_tiny_llada(tmp_path / "llada")), **own)
     with pytest.raises(ValueError, match="speculative_config applies to models that generate"):

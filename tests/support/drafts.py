@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+import torch
+
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine.execution.drafting import Drafter
 from fastkernels.engine.scheduling.speculation import DraftCounts
 
 SMALL: dict[str, Any] = {
     "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,
     "max_model_len": 96,
 }  # fmt: skip
+ALWAYS: dict[str, Any] = {"disable_by_batch_size": None}  # drafts at every size, whatever steps take
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -33,3 +38,27 @@ def results(llm: LLM, given: Any, each: Any) -> list[Any]:
 
 def counts(llm: LLM) -> DraftCounts:
     return llm.llm_engine.scheduler.draft_counts
+
+
+def propose(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
+    """Let draft models propose tokens that follow in `texts`, in trees at random nodes, and their own elsewhere."""
+    rng = random.Random(1)
+    original = Drafter.chain
+
+    def chain(self: Drafter, rows: int, longest: int) -> torch.Tensor:
+        drafts = original(self, rows, longest)
+        children = [[i + 1] for i in range(self.count)] if self.tree is None else self.tree.children
+        for row in range(rows):
+            token, at = int(self._rows.token[row]), int(self._rows.at[row]) + 1
+            left = [t for t in texts if len(t) > at and t[at] == token]
+            text, node = rng.choice(left) if left else [], 0
+            while (
+                (at := at + 1) < len(text) and node < len(children) and children[node] and rng.random() < 0.8
+            ):
+                node = rng.choice(children[node])
+                siblings = next(kids for kids in children if node in kids)
+                if text[at] not in {int(drafts[row, kid - 1]) for kid in siblings}:
+                    drafts[row, node - 1] = text[at]
+        return drafts
+
+    monkeypatch.setattr(Drafter, "chain", chain)

@@ -1,6 +1,7 @@
 """Slots of recurrent state on one rank: allocation, copies, and how many fit into a memory.
 
-Slot 0 is for padding, slots 1 .. max_num_seqs are those of running sequences, and the rest holds snapshots.
+Slot 0 is for padding, slots 1 .. max_num_seqs are those of running sequences. Then come snapshots, and with speculative
+decoding a copy of each running sequence's state.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from fastkernels.engine.execution.attention.ops import OpsBackend
 from fastkernels.engine.execution.draft_kernels import Rows, accept, advance
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs, Staging
 from fastkernels.engine.execution.step import SAMPLED, NextDrafts, StepInput
+from fastkernels.engine.execution.tree_kernels import accept_tree, tables_of
 from fastkernels.engine.sampling.sampler import Sampler
+from fastkernels.engine.scheduling.draft_tree import Level
 from fastkernels.engine.scheduling.speculation import Speculation
 from fastkernels.models.common import build, checkpoint, length, registry, weights
 from fastkernels.models.common.decoder import DecoderModel, Taps
@@ -51,13 +53,16 @@ class DraftSource:
     @staticmethod
     def open(settings: Speculation, engine: EngineConfig, target: Any, max_model_len: int) -> DraftSource:
         """Raises CheckpointError, UnknownName, and ValueError for a draft that does not suit the target's config."""
-        assert settings.model is not None
-        folder = weights.resolve(settings.model)
+        where = settings.model or engine.model
+        folder = weights.resolve(where)
         config = build.load_config(folder)
         config.max_model_len = engine.max_model_len  # chooses the factors of LongRoPE
         name = build.architecture_of(config, folder)
-        runner, eagle = registry.find(name, config).arch.runner, settings.method == "eagle3"
-        what = f"speculative_config: the draft model {settings.model}"
+        if settings.method == "mtp":
+            name = _head_of(name, where)
+            config.architectures = [name]
+        runner, eagle = registry.find(name, config).arch.runner, settings.reads_states
+        what = f"speculative_config: the draft model {where}"
         if runner != ("Draft" if eagle else "Generate"):
             other = "'draft_model'" if eagle else "'eagle3'" if runner == "Draft" else "'ngram'"
             raise ValueError(
@@ -85,6 +90,17 @@ class DraftSource:
         return DraftSource(folder, config, settings, layers)
 
 
+def _head_of(name: str, where: str) -> str:
+    """The architecture of a model's head for multi-token prediction. Raises UnknownName, ValueError."""
+    if (head := registry.find(name).arch.head) == "":
+        others = [m for m in registry.models().values() if m.arch.head]
+        known = ", ".join(own for model in others for own in model.arch.names)
+        raise ValueError(
+            f"speculative_config: method 'mtp' is for {known}, and {where} is a {name}; use another method"
+        )
+    return head
+
+
 class Drafter:
     """A draft model on one rank.
 
@@ -97,6 +113,7 @@ class Drafter:
         """target: the model. Raises what build.build raises, and ValueError for models that cannot be a pair."""
         self.settings, self._source, self._engine = source.settings, source, engine
         self.eagle, self.count = bool(source.layers), source.settings.num_speculative_tokens
+        self.tree = source.settings.tree
         self._device, self._dtype = torch.device(device), dtype
         self.model: Any = build.build(
             source.folder, source.config, self._device, dtype, engine.load_format, engine.seed
@@ -109,7 +126,7 @@ class Drafter:
                 f"speculative_config: the draft model {self.settings.model} keeps more than the keys of its tokens,"
                 " which is not supported"
             )
-        pair: dict[str, Any] = {engine.model: target, str(self.settings.model): self.model}
+        pair: dict[str, Any] = {engine.model: target, str(self.settings.model or "its head"): self.model}
         for name, model in pair.items():
             if any(hasattr(model, method) for method in ("encode", "encode_source")):
                 raise ValueError(
@@ -119,19 +136,19 @@ class Drafter:
         if self.eagle:
             if not isinstance(self._target, DecoderModel):
                 raise ValueError(
-                    f"speculative_config: method 'eagle3' is not supported for {engine.model}, whose hidden states a"
-                    " draft model cannot read"
+                    f"speculative_config: method {self.settings.method!r} is not supported for"
+                    f" {engine.model}, whose hidden states a draft model cannot read"
                 )
             drafts: Any = self.model
             drafts.check_map()
-            drafts.share(self._target.embed_tokens)
+            drafts.share(target)
 
     def bind(self, batch: InputBatch, sampler: Sampler, max_model_len: int) -> None:
         """Allocate buffers, after the layers have their caches."""
         config, device = self._engine, self._device
         name = None if config.attention_backend == "flashinfer" else config.attention_backend
-        backend = make_backend(name, self.layers, device, self._dtype)
-        if not isinstance(backend, OpsBackend):
+        backend = make_backend(name, self.layers, device, self._dtype, self.tree is not None)
+        if not isinstance(backend, OpsBackend) and self.settings.method != "mtp":
             raise ValueError(
                 f"speculative_config: the draft model {self.settings.model} has latent attention, which is not"
                 " supported"
@@ -146,6 +163,12 @@ class Drafter:
         self._rows = Rows(*torch.zeros(len(Rows._fields), rows, dtype=torch.int64, device=device).unbind())
         self._rows.slot.fill_(batch.dummy)
         self._drafts = torch.zeros(rows, self.count, dtype=torch.int64, device=device)
+        if self.tree is not None:
+            self._children = tables_of(self.tree, self._device).children
+            self.path = torch.zeros(rows, self.tree.depth, dtype=torch.int64, device=device)
+            self._order = torch.arange(config.max_num_batched_tokens, device=device)
+            self._inner = torch.tensor(self.tree.inner_masks, device=device)
+            self._levels = [_Level(level, self._device) for level in self.tree.levels]
         if self.eagle:
             tokens = config.max_num_batched_tokens
             size = self._target.embed_tokens.embedding_dim
@@ -203,7 +226,11 @@ class Drafter:
             packed[-2, rows:], packed[-1, rows:] = self._batch.dummy, 0
 
         packed = self._staging.copy(len(columns) * size, fill).view(len(columns), size)
-        accept(packed, ids, tokens, self._rows, self.count, self.eagle)
+        if self.tree is None:
+            accept(packed, ids, tokens, self._rows, self.count, self.eagle)
+            return
+        order = self._order[: len(ids)]
+        accept_tree(packed, ids, tokens, self._rows, self.path, order, self._children)
 
     def first(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """The pass over the tokens of a step, or of what `extended` makes of it. Returns its output [rows, H].
@@ -212,10 +239,14 @@ class Drafter:
         """
         rows = len(inputs.slots)
         last, ids = self._rows.last[:rows], inputs.input_ids.clamp_min(0)
+        states = self._taps.states[: len(ids)] if self.eagle else None
+        if self.tree is not None and states is not None:
+            order = self._order[: len(ids)]
+            ids, states = ids.index_select(0, order), states.index_select(0, order)
         if self.eagle:
             ids = ids.roll(-1)
         ids = ids.scatter(0, last, self._rows.token[:rows])
-        hidden = self.model.combine(self._taps.states[: len(ids)]) if self.eagle else None
+        hidden = None if states is None else self.model.combine(states)
         out, hidden = self._forward(ids, inputs.positions, hidden, metadata)
         self._out[:rows] = out.index_select(0, last)
         if hidden is not None:
@@ -224,11 +255,10 @@ class Drafter:
 
     def chain(self, rows: int, longest: int) -> torch.Tensor:
         """The drafts of the first `rows` rows, [rows, count]. Can be captured. longest: number of keys at most."""
+        if self.tree is not None:
+            return self._grow(rows, longest)
         batch, own = self._batch, Rows(*(t[:rows] for t in self._rows))
-        columns = min(-(-longest // batch.block_size), batch.width)
-        tables = [
-            batch.group_table(group)[:, :columns].index_select(0, own.slot) for group in range(batch.groups)
-        ]
+        tables = self._tables(own, longest)
         drawing = self._sampler.drawing(own.slot)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
         # A copy, since the model overwrites it
@@ -249,6 +279,65 @@ class Drafter:
             self._drafts[:rows, i] = ids
         return self._drafts[:rows]
 
+    def _tables(self, own: Rows, longest: int) -> list[torch.Tensor]:
+        """The rows' block tables of each group, for at most `longest` keys."""
+        batch = self._batch
+        columns = min(-(-longest // batch.block_size), batch.width)
+        return [
+            batch.group_table(group)[:, :columns].index_select(0, own.slot) for group in range(batch.groups)
+        ]
+
+    def _grow(self, rows: int, longest: int) -> torch.Tensor:
+        """The drafts of a tree, level by level. Keys of drafts with children follow each other behind the row's own."""
+        own = Rows(*(t[:rows] for t in self._rows))
+        tables, drafts = self._tables(own, longest), self._drafts[:rows]
+        out, hidden = self._out[:rows], self._hidden[:rows].clone()
+        ids, keys = own.token, 1  # keys: of the row's last token, and of drafts so far
+        for depth, level in enumerate(self._levels):
+            count = level.count
+            if depth:
+                hidden = hidden.view(rows, -1, hidden.shape[1]).index_select(1, level.parents).flatten(0, 1)
+                masks = self._inner[keys : keys + count]
+                metadata = self._level(own, tables, keys, count, longest, masks)
+                ids = drafts.index_select(1, level.nodes - 1).flatten()
+                at = (own.at + depth).clamp_max(self.longest - 1).repeat_interleave(count)
+                made, states = self._forward(ids, at, hidden, metadata)
+                assert states is not None
+                out, hidden, keys = made, states, keys + count
+            logits = self.model.compute_logits(out)
+            drawing = self._sampler.drawing(own.slot.repeat_interleave(count))
+            offsets = (own.offset + (depth + 1)).repeat_interleave(count)
+            tokens = ids
+            for rank, (places, children) in enumerate(level.ranks):
+                if rank:  # the next one of those that the row may sample
+                    logits = logits.scatter(1, tokens[:, None], -torch.inf)
+                tokens = sampling(logits, *drawing, offsets)
+                drafts.index_copy_(1, children, tokens.view(rows, count).index_select(1, places))
+        return drafts
+
+    def _level(
+        self, own: Rows, tables: list[torch.Tensor], keys: int, count: int, longest: int, masks: torch.Tensor
+    ) -> AttentionMetadata:  # fmt: skip
+        """The metadata of a pass over `count` drafts of each row, behind `keys` keys from own.at on."""
+        batch, device, rows = self._batch, self._device, len(own.at)
+        places = own.at[:, None] + torch.arange(keys, keys + count, device=device)
+        kept = places.clamp_max(self.longest - 1)
+        column, inside = kept // batch.block_size, kept % batch.block_size
+        stored = places < own.room[:, None].clamp_max(self.longest)
+        starts = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=device)
+        lens = (own.at + (keys + count)).clamp_max(self.longest).to(torch.int32)
+        parts = []
+        for table in tables:
+            block = table.gather(1, column.clamp_max(table.shape[1] - 1)).long()
+            slots = torch.where(stored, block * batch.block_size + inside, -1).flatten()
+            parts.append(
+                AttentionMetadata(
+                    slots, starts, lens, table, count, longest, 0, 0, self.backend, padded=False,
+                    tree=masks.repeat(rows),
+                )
+            )  # fmt: skip
+        return replace(parts[0], groups=tuple(parts[1:]))
+
     def _forward(
         self,
         ids: torch.Tensor,
@@ -262,3 +351,23 @@ class Drafter:
             if hidden is not None:
                 return self.model(ids, positions, hidden)
             return self.model(ids, positions), None
+
+
+class _Level:
+    """A draft_tree.Level on the device.
+
+    ranks  (places of nodes, columns of their drafts) for each rank among siblings
+    """
+
+    def __init__(self, level: Level, device: torch.device):
+        self.count = len(level.nodes)
+        self.nodes = torch.tensor(level.nodes, device=device)
+        self.parents = torch.tensor(level.parents, device=device)
+        most = 1 + max(rank for _, rank, _ in level.children)
+        self.ranks = [
+            (
+                torch.tensor([place for place, r, _ in level.children if r == rank], device=device),
+                torch.tensor([child - 1 for _, r, child in level.children if r == rank], device=device),
+            )
+            for rank in range(most)
+        ]

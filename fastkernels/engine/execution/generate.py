@@ -29,12 +29,13 @@ from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput, TokenLogprobs
 from fastkernels.engine.execution.step_kernels import begin, finish
+from fastkernels.engine.execution.tree_kernels import Caches, Tables, tables_of
 from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device
-from fastkernels.engine.scheduling.speculation import Speculation
+from fastkernels.engine.scheduling.speculation import MOST_DRAFTS, Speculation
 from fastkernels.models.common import build
 from fastkernels.overrides.sampling.sampling import sampling
 
@@ -51,6 +52,7 @@ class Generate(Runner):
     features: MediaFeatures | None = None  # of media, for a model that reads them
     cross: CrossStates | None = None  # of sources, for a model with cross attention
     drafter: Drafter | None = None  # a draft model
+    tree: Tables | None = None  # of drafts, if these are not in a chain
     draft_graphs: Graphs | None = None  # of its first pass, if that has other tokens than the step
 
     def _prepare(self, folder: Path) -> None:
@@ -72,6 +74,15 @@ class Generate(Runner):
         drafts = [] if self.drafter is None else self.drafter.layers
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
+        given = self.config.speculative_config
+        speculation = None if given is None else Speculation.read(given)
+        if self.state_layers and speculation is not None and speculation.tree is not None:
+            raise ValueError(
+                f"speculative_config: speculative_token_tree is not supported for {self.config.model}, whose layers"
+                " keep a recurrent state; leave it out, and drafts are in a chain"
+            )
+        # States of a sequence: with drafts, one more, to go back to
+        self.copies = 1 if speculation is None else 2
         self.slot_bytes = state_cache.state_bytes(self.state_layers, self.dtype)  # of one sequence
         self.border: int = getattr(self.model, "border", 0)
         if self.device.type == "cpu":
@@ -117,7 +128,7 @@ class Generate(Runner):
         del self.backend  # and its workspaces
         self._unbind()
         budget = kv_cache.cuda_budget(config)
-        own = (config.max_num_seqs + 1) * self.slot_bytes
+        own = (self.copies * config.max_num_seqs + 1) * self.slot_bytes
         self._running_bytes(budget - activations - (weights - own))
         blocks = self._fitting(budget - weights - activations)
         if not self.groups:
@@ -175,7 +186,7 @@ class Generate(Runner):
         slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
         if step.drafts is not None:
             of, inside = _each_draft(step.drafts)
-            slots, offsets = slots[of], offsets[of] + inside
+            slots, offsets = slots[of], offsets[of] + self._depths[inside]
         plan = self.sampler.plan(slots, offsets, step.masked)
         self.batch.update(step.block_updates)
         if step.sources is not None and self.cross is not None:
@@ -190,8 +201,14 @@ class Generate(Runner):
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
         if step.drafts is not None:
-            made, tokens = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
-            return self._propose(made, step, inputs, metadata, tokens)
+            verify = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
+
+            @torch.inference_mode()
+            def choose(masks: TokenMasks | None) -> GenerateStep:
+                made, tokens = verify(masks)
+                return self._propose(made, step, inputs, metadata, tokens)
+
+            return MaskedStep(choose) if step.masked else choose(None)
         if logits is None:
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
@@ -242,8 +259,11 @@ class Generate(Runner):
     def _verify(
         self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,
         event: torch.cuda.Event | None,
-    ) -> tuple[GenerateStep, torch.Tensor]:  # fmt: skip
-        """Sample after each draft, and before the first one of each row. Returns the tokens on the device, too."""
+    ) -> Callable[[TokenMasks | None], tuple[GenerateStep, torch.Tensor]]:  # fmt: skip
+        """A function that samples after each draft, and before the first one of each row.
+
+        It returns the tokens on the device, too.
+        """
         assert step.drafts is not None
         of, inside = _each_draft(step.drafts)
         at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
@@ -252,9 +272,14 @@ class Generate(Runner):
             for x in (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (at, slots, offsets))
         )
         logits = self.model.compute_logits(hidden.index_select(0, rows))
-        tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
+
+        def sample(masks: TokenMasks | None) -> tuple[GenerateStep, torch.Tensor]:
+            banned = None if masks is None else to_device(masks, self.device)
+            tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan, None, banned)
+            return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
+
+        return sample
 
     def _propose(
         self, made: GenerateStep, step: StepInput, inputs: Inputs, metadata: AttentionMetadata | None,
@@ -266,6 +291,8 @@ class Generate(Runner):
             return made
         rows = len(step.slots)
         drafter.accept(step, inputs.input_ids, tokens)
+        if self.tree is not None and step.drafts is not None:
+            self._keep_paths(step, inputs)
         if not drafter.eagle:
             self._draft_first(drafter.extended(step))
         elif metadata is not None:
@@ -278,6 +305,25 @@ class Generate(Runner):
             drafts = None if self.graphs is None else self.graphs.run_chain(rows)
             made.add_drafts(drafter.chain(rows, longest) if drafts is None else drafts)
         return made
+
+    def _keep_paths(self, step: StepInput, inputs: Inputs) -> None:
+        """Move the keys of accepted drafts to the places of their tokens."""
+        assert self.drafter is not None and step.drafts is not None
+        ends = np.cumsum(step.query_lens, dtype=np.int64)
+        roots = torch.from_numpy(ends - step.drafts - 1)
+        if self.device.type == "cuda":
+            roots = roots.pin_memory().to(self.device, non_blocking=True)
+        for group, caches in self._caches.items():
+            slots = (inputs.slot_mapping, *inputs.more_slot_mappings)[group]
+            caches.keep(slots, roots, self.drafter.path[: len(roots)])
+
+    def _caches_by_group(self) -> dict[int, Caches]:
+        return {
+            group: Caches(
+                [cache for layer in self.layers if layer.kv_group == group for cache in layer.kv_cache]
+            )
+            for group in sorted({layer.kv_group for layer in self.layers})
+        }
 
     def _draft_first(self, step: StepInput) -> None:
         """The first pass of a draft model that reads tokens only."""
@@ -314,7 +360,8 @@ class Generate(Runner):
                 inputs = replace(inputs, positions=features.positions(media, inputs.positions))
         if media is None and self._only_last(step, inputs):
             more["rows"] = inputs.last_index[: inputs.num_rows]
-        hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, **more)
+        tree = step.drafts is not None
+        hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, tree, **more)
         logits = self.model.compute_logits(hidden) if "rows" in more else None
         return inputs, Outputs(hidden, logits), metadata
 
@@ -331,7 +378,7 @@ class Generate(Runner):
         and the LM head would run for all of them.
         """
         ids, drawing = begin(inputs, tables, self.batch, self.sampler)
-        hidden = self._forward(ids, inputs, metadata)
+        hidden = self._forward(ids, inputs, metadata, tree=not inputs.decode_only)
         if not inputs.decode_only:
             return Outputs(hidden)
         logits = self.model.compute_logits(hidden)
@@ -340,9 +387,15 @@ class Generate(Runner):
         return Outputs(hidden, logits, tokens)
 
     def _forward(
-        self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, **media: Any
+        self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata, tree: bool, **media: Any
     ) -> torch.Tensor:
-        """Hidden states [T, H], or those of `rows`. media: more arguments of the model's forward."""
+        """Hidden states [T, H], or those of `rows`. tree: there may be drafts; media: more arguments of the model's."""
+        positions, nodes = inputs.positions, inputs.nodes
+        if tree and self.tree is not None and nodes is not None:
+            masks = self.tree.masks.index_select(0, nodes)
+            positions = positions - self.tree.back.index_select(0, nodes)
+            groups = tuple(replace(group, tree=masks) for group in metadata.groups)
+            metadata = replace(metadata, tree=masks, groups=groups)
         if self.states is not None:
             slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
             fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
@@ -350,7 +403,7 @@ class Generate(Runner):
         if self.cross is not None:
             metadata = replace(metadata, cross=self.cross.metadata(inputs.token_slots))
         with forward_context(metadata), direct_calls(self.device):
-            return self.model(ids, inputs.positions, **media)
+            return self.model(ids, positions, **media)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, step: StepInput, wanted: PromptTargets
@@ -395,8 +448,8 @@ class Generate(Runner):
         """Bytes of the states of running sequences. Raises ValueError if num_bytes do not hold them."""
         if not self.state_layers:
             return 0
-        state_cache.check_room(self.config, self.slot_bytes, num_bytes)
-        return (self.config.max_num_seqs + 1) * self.slot_bytes
+        state_cache.check_room(self.config, self.copies * self.slot_bytes, num_bytes)
+        return (self.copies * self.config.max_num_seqs + 1) * self.slot_bytes
 
     def _num_snapshots(self, num_blocks: int) -> int | None:
         """Snapshots next to num_blocks blocks: the same number on all ranks. None: no layer keeps a state."""
@@ -427,7 +480,9 @@ class Generate(Runner):
         kv_cache.bind(self.groups, counts, config.block_size, self.cache_dtype, self.device)
         if self.state_layers:
             snapshots = getattr(self, "limits", None)
-            slots = 1 + config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
+            slots = (
+                1 + self.copies * config.max_num_seqs + (0 if snapshots is None else snapshots.snapshots or 0)
+            )
             self.states = None  # frees the old one first
             self.states = StateCache(self.state_layers, slots, self.dtype, self.device)
         if self.cross_layers:
@@ -438,8 +493,17 @@ class Generate(Runner):
             self.cross = CrossStates(self.model, config.max_num_seqs, config.block_size, self.device)
         # Without paged layers, one table stays zero.
         groups = max(1, len(self.groups))
-        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size, groups)
-        self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
+        given = None if config.speculative_config is None else Speculation.read(config.speculative_config)
+        tree = None if given is None else given.tree
+        self._depths = np.arange(MOST_DRAFTS + 1) if tree is None else np.array(tree.depths)
+        self.batch = InputBatch(
+            self.device, config.max_num_seqs, max_model_len, config.block_size, groups, tree is not None
+        )
+        self.backend = make_backend(
+            config.attention_backend, self.layers, self.device, self.dtype, tree is not None
+        )
+        if tree is not None:
+            self.tree, self._caches = tables_of(tree, self.device), self._caches_by_group()
         if self.drafter is not None:
             self.drafter.bind(self.batch, self.sampler, max_model_len)
 

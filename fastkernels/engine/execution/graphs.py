@@ -116,7 +116,7 @@ class Graphs:
         )
         most = max([*self._decode, *self._mixed])
         self._packed = torch.zeros(
-            packed_words(most, max_num_seqs, batch.groups), dtype=torch.int64, device=device
+            packed_words(most, max_num_seqs, batch.arrays), dtype=torch.int64, device=device
         )
         self._tables = torch.zeros(batch.groups, max_num_seqs, batch.width, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}

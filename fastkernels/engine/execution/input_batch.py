@@ -33,6 +33,8 @@ class Inputs:
     host_query_lens, host_seq_lens                   [B] int32 numpy, with padding
     host_turn                                        `turn` on the host
     more_slot_mappings                               [T] int64 each: slot_mapping of groups of layers after the first
+    nodes                                            [T] int64: each token's node in a tree of drafts, or 0; None
+                                                     without trees
     """
 
     input_ids: torch.Tensor
@@ -55,6 +57,7 @@ class Inputs:
     host_seq_lens: np.ndarray
     host_turn: int
     more_slot_mappings: tuple[torch.Tensor, ...] = ()
+    nodes: torch.Tensor | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -65,11 +68,12 @@ class Inputs:
         return (
             self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
             self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn, *self.more_slot_mappings,
+            *(() if self.nodes is None else (self.nodes,)),
         )  # fmt: skip
 
 
 def packed_words(tokens: int, rows: int, groups: int = 1) -> int:
-    """The size of a packed buffer in int64 words. groups: of layers, each with a slot_mapping."""
+    """The size of a packed buffer in int64 words. groups: of layers, each with a slot_mapping; one more for nodes."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
     # after 5 * four words int32 ends: seq_lens, cu_seqlens_q, turn
     return 4 * even + 5 * four + 2 + (groups - 1) * even
@@ -131,13 +135,16 @@ class InputBatch:
                  first two rows; the third takes results that are never read, e.g. during capture
     shifts       [max_num_seqs + 1] int64 on the host: NewRow.shift of each slot
     The last slot is for padding: its blocks are the reserved block 0.
+    trees: drafts are in trees, and inputs have `nodes`
     """
 
     def __init__(
-        self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int, groups: int = 1
-    ):
+        self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int, groups: int = 1,
+        trees: bool = False,
+    ):  # fmt: skip
         self.width = -(-max_model_len // block_size)
-        self.dummy, self.groups = max_num_seqs, groups
+        self.dummy, self.groups, self.trees = max_num_seqs, groups, trees
+        self.arrays = groups + trees  # of a packed buffer: see packed_words
         self.block_size = block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1
         self._mirror = np.zeros((groups * (max_num_seqs + 1), self.width), dtype=np.int32)
@@ -224,11 +231,11 @@ class InputBatch:
         turn = len(self.sampled) - 1 if unread else self._turn
 
         def fill(buffer: np.ndarray) -> None:
-            host.extend(unpack(buffer, tokens, rows, np.int32, self.groups))
+            host.extend(unpack(buffer, tokens, rows, np.int32, self.arrays))
             self._fill(step, n_tokens, n_rows, host)
             host[TURN][0] = turn
 
-        packed = self._staging.copy(packed_words(tokens, rows, self.groups), fill, out)
+        packed = self._staging.copy(packed_words(tokens, rows, self.arrays), fill, out)
         query_lens = np.zeros(rows, dtype=np.int32)
         query_lens[:n_rows] = step.query_lens
         seq_lens, decodes = host[8].copy(), step.num_decodes
@@ -239,11 +246,12 @@ class InputBatch:
             longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
             numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
         if views is None:
-            tensors = unpack(packed, tokens, rows, torch.int32, self.groups)
+            tensors = unpack(packed, tokens, rows, torch.int32, self.arrays)
         else:
             tensors = views.tensors()
         first, more = tensors[: TURN + 1], tensors[TURN + 1 :]
-        fields: tuple[Any, ...] = (*first, *numbers, query_lens, seq_lens, turn, more)
+        more, nodes = (more[:-1], more[-1]) if self.trees else (more, None)
+        fields: tuple[Any, ...] = (*first, *numbers, query_lens, seq_lens, turn, more, nodes)
         return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
@@ -265,6 +273,12 @@ class InputBatch:
             behind = step.seq_lens - starts[1 : b + 1]  # position of token t of a row: t - end + seq_len
             positions[:n] = np.arange(n) + np.repeat(behind, step.query_lens)
         token_slots[n:], positions[n:] = self.dummy, 0
+        if self.trees:
+            nodes = more.pop()
+            nodes[:] = 0
+            if step.drafts is not None:
+                before = starts[1 : b + 1] - step.drafts - 1  # the tokens whose drafts follow
+                nodes[:n] = np.maximum(np.arange(n) - np.repeat(before, step.query_lens), 0)
         at = positions[:n]
         slots_of_tokens = token_slots[:n]
         for group, slot_mapping in enumerate((mapping, *more)):

@@ -14,6 +14,7 @@ from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.http.histogram import Histogram, one_two_five
 from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.rollout import FrameRequest
@@ -223,6 +224,10 @@ class Metrics:
             if settings is not None and settings.synthetic:
                 what = "1: drafts are accepted by force, for measurements"
                 yield self._one(GaugeMetricFamily, "fastkernels:spec_decode_synthetic", what, 1)
+        if (payoff := getattr(scheduler, "payoff", None)) is not None:
+            yield from self._payoff(payoff)
+            what = "Steps without drafts, which would have cost more time than they save"
+            counters += [("fastkernels:spec_decode_steps_off", what, payoff.num_off)]
         counters += [
             ("vllm:prompt_tokens", "Prompt tokens processed", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", self._generation_tokens),
@@ -257,6 +262,19 @@ class Metrics:
         for name, counts in dispatch.counters().items():
             calls.add_metric([name], counts["calls"])
         yield calls
+
+    def _payoff(self, payoff: Payoff) -> Iterator[Any]:
+        """The measured cost of drafts, and where they are on."""
+        ratios = GaugeMetricFamily(
+            "fastkernels:spec_decode_step_ratio",
+            "Time of a step with drafts over one without, measured at start, by running sequences",
+            labels=[*self._labels, "sequences"],
+        )
+        for size, ratio in payoff.ratios.items():
+            ratios.add_metric([*self._labels.values(), str(size)], ratio)
+        yield ratios
+        what = "Running sequences up to which drafts pay: they are off above this number"
+        yield self._one(GaugeMetricFamily, "fastkernels:spec_decode_largest_batch", what, payoff.largest)
 
     def _by_place(self, counts: Sequence[int]) -> Any:
         """Accepted drafts by their place after the last token, as far as there are any."""

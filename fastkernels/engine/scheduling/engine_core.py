@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenLogprobs
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.scheduling.constraints import advance
+from fastkernels.engine.scheduling.draft_tree import DraftTree
 from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
+from fastkernels.engine.scheduling.speculation import MOST_DRAFTS, Speculation
 from fastkernels.engine.scheduling.step_input import make_step
 
 
@@ -60,7 +62,7 @@ class EngineCore:
             self._in_flight.append((batch, pending))
             if batch.masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
-                pending.sample(_masks(batch))
+                pending.sample(_masks(batch, self.scheduler.speculation))
                 if before is not None:
                     return before
         if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
@@ -117,10 +119,13 @@ class EngineCore:
 
     def _collect_drafts(self, batch: Batch, output: StepOutput) -> StepResult:
         """The same for a step with drafts: tokens up to the first that differs from the draft in its place."""
+        settings, all_drafts = self.scheduler.speculation, batch.drafts
+        if settings is not None and settings.tree is not None:
+            all_drafts, output = _along_paths(settings.tree, batch, output)
         news, ended, counts, first = [], [], dict[int, int](), 0
         tokens = output.token_ids.tolist()
         for row, request in enumerate(batch.requests):
-            drafts, at = batch.drafts[row], first
+            drafts, at = all_drafts[row], first
             first += len(drafts) + 1
             if batch.offsets[row] < 0 or request.status is Status.FINISHED:
                 continue
@@ -133,12 +138,15 @@ class EngineCore:
             for token, draft in zip(sampled, [*expected, None], strict=True):
                 append_token(request, token)
                 count += 1
+                if request.finish_reason is None and request.constraint is not None:
+                    for _, reason in advance([request]):
+                        end_early(request, reason)
                 if request.finish_reason is not None or token != draft:
                     break
-            if drafts:
+            if batch.drafts[row]:
                 # Also the stop token itself, and what the model agrees with behind it.
                 same = [token == draft for token, draft in zip(sampled, [*expected, None], strict=True)]
-                self.scheduler.accept(request, len(drafts), count - 1, same.index(False))
+                self.scheduler.accept(request, len(batch.drafts[row]), count - 1, same.index(False))
             news.append((at, request))
             counts[at] = count
             if request.finish_reason is not None:
@@ -148,15 +156,42 @@ class EngineCore:
         return StepResult(batch, output, news, counts)
 
 
-def _masks(batch: Batch) -> TokenMasks:
-    """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none."""
-    rows, words = [], []
+def _along_paths(tree: DraftTree, batch: Batch, output: StepOutput) -> tuple[list[list[int]], StepOutput]:
+    """The accepted drafts of each row's tree, and the output with the tokens before and behind these only."""
+    drafts, rows, first = list[list[int]](), list[int](), 0
+    for row, proposed in enumerate(batch.drafts):
+        sampled = output.token_ids[first : first + len(proposed) + 1].tolist()
+        path = tree.accepted(proposed, sampled, batch.forced[row] if batch.forced else None)
+        drafts.append([proposed[node - 1] for node in path])
+        rows += [first, *(first + node for node in path)]
+        first += len(proposed) + 1
+    logprobs = output.logprobs
+    if logprobs is not None:
+        logprobs = TokenLogprobs(logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows])
+    return drafts, replace(output, token_ids=output.token_ids[rows], logprobs=logprobs)
+
+
+_CHAIN = [[node + 1] for node in range(MOST_DRAFTS + 1)]
+
+
+def _masks(batch: Batch, speculation: Speculation | None) -> TokenMasks:
+    """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none.
+
+    Rows count the sampled tokens: those behind drafts follow that of their request.
+    """
+    rows, words, place = list[int](), list[np.ndarray](), -1
     for row, request in enumerate(batch.requests):
+        drafts = batch.drafts[row] if batch.drafts else []
+        place += 1 + (len(batch.drafts[row - 1]) if row and batch.drafts else 0)
         if (
             batch.offsets[row] >= 0
             and request.constraint is not None
             and request.status is not Status.FINISHED
         ):
-            rows.append(row)
-            words.append(request.constraint.words)
+            children = (
+                _CHAIN if speculation is None or speculation.tree is None else speculation.tree.children
+            )
+            behind = request.constraint.words_behind(request.output_token_ids, drafts, children)
+            rows += [place + node for node in behind]
+            words += behind.values()
     return TokenMasks(np.array(rows, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32))

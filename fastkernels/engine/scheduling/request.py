@@ -75,6 +75,7 @@ class Request:
     positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
     source               what its encoder reads; cross_blocks: the blocks of that
     lookup               of drafts; proposed: drafts that a model made after the last step
+    restores             whether the next step begins with the copy of its recurrent state
     drafts               of the step being scheduled
     num_released         media of which all tokens are computed; num_held: media that it holds, after those
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
@@ -116,6 +117,7 @@ class Request:
     decode_snapshot: bytes | None = None
     lookup: Lookup | None = None
     proposed: list[int] = field(default_factory=list)
+    restores: bool = False
     drafts: list[int] = field(default_factory=list)
     num_released: int = 0
     num_held: int = 0

@@ -12,7 +12,8 @@ With two steps in flight, a request may be scheduled while its last token is bei
 
 Some layers keep a state of each sequence instead of the keys of its tokens. The state of a running sequence is in the
 slot after its own number. The prefix cache has snapshots of states for these layers, and chunks of a prompt end where a
-snapshot can be taken, at the border of a block.
+snapshot can be taken, at the border of a block. A step with drafts first copies that slot to another one: if a draft is
+rejected, the next step computes the accepted tokens again, from the copy, and has no drafts.
 
 Media of a prompt are encoded in the step that computes their first token, and kept until that of the last one. A chunk
 ends before a medium that the step has no room for.
@@ -34,6 +35,7 @@ from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.scheduling.ngrams import Lookup
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 from fastkernels.engine.scheduling.speculation import DraftCounts, Speculation
 
@@ -132,6 +134,7 @@ class Scheduler:
     ):
         self.cross, self.border = cross, border
         self.speculation, self.draft_counts = speculation, DraftCounts()
+        self.payoff: Payoff | None = None  # of drafts, once it is measured
         self._chance = random.Random(0)  # of synthetic acceptance
         self._num_drafts = 0  # of the step being scheduled
         self.least_tokens = least_tokens
@@ -223,6 +226,8 @@ class Scheduler:
             if request.unnamed:
                 self._name_snapshots(request)
         if self.speculation is not None:
+            if self.payoff is not None and self.running:
+                self.payoff.count_step(len(self.running))
             self._num_drafts = 0
             for request in self.running:
                 request.drafts = []
@@ -231,10 +236,13 @@ class Scheduler:
         planned, self._planned = self._planned, {}
         if not planned:
             return None
-        if self._num_drafts and any(request.constraint is not None for request in planned):
+        synthetic = self.speculation is not None and self.speculation.synthetic
+        if synthetic and any(request.constraint is not None for request in planned):
             self._drop_drafts(planned)
         if self.speculation is not None and self.speculation.has_model:
             self._look_ahead(self.speculation, planned)
+        if self.states is not None:
+            self._guard_states(self.states, planned)
         ones = [r for r, count in planned.items() if count == 1]
         more = [r for r, count in planned.items() if count > 1]
         requests = ones + more
@@ -317,11 +325,13 @@ class Scheduler:
 
     def _drafts_now(self, settings: Speculation) -> bool:
         """Whether sequences may have drafts in this step."""
-        most = settings.disable_by_batch_size
-        return most is None or len(self.running) <= most
+        most, rows = settings.disable_by_batch_size, len(self.running)
+        if isinstance(most, int):
+            return rows <= most
+        return self.payoff is None or self.payoff.pays(rows)
 
     def _drop_drafts(self, planned: dict[Request, int]) -> None:
-        """Take the drafts out of a step with a constrained sequence: its masks are for one token a row."""
+        """Take the drafts out of a step with a constrained sequence, whose tokens cannot be accepted by force."""
         for request in planned:
             planned[request] -= len(request.drafts)
             request.drafts = []
@@ -387,8 +397,25 @@ class Scheduler:
 
         agreed  drafts that the model accepts: more than `kept` where the sequence ends before them
         """
-        request.num_computed_tokens -= drafts - kept
+        if self.states is not None and kept < drafts:
+            request.num_computed_tokens -= drafts + 1
+            request.restores = True
+        else:
+            request.num_computed_tokens -= drafts - kept
         self.draft_counts.add(drafts, agreed)
+        if self.payoff is not None:
+            self.payoff.count_tokens(agreed + 1)
+
+    def _guard_states(self, states: Snapshots, planned: dict[Request, int]) -> None:
+        """Copy the states of sequences with drafts, and bring back those of sequences whose drafts were rejected."""
+        behind = self.max_num_seqs + 1 + states.count  # the slots of copies
+        for request in planned:
+            own, spare = request.slot + 1, behind + request.slot
+            if request.restores:
+                self._loads.append((spare, own))
+                request.restores = False
+            if request.drafts:
+                self._loads.append((own, spare))
 
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""
@@ -443,7 +470,7 @@ class Scheduler:
         self._planned.pop(request, None)
         request.num_computed_tokens = request.num_named_blocks = request.snapshot = 0
         request.num_preemptions += 1
-        request.drafts, request.proposed = [], []
+        request.drafts, request.proposed, request.restores = [], [], False
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)
@@ -467,7 +494,7 @@ class Scheduler:
             names = self._known_names(request)
             seen = 0 if self.states is None else self.states.num_seen(names)
             names = names[: known_prefix(self._caches, names)]
-            if self.speculation is not None and self.speculation.method == "eagle3" and names:
+            if self.speculation is not None and self.speculation.reads_states and names:
                 # The draft's keys of a block's last token follow from the token after it, too.
                 names = names[: known_prefix(self._caches, names[:-1])]
             found = [group.find(names) for group in self.groups]
@@ -543,7 +570,7 @@ class Scheduler:
         computed = request.num_computed_tokens = request.num_computed_tokens + count
         if computed >= (request.num_named_blocks + 1) * self.blocks.block_size:
             self._name_blocks(request, computed)
-        if self.states is not None and computed % self.blocks.block_size == 0:
+        if self.states is not None and computed % self.blocks.block_size == 0 and not request.drafts:
             self._take_snapshot(request, self.states)
         generated = len(request.output_token_ids) + request.num_inflight
         if computed < len(request.prompt_token_ids) + generated:

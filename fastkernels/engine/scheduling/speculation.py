@@ -10,14 +10,19 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from fastkernels.engine.scheduling.draft_tree import DraftTree
+
 MOST_DRAFTS = 32
+AUTO = "auto"
 # method: fields of its own
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "eagle3": ("model",),
+    "eagle3": ("model", "speculative_token_tree"),
     "draft_model": ("model",),
+    "mtp": ("model",),
 }
 SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 
@@ -26,11 +31,14 @@ SYNTHETIC = ("synthetic_acceptance_length", "synthetic_acceptance_rates")
 class Speculation:
     """EngineConfig.speculative_config, with vLLM's names.
 
-    method                  'ngram', 'eagle3' or 'draft_model'
-    model                   folder or hub id of the draft model
+    method                  'ngram', 'eagle3', 'draft_model' or 'mtp'
+    model                   folder or hub id of the draft model (for 'mtp', by default the target's own)
     num_speculative_tokens  drafts of a sequence in a step, at most
+    speculative_token_tree  paths of the drafts, such as '[(0,), (1,), (0, 0)]': the last number is a draft's rank among
+                            those behind the same token (default: one draft behind the other)
     prompt_lookup_max, prompt_lookup_min  the numbers of last tokens that are looked up, the largest first
-    disable_by_batch_size   more running sequences than this have no drafts; None: no limit
+    disable_by_batch_size   more running sequences than this have no drafts; None: no limit; 'auto': as the times of
+                            steps at start, and accepted drafts, say (payoff.Payoff)
     rejection_sample_method 'standard', or 'synthetic' for measurements: drafts are accepted whatever is sampled
     synthetic_acceptance_length  mean number of tokens of a sequence in a step, its own one included
     synthetic_acceptance_rates   the share of steps that accept the first draft, the first two, ...
@@ -41,9 +49,10 @@ class Speculation:
     num_speculative_tokens: int
     method: str = "ngram"
     model: str | None = None
+    speculative_token_tree: str | Sequence[Sequence[int]] | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
-    disable_by_batch_size: int | None = None
+    disable_by_batch_size: int | str | None = AUTO
     rejection_sample_method: str = "standard"
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -72,22 +81,34 @@ class Speculation:
             ("prompt_lookup_min", self.prompt_lookup_max), ("disable_by_batch_size", None),
         ):  # fmt: skip
             value = getattr(self, name)
-            if name == "disable_by_batch_size" and value is None:
+            if name == "disable_by_batch_size" and value in (None, AUTO):
                 continue
             if type(value) is not int or value < 1 or (most is not None and value > most):
-                span = "at least 1" if most is None else f"in [1, {most}]"
+                span = "at least 1, or 'auto'" if most is None else f"in [1, {most}]"
                 raise ValueError(
                     f"speculative_config: {name} must be an integer {span}, got {reprlib.repr(value)}"
                 )
-        if self.has_model and not (isinstance(self.model, str) and self.model):
+        optional = self.method == "mtp" and self.model is None
+        if self.has_model and not optional and not (isinstance(self.model, str) and self.model):
             raise ValueError(
                 f"speculative_config: {self.method!r} needs `model`, the folder or hub id of a draft model,"
                 f" got {reprlib.repr(self.model)}"
             )
+        self._check_tree()
         self._check_acceptance()
 
+    def _check_tree(self) -> None:
+        if self.speculative_token_tree is None:
+            return
+        nodes, wanted = len(DraftTree.read(self.speculative_token_tree)), self.num_speculative_tokens
+        if nodes != wanted:
+            raise ValueError(
+                f"speculative_config: speculative_token_tree has {nodes} drafts, and num_speculative_tokens is"
+                f" {wanted}: they must be equal"
+            )
+
     def _check_acceptance(self) -> None:
-        method, most = self.rejection_sample_method, self.num_speculative_tokens
+        method, most = self.rejection_sample_method, self.depth
         if method not in ("standard", "synthetic"):
             raise ValueError(
                 "speculative_config: rejection_sample_method must be 'standard' or 'synthetic', got"
@@ -104,7 +125,7 @@ class Speculation:
         if length is not None and (not _is_number(length) or not 1 <= length <= most + 1):
             raise ValueError(
                 f"speculative_config: {SYNTHETIC[0]} must be a number in [1, {most + 1}], one more than"
-                f" num_speculative_tokens, got {reprlib.repr(length)}"
+                f" the drafts behind each other, got {reprlib.repr(length)}"
             )
         if rates is None:
             return
@@ -120,6 +141,22 @@ class Speculation:
         """Whether a model makes the drafts."""
         return "model" in METHODS[self.method]
 
+    @cached_property
+    def tree(self) -> DraftTree | None:
+        """The tree of the drafts; None if each has one child at most."""
+        made = None if self.speculative_token_tree is None else DraftTree.read(self.speculative_token_tree)
+        return None if made is None or made.is_chain else made
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a step accepts."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.depth
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether measurements decide when sequences have drafts."""
+        return self.disable_by_batch_size == AUTO and not self.synthetic
+
     @property
     def synthetic(self) -> bool:
         """Whether drafts are accepted whatever the target samples."""
@@ -132,14 +169,19 @@ class Speculation:
             return list(self.synthetic_acceptance_rates)
         assert self.synthetic_acceptance_length is not None
         wanted = self.synthetic_acceptance_length - 1
-        return [min(max(wanted - i, 0.0), 1.0) for i in range(self.num_speculative_tokens)]
+        return [min(max(wanted - i, 0.0), 1.0) for i in range(self.depth)]
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the draft model reads the target's hidden states."""
+        return self.method in ("eagle3", "mtp")
 
     @property
     def lookahead(self) -> int:
         """Tokens behind a step's for which the draft model computes keys."""
         if not self.has_model:
             return 0
-        return self.num_speculative_tokens - (self.method == "eagle3")
+        return self.num_speculative_tokens - self.reads_states
 
 
 def _is_number(value: Any) -> bool:

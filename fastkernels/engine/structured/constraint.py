@@ -1,7 +1,8 @@
 """The tokens that a sequence may generate next: by its grammar, allowed_token_ids, bad_words and timestamps.
 
 The masks live on the host. A constraint is advanced when the engine learns of the sequence's token, which is before the
-sampling of the next one (see EngineCore), so it never runs ahead and needs no way back, and a preemption keeps it.
+sampling of the next one (see EngineCore), and a preemption keeps it. It runs ahead only to fill the masks behind
+drafts, and goes back at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.structured.grammars import Grammar, words_of
+from fastkernels.engine.structured.grammars import Grammar, next_words, words_of
 from fastkernels.engine.structured.timestamps import TimestampRules
 
 MOST_BLANK = 4  # tokens of whitespace in a row in JSON: a model could go on with them until max_tokens
@@ -59,6 +60,39 @@ class Constraint:
         for *before, last in self.banned:
             if not before or list(tokens[-len(before) :]) == before:
                 found[last >> 5] &= ~np.uint32(1 << (last & 31)).view(np.int32)
+        return found
+
+    def words_behind(
+        self, tokens: Sequence[int], drafts: Sequence[int], children: Sequence[Sequence[int]]
+    ) -> dict[int, np.ndarray]:
+        """The masks behind `tokens`, as node 0, and behind each draft that the sequence may reach and go on from.
+
+        children: the nodes behind each node; node i + 1 is drafts[i]
+        """
+        found, path, kept = {0: self.words}, list(tokens), (self.words, self._blanks)
+
+        def visit(node: int) -> None:
+            words, blanks = self.words, self._blanks
+            for child in children[node]:
+                token = drafts[child - 1] if child <= len(drafts) else -1
+                if token < 0 or not words[token >> 5] >> (token & 31) & 1:
+                    continue
+                if self.matcher is not None and not self.matcher.accept_token(token):
+                    continue
+                path.append(token)
+                if self.matcher is None or not self.matcher.is_terminated():
+                    own = None if self.matcher is None else next_words([self.matcher], self.vocab_size)[0]
+                    self.update(own, path)
+                    if self.words.any():
+                        found[child] = self.words
+                        visit(child)
+                path.pop()
+                if self.matcher is not None:
+                    self.matcher.rollback(1)
+                self.words, self._blanks = words, blanks
+
+        visit(0)
+        self.words, self._blanks = kept
         return found
 
     def stops_only(self, words: np.ndarray) -> bool:

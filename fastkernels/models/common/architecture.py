@@ -50,6 +50,7 @@ class Architecture:
     unneeded        "module:function" that maps a config to such patterns that depend on its sizes
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
+    head            architecture of a head for multi-token prediction that its checkpoints may hold (see common/mtp.py)
     first_position  config field behind whose value the positions begin: rows up to it in the position table are unused
     heads           {file: prefix of its keys}: heads in PyTorch's format that may be next to the weights;
                     config.heads lists those that it has
@@ -92,6 +93,7 @@ class Architecture:
     quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tied: Mapping[str, str] = field(default_factory=dict)
+    head: str = ""
     first_position: str = ""
     heads: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)

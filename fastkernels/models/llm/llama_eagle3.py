@@ -18,7 +18,7 @@ from torch import nn
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.decoder import DecoderAttention, DecoderMlp, add_and_norm, make_norm
+from fastkernels.models.common.decoder import Decoder, DecoderAttention, DecoderMlp, add_and_norm, make_norm
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
     VllmParallelLMHead,
@@ -153,11 +153,11 @@ class Eagle3(nn.Module):
         targets = torch.arange(self.draft_vocab, device=logits.device) + self.d2t
         return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy_(1, targets, logits)
 
-    def share(self, embedding: nn.Module) -> None:
+    def share(self, target: Decoder) -> None:
         """Use the target's embedding, if the checkpoint has none."""
         if not hasattr(self, "embed_tokens"):
             self.__dict__["target_embedding"] = (
-                embedding  # a module of the target, not one more of this model
+                target.model.embed_tokens  # a module of the target, not one more of this model
             )
 
     def check_map(self) -> None:

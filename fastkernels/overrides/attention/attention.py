@@ -229,7 +229,7 @@ SPEC = OpSpec(
         *(
             case
             for case in attention_prefill.SPEC.cases
-            if case.dtype != "float8_e4m3fn" and not {"sinks", "alibi"} & case.dims.keys()
+            if case.dtype != "float8_e4m3fn" and not {"sinks", "alibi", "tree"} & case.dims.keys()
         ),
         _decode("decode_1", [4096], ("model",), 32),
         _decode("decode_32", [1024] * 32, ("model",), 32),

@@ -26,6 +26,8 @@ from fastkernels.overrides.attention.paged_cache import (
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.softmax import weights_of
 
+TREE_BITS = 64  # places before a query that its number in a tree tells about
+
 
 def reference(
     q: torch.Tensor,
@@ -44,6 +46,7 @@ def reference(
     padded: bool = True,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
 
@@ -54,6 +57,8 @@ def reference(
     cu_seqlens_q[B] (padding), gives zeros. With padded=False padding rows are undefined, which saves a launch that
     zeroes the output. sinks: [Hq], attention sinks (GPT-OSS): the logit of one more key of each head, whose value is 0.
     alibi_slopes: [Hq] float32 (ALiBi, arXiv 2108.12409): times (key's position - query's) is added to the logits.
+    tree: [T] int64, of drafts that see their ancestors only: bit d of a query's number says whether it sees the key d
+    places before its own. Keys that are 64 or more places before it are always seen.
     """
     check("attention_prefill", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -78,6 +83,9 @@ def reference(
         seen = at <= last
         if window_left >= 0:
             seen &= at >= last - window_left
+        if tree is not None:
+            back = last - at
+            seen &= (back >= TREE_BITS) | (tree[rows, None] >> back.clamp(0, TREE_BITS - 1) & 1).bool()
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             column = sinks.to(acc).view(-1, group, 1, 1).expand(*scores.shape[:-1], 1)
@@ -92,10 +100,10 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap,
+    sink_ptr, slope_ptr, tree_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # One program per (block of queries, key head). Its BLOCK_M rows are BLOCK_Q queries of the GROUP heads that share
     # the keys. Each key is looked up in the block table on its own, so that any block size works.
@@ -124,6 +132,8 @@ def _attention_prefill_kernel(
         q_at = q_ptr + tokens * q_stride_t + heads[:, None] * q_stride_h + dims[None, :]
         q = tl.load(q_at, mask=q_mask, other=0.0)
         last = n_k - n_q + rows
+        if TREE:
+            bits = tl.load(tree_ptr + start + rows, mask=rows < n_q, other=-1)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -151,6 +161,10 @@ def _attention_prefill_kernel(
             seen = (cols[None, :] <= last[:, None]) & inside[None, :]
             if WINDOW:
                 seen = seen & (cols[None, :] >= last[:, None] - window_left)
+            if TREE:
+                # A shift of 63 gives the sign, which is set: a tree has fewer nodes.
+                back = tl.minimum(tl.maximum(last[:, None] - cols[None, :], 0), 63).to(tl.int64)
+                seen = seen & (((bits[:, None] >> back) & 1) != 0)
             scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             # Before the first key, -inf - -inf would be NaN
@@ -211,6 +225,7 @@ def _triton(
     padded: bool = True,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
@@ -225,9 +240,10 @@ def _triton(
     _attention_prefill_kernel[((q.shape[0] // (block_m // group) + batch) * kv_heads,)](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
-        sinks, alibi_slopes, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
+        sinks, alibi_slopes, tree, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
         BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, ALIBI=alibi_slopes is not None,
-        WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        TREE=tree is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out
@@ -237,7 +253,8 @@ def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-    sinks: torch.Tensor | None = None, alibi_slopes: None = None, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: None = None, tree: None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
@@ -250,7 +267,7 @@ attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
     " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True, Tensor? sinks=None,"
-    " Tensor? alibi_slopes=None) -> Tensor",
+    " Tensor? alibi_slopes=None, Tensor? tree=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=no_alibi(fa3.supports, ALIBI), out=True),
@@ -305,6 +322,8 @@ SPEC = OpSpec(
         _case(
             "alibi_2k", [2048], [2048], "model", alibi=True, heads=32, kv_heads=32, head_size=128
         ),  # MPT-7B
+        _case("tree", [5, 1, 9], [5, 17, 90], "odd", "float32", tree=True, **_SMALL),
+        _case("tree_32", [9] * 32, [1024] * 32, "model", tree=True),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     arguments=(
@@ -319,6 +338,7 @@ SPEC = OpSpec(
         Scalar("padded", value="padding > 0"),
         cases.SINKS,
         cases.ALIBI,
+        cases.TREE,
     ),
     outputs=(Tensor("out", "tokens heads head_size", "queries", bytes=_ATTENDED),),
     axes={**cases.AXES, **cases.RAGGED},

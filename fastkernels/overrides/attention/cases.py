@@ -66,6 +66,12 @@ def _max_blocks(d: Mapping[str, Any]) -> int:
     return max(*_blocks_of(d), 1) + 1 if d["seq_lens"] else 1
 
 
+def _seen(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Which of 31 keys before its own each query sees; it sees itself and the keys before these."""
+    below = (call.rand(*shape) * 2**31).to(dtype)
+    return (below << 1) | (-1 << 32) | 1
+
+
 # -- the declaration
 
 CACHE_SHAPE = "blocks block_size kv_heads head_size"
@@ -92,6 +98,7 @@ SCALARS = (
     Scalar("v_scale", dim="scales", index=1),
 )
 ALIBI = Tensor("alibi_slopes", "heads", "float32", when="alibi", values=uniform(0.0, 0.5))
+TREE = Tensor("tree", "tokens", "int64", when="tree", values=_seen)
 SINKS = Tensor("sinks", "heads", "queries", when="sinks")  # a weight, in the dtype of the model
 FLOPS = "4 * pairs * heads * head_size"
 

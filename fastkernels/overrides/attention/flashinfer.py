@@ -251,6 +251,7 @@ def prefill(
     padded: bool = True,
     sinks: None = None,
     alibi_slopes: None = None,
+    tree: None = None,
 ) -> torch.Tensor:
     """Run FlashInfer with arguments of attention_prefill.reference that `supports_prefill` accepts.
 

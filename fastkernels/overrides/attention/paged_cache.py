@@ -66,11 +66,11 @@ def no_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
 
 
 def no_alibi(supports: Callable[..., str | None], position: int) -> Callable[..., str | None]:
-    """`supports` of a kernel without ALiBi: it refuses calls with slopes, the argument at `position` and the last."""
+    """`supports` of a kernel without ALiBi and trees, whose slopes and masks are arguments from `position` on."""
 
-    def checked(*args: Any, alibi_slopes: torch.Tensor | None = None, **kwargs: Any) -> str | None:
-        if alibi_slopes is not None or any(a is not None for a in args[position:]):
-            return "it has no ALiBi"
+    def checked(*args: Any, alibi_slopes: Any = None, tree: Any = None, **kwargs: Any) -> str | None:
+        if alibi_slopes is not None or tree is not None or any(a is not None for a in args[position:]):
+            return "it has no ALiBi and no trees of drafts"
         return supports(*args[:position], **kwargs)
 
     return checked

@@ -11,7 +11,9 @@ from support.tiny import make_scripted
 
 from fastkernels.engine.http.config import ServerConfig
 
-SPECULATION = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+SPECULATION = (
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": null}'
+)
 
 
 def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
@@ -42,6 +44,18 @@ def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
         for name in ("draft_tokens", "accepted_tokens"):
             assert metric(url, f"vllm:spec_decode_num_{name}_total") == 18
         assert metric(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="2") == 6
+
+
+def test_measured_costs_of_drafts_are_metrics(tmp_path):
+    folder = make_scripted(tmp_path, "abcdefghijklm")
+    settings = {"method": "ngram", "num_speculative_tokens": 3}
+    with live_server(folder, ServerConfig("tiny"), speculative_config=settings) as (url, engine):
+        ratios = engine.engine.scheduler.payoff.ratios
+        for size, ratio in ratios.items():
+            got = metric(url, "fastkernels:spec_decode_step_ratio", sequences=str(size))
+            assert got == pytest.approx(ratio)
+        assert metric(url, "fastkernels:spec_decode_largest_batch") in (0, *ratios)
+        assert metric(url, "fastkernels:spec_decode_steps_off_total") == 0
 
 
 def test_served_eagle_counts_forced_drafts_by_position(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.eagle import make_tiny_eagle3
 from support.hosts.vllm_features import (
     BASE,
     LEAVES,
@@ -14,6 +15,8 @@ from support.hosts.vllm_features import (
 )
 from support.tiny import make_tiny
 from support.variants import make_lora, make_quantized, unpacked
+
+import fastkernels
 
 __all__ = ["build"]  # a fixture
 QUANTIZED = {
@@ -84,6 +87,22 @@ def test_speculative_decoding_with_several_tokens_a_step(build):
         assert (
             rows["rms_norm"].calls == 5 * steps and steps < tokens / 2
         )  # the draft's own norms are the host's
+
+
+def test_eagle3_draft_is_patched_before_construction(build, tmp_path):
+    """Drafts are the host's algorithm: tokens are those of the target with and without the patch."""
+    target = make_tiny(tmp_path / "target", "llama", num_hidden_layers=4)
+    draft = make_tiny_eagle3(tmp_path / "eagle", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    settings = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 2}
+    plain = outputs(build(target, gpu_memory_utilization=0.1))
+    report = fastkernels.patch("vllm", ops=[*LEAVES, "linear"])
+    try:
+        llm = build(target, speculative_config=settings, gpu_memory_utilization=0.1)
+        assert [tokens for tokens, _ in outputs(llm)] == [tokens for tokens, _ in plain]
+        rows = {r.op: r for r in report.refresh().active}
+        assert rows["rms_norm"].calls > 0
+    finally:
+        report.undo()
 
 
 def test_lora(build, tmp_path):

@@ -30,13 +30,22 @@ class OpsBackend(AttentionBackend):
     FA3's varlen kernel computes a mixed batch in one call, which can be captured. A row with one query costs 1.5 times
     as much there as in a separate decode call, so outside graphs, batches with many or long such rows use one. Triton's
     kernel does the same in graphs; outside them, rows with one query always have their own call.
+
+    trees  there are steps with trees of drafts, which are one call of a provider with tree masks
     """
 
-    def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype,
+        trees: bool = False,
+    ):  # fmt: skip
         self._wanted, self._layers, self._device, self._dtype = provider, layers, device, dtype
         self._decode = choose(attention_decode, provider, self._sample(prefill=False), device)
         self._prefill = choose(attention_prefill, provider, self._sample(prefill=True), device)
         self.name = self._prefill.name
+        self._tree: Provider | None = None
+        if trees:
+            samples = self._sample(prefill=True, tree=torch.ones(1, dtype=torch.int64, device=device))
+            self._tree = choose(attention_prefill, None if provider == "fa3" else provider, samples, device)
         self._mixed_decode = self._decode  # for rows with one query in a mixed batch
         if self.name == "fa3" and provider is None:
             # Not the tuned table's choice: a kernel first needed here would be compiled during a step.
@@ -48,7 +57,8 @@ class OpsBackend(AttentionBackend):
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         reason = "reference: its memory grows with the longest possible context"
-        if "reference" in (self._decode.name, self._prefill.name):
+        used = self._prefill if self._tree is None else self._tree
+        if "reference" in (self._decode.name, used.name):
             raise CannotCapture(reason)
         if not inputs.decode_only and not self._captured_in_one():
             raise CannotCapture(
@@ -58,6 +68,8 @@ class OpsBackend(AttentionBackend):
 
     def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
         decodes = step.num_decodes
+        if step.drafts is not None and self._tree is not None:
+            return False
         return hides_launches and self._apart(decodes, int(step.seq_lens[:decodes].max()) if decodes else 0)
 
     def _apart(self, num_decodes: int, longest: int) -> bool:
@@ -75,7 +87,7 @@ class OpsBackend(AttentionBackend):
     ) -> torch.Tensor:
         store(layer, k, v, metadata)
         m, n = metadata, metadata.num_decodes
-        if m.decode_only:
+        if m.decode_only and m.tree is None:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
         in_one = self._in_one(attention_prefill, self._prefill)
         seen = (
@@ -83,7 +95,7 @@ class OpsBackend(AttentionBackend):
             if layer.window_left < 0
             else min(m.max_decode_seqlen_k, layer.window_left + 1)
         )
-        if n == 0 or (in_one and not self._apart(n, seen)):
+        if n == 0 or m.tree is not None or (in_one and not self._apart(n, seen)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
         provider = self._mixed_decode if in_one else None
@@ -102,10 +114,14 @@ class OpsBackend(AttentionBackend):
 
     def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
         """Attention of the rows from `first` on. The output has q's shape; tokens of earlier rows are undefined."""
-        return self._call(attention_prefill, self._prefill)(
+        run, rest = self._call(attention_prefill, self._prefill), _rest(layer, (m.padded,))
+        if m.tree is not None:
+            assert self._tree is not None
+            attention_prefill.calls += 1
+            run, rest = self._tree.fn, (layer.k_scale, layer.v_scale, m.padded, layer.sinks, None, m.tree)
+        return run(
             q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
-            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap,
-            *_rest(layer, (m.padded,)),
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *rest,
         )  # fmt: skip
 
     def _call(
@@ -122,10 +138,12 @@ class OpsBackend(AttentionBackend):
 
     def _captured_in_one(self) -> bool:
         """Whether a graph of a mixed batch uses the prefill kernel for all rows."""
+        if self._tree is not None:
+            return True
         triton = self._prefill.name == "triton" and attention_prefill.candidate is None
         return triton or self._in_one(attention_prefill, self._prefill)
 
-    def _sample(self, prefill: bool) -> list[list[Any]]:
+    def _sample(self, prefill: bool, tree: torch.Tensor | None = None) -> list[list[Any]]:
         """Arguments of one call for each kind of layer, for the providers' `supports`."""
         made = []
         kinds = {(m.num_heads, m.num_kv_heads, m.head_size, m.sinks is None): m for m in self._layers}
@@ -135,6 +153,8 @@ class OpsBackend(AttentionBackend):
             rest = [one[:1], one[:1].view(1, 1)]
             args = [q, *layer.kv_cache, *([one, *rest, 1, 1] if prefill else [*rest, 1])]
             more = _rest(layer, (True,) if prefill else ())
+            if tree is not None:
+                more = layer.k_scale, layer.v_scale, True, layer.sinks, None, tree
             made.append([*args, layer.scale, layer.window_left, layer.softcap, *more])
         return made
 

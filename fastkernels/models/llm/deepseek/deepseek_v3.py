@@ -24,6 +24,7 @@ ARCH = Architecture(
     },
     experts="fastkernels.models.common.decoder:expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    head="DeepSeekMTPModel",
     public={
         "deepseek-ai/DeepSeek-R1": {
             "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,

@@ -46,6 +46,7 @@ ARCH = Architecture(
     experts="fastkernels.models.common.decoder:expert_mapping",
     unused=("*rotary_emb.inv_freq", "mtp.*"),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    head="Qwen3NextMTP",
     parts={
         "A_log": "A",
         "mlp.shared_expert.down_proj": "mlp.shared_experts.down_proj",

@@ -1,0 +1,66 @@
+"""Measures, at start, the time of a step with drafts and of one without, for some numbers of sequences."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.memory_profile import made_up_step
+from fastkernels.engine.execution.step import SAMPLED, NextDrafts, StepInput
+from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.scheduling.speculation import Speculation
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 512  # tokens of a sequence
+ROUNDS = 5  # of both steps, after one that is not measured
+SLOW = 0.5  # seconds of both steps from which one round is enough
+SECONDS = 3.0  # after which no larger size is begun
+
+
+def measure(executor: Any, config: EngineConfig, settings: Speculation) -> dict[int, float]:
+    """{sequences: time with drafts over time without}. The steps write to block 0: no request may be running.
+
+    Empty if no step has room for a sequence with all its drafts.
+    """
+    count, limits = settings.num_speculative_tokens, executor.limits
+    found, begin = dict[int, float](), time.perf_counter()
+    for rows in sorted({min(size, config.max_num_seqs) for size in SIZES}):
+        late = time.perf_counter() - begin > SECONDS
+        if late or rows * (count + 1) > limits.max_num_batched_tokens or limits.max_model_len < count + 2:
+            break
+        plain, drafted = _steps(rows, count, limits.max_model_len, settings.has_model)
+        times: list[list[float]] = [[], []]
+        first = sum(_run(executor, step) for step in (plain, drafted))
+        for _ in range(ROUNDS if first < SLOW else 1):
+            for spent, step in zip(times, (plain, drafted), strict=True):
+                spent.append(_run(executor, replace(step, new_rows=())))
+        without, with_drafts = map(statistics.median, times)
+        found[rows] = with_drafts / without
+    return found
+
+
+def _steps(rows: int, count: int, longest: int, has_model: bool) -> tuple[StepInput, StepInput]:
+    one, params = np.ones(rows, np.int32), SamplingParams(temperature=0)
+    keys = min(CONTEXT, longest - count)
+    plain = made_up_step(one, one * keys, params)
+    drafted = made_up_step(one * (count + 1), one * (keys + count), params)
+    drafted = replace(drafted, drafts=one * count)
+    if has_model:
+        # Without drafts, the draft model still stores its keys.
+        last = np.full(rows, SAMPLED, np.int64)
+        plain = replace(plain, next_drafts=NextDrafts(0, last, one * longest))
+        drafted = replace(drafted, next_drafts=NextDrafts(count, last, one * longest))
+    return plain, drafted
+
+
+def _run(executor: Any, step: StepInput) -> float:
+    begin = time.perf_counter()
+    output = executor.launch(step).result()
+    if output.next_drafts is not None:
+        output.next_drafts()
+    return time.perf_counter() - begin
