@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, words
 
 SMALL = 2 << 20  # bytes, up to which words are sent without flags
 ONE_SHOT = 8 << 20  # bytes, up to which every rank reads all of every tensor; of two ranks
@@ -39,7 +39,7 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
     if shots < 0:
         shots = _shots(x, group, symmetric.size)
     if shots == 0:
-        return exchange.sum_words(x, symmetric).view(x.shape)
+        return words.sum_words(x, symmetric).view(x.shape)
     if shots == 1:
         return exchange.launch(x, symmetric, 1, True).view(x.shape)
     part = exchange.launch(x, symmetric, symmetric.size, True)
@@ -48,14 +48,14 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
 
 def _shots(x: torch.Tensor, group: str, size: int) -> int:
     """0: words without flags; 1: every rank adds all of every tensor; 2: its part, then gathers."""
-    if exchange.is_small(x, group) and x.nbytes * (size - 1) <= SMALL:
+    if words.is_small(x, group) and x.nbytes * (size - 1) <= SMALL:
         return 0
     return 1 if x.nbytes * (size - 1) <= ONE_SHOT or x.numel() % size else 2
 
 
 def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
     if params["shots"] == 0:
-        return exchange.is_small(x, group)
+        return words.is_small(x, group)
     return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
 
 
