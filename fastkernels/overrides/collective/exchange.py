@@ -134,7 +134,7 @@ def meet(
 
 
 @triton.jit
-def buffer_of(table_ptr, rank: tl.constexpr, like):
+def buffer_of(table_ptr, rank, like):
     """The buffer of a rank as a pointer, which the compiler knows to be aligned: so its accesses are wide."""
     return tl.multiple_of(tl.load(table_ptr + rank).to(tl.pointer_type(like)), [16])
 

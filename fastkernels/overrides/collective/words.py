@@ -61,7 +61,7 @@ def turn_of(calls_ptr):
 
 
 @triton.jit
-def words_from(table_ptr, words_at, part, of: tl.constexpr, source: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr):
+def words_from(table_ptr, words_at, part, of, source, SIZE: tl.constexpr, WORDS: tl.constexpr):
     """In the buffer of rank `of`, the words that rank `source` writes in this part."""
     return buffer_of(table_ptr, of, tl.int32) + words_at + (part * SIZE + source) * WORDS
 
@@ -97,7 +97,7 @@ def renewed(
 
 
 @triton.jit
-def received(at, mask, failed_ptr, source: tl.constexpr, polls):
+def received(at, mask, failed_ptr, source, polls):
     """The words at these pointers, as soon as none is empty. After `polls` turns `failed` names the rank that sends them."""
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.sum((got == EMPTY).to(tl.int32))
