@@ -36,9 +36,7 @@ def _triton(x: torch.Tensor, group: str = "tp", small: int = -1) -> torch.Tensor
         small = _small(x, symmetric.size) and x.nbytes * (symmetric.size - 1) <= SMALL
     if small:
         return words.gather_words([x], symmetric)[0]
-    return exchange.launch(x, symmetric, 1, False).view(
-        symmetric.size * x.shape[0], *x.shape[1:]
-    )
+    return exchange.launch(x, symmetric, 1, False).view(symmetric.size * x.shape[0], *x.shape[1:])
 
 
 def _small(x: torch.Tensor, size: int) -> bool:

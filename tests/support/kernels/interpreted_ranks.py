@@ -106,7 +106,9 @@ def check_gathered(rank: int, size: int) -> None:
     for count in (4, 1, 3, 2, 4):
         given = [tensors(r)[-count:] for r in range(size)]
         assert words.not_gathered(given[rank], size) is None
-        for got, want in zip(words.gather_words(given[rank], symmetric), zip(*given, strict=True), strict=True):
+        for got, want in zip(
+            words.gather_words(given[rank], symmetric), zip(*given, strict=True), strict=True
+        ):
             assert torch.equal(got, torch.cat(want)), (count, got.dtype)
     empty = words.gather_words([torch.ones(0, 4), torch.full((2,), -1.0)], symmetric)
     assert empty[0].shape == (0, 4) and torch.equal(empty[1], torch.full((2 * size,), -1.0))
