@@ -80,7 +80,7 @@ def renewed(
     """Empty the last message's part, and make this one, of `total` words, the last. Once in every program, after it sent.
 
     A peer writes to the emptied part two calls later: it has then ended the call between, for which it needed words that
-    this rank sent after it had emptied the part. So every call must send at least one word to each peer, which waits for it.
+    this rank sent after it had emptied the part. So every call sends a word to each peer, which waits for it.
     """
     programs = tl.num_programs(0)
     for start in range(tl.program_id(0) * BLOCK, used, programs * BLOCK):
@@ -98,7 +98,7 @@ def renewed(
 
 @triton.jit
 def received(at, mask, failed_ptr, source, polls):
-    """The words at these pointers, as soon as none is empty. After `polls` turns `failed` names the rank that sends them."""
+    """The words at these pointers, as soon as none is empty. After `polls` turns `failed` names their source."""
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.sum((got == EMPTY).to(tl.int32))
     left = polls
@@ -197,10 +197,11 @@ def _scatter_kernel(
     tl.store(out_ptr + at, packed(low, high, KIND), mask=inside)
 
 
-def scatter_words(x: torch.Tensor, symmetric: Symmetric) -> torch.Tensor:
-    """This rank's part of the rows of the sum of all ranks' x; flat. Each part is a small message."""
-    out = torch.empty(x.numel() // symmetric.size, dtype=x.dtype, device=x.device)
-    source, into = x.view(-1).view(torch.int32), out.view(torch.int32)
+def scatter_words(x: torch.Tensor, symmetric: Symmetric, out: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's part of the rows of the sum of all ranks' x; flat, or in `out`. Each part is a small message."""
+    if out is None:
+        out = torch.empty(x.numel() // symmetric.size, dtype=x.dtype, device=x.device)
+    source, into = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     n = into.numel()
     unit, block = unit_of(n, 4), block_of(n)
     if n:
@@ -268,13 +269,18 @@ def _gather_kernel(
         )  # fmt: skip
 
 
-def gather_words(tensors: list[torch.Tensor], symmetric: Symmetric) -> list[torch.Tensor]:
+def gather_words(
+    tensors: list[torch.Tensor], symmetric: Symmetric, outs: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """All ranks' tensors, each one behind the other in order of rank, by one kernel. A NaN may become another NaN.
 
     tensors: up to four, contiguous, together a small message, see `not_gathered`
     """
     size = symmetric.size
-    outs = [torch.empty((size * t.shape[0], *t.shape[1:]), dtype=t.dtype, device=t.device) for t in tensors]
+    if outs is None:
+        outs = [
+            torch.empty((size * t.shape[0], *t.shape[1:]), dtype=t.dtype, device=t.device) for t in tensors
+        ]
     passed = [(t, out) for t, out in zip(tensors, outs, strict=True) if t.numel()]
     if not passed:
         return outs
