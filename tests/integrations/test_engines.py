@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
-    "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
+    "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel", "check_expert_groups",
     "check_random_weights", "check_recurrent",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
