@@ -17,6 +17,7 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,6 +196,7 @@ class Communicator:
     meeting        shared memory of ranks on one machine, or None
     symmetric      on GPUs: the buffers of all ranks in PyTorch's symmetric memory, or None
     without        why there is no meeting, or no symmetric memory: {'meeting' | 'symmetric': reason}
+    of_host        a host's own sum of a tensor into a new one, for messages for which ours is not faster; or None
     faster         {op: bytes up to which its kernels over symmetric memory were measured to be faster in this group}
     """
 
@@ -219,6 +221,7 @@ class Communicator:
         self.symmetric: Symmetric | None = None
         self.without: dict[str, str] = {}
         self.faster: dict[str, int] = {}
+        self.of_host: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._known: set[str] = set()
         self._buffer_bytes = buffer_bytes
         if size == 1:
@@ -334,7 +337,7 @@ class Communicator:
         """Leave the group and free its buffers. Ranks that still wait for this one raise."""
         if self.meeting is not None:
             self.meeting.close()
-        self.meeting = self.symmetric = None
+        self.meeting = self.symmetric = self.of_host = None
 
 
 class Symmetric:

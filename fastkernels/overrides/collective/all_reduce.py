@@ -66,6 +66,16 @@ def _measured(x: torch.Tensor, group: str = "tp") -> str | None:
     return exchange.unsupported(x, group, 1, True)
 
 
+def _of_host(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    comm = parallel.communicator(group)
+    assert comm.of_host is not None
+    return comm.of_host(x)
+
+
+def _not_of_host(x: torch.Tensor, group: str = "tp") -> str | None:
+    return None if parallel.communicator(group).of_host is not None else ForOthers("for the group of a host")
+
+
 all_reduce = define(
     'all_reduce(Tensor x, str group="tp") -> Tensor',
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -73,6 +83,7 @@ all_reduce = define(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("all_reduce", _shared),
         Provider("measured", _triton, supports=_measured),
+        Provider("of_host", _of_host, supports=_not_of_host),
         *exchange.over_group(_process_group),
         Provider(
             "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),

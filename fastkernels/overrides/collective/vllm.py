@@ -12,6 +12,7 @@ class VllmCudaCommunicator:
     """vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator: sums on GPUs."""
 
     live_methods = ("all_reduce",)
+    host_sums_in_place = False
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         return summed(self, input_)
@@ -19,6 +20,8 @@ class VllmCudaCommunicator:
 
 class VllmCpuCommunicator(VllmCudaCommunicator):
     """vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator: sums on CPUs; the host's are in place."""
+
+    host_sums_in_place = True
 
 
 class VllmExpertCommunicator_0_26:

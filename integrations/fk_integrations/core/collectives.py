@@ -43,12 +43,13 @@ class _Found:
 
 
 def join(
-    communicator: Any, host_class: Any, op: str, everywhere: bool = False
+    communicator: Any, host_class: Any, op: str, everywhere: bool = False, sums_in_place: bool = True
 ) -> tuple[Communicator, Ours] | str:
     """Join the group of a host's communicator for sums; why all ranks keep the host's code, if they do.
 
     communicator  has cpu_group (gloo), device_group, device, world_size and rank_in_group
     everywhere    use ours for all messages that it supports, without a measurement. So it is on a CPU
+    sums_in_place whether the host's sum may write into its argument, so that it is for the host's own callers alone
     Raises RuntimeError if a rank does not come in LIMIT_S.
     """
 
@@ -64,6 +65,8 @@ def join(
     made, most, by_measurement = joined
     if by_measurement:
         made.faster[op] = most
+        if not sums_in_place:
+            made.of_host = partial(host_class.all_reduce, communicator)
     return made, Ours(made.name, most, host_class)
 
 

@@ -10,8 +10,9 @@ import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from fastkernels.core import dispatch
-from fk_integrations.vllm import fx_fusions, fx_gated_products, plain_forms
+from fk_integrations.vllm import fx_fusions, fx_gated_products, fx_sums, plain_forms
 from fk_integrations.vllm.fx_gated_products import Prompts
+from fk_integrations.vllm.fx_sums import Sums
 
 dispatch.only_overload = True  # which vLLM's compiler can compile
 
@@ -22,6 +23,8 @@ class RewriteOps(InductorPass):
     quantization  whether it fuses
     most          the largest number of tokens in which the ops of `plain` stay ours; None: all
     prompts       in which ranges the product of gate and up is computed with its activation; None: in none
+    sums          {vLLM's name of a group of ranks: the messages whose sum is ours}: a norm behind one is fused with it
+    summed        fusions of a sum and a norm so far
     apart         {why: activations that the pass has left after their products in these ranges}
     """
 
@@ -30,23 +33,26 @@ class RewriteOps(InductorPass):
         self.most: int | None = None
         self.plain: tuple[str, ...] = ()
         self.prompts: Prompts | None = None
+        self.sums: dict[str, Sums] = {}
+        self.summed = 0
         self.apart: Counter[str] = Counter()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.quantization:
             fx_fusions.fuse_quantization(graph)
         start = get_pass_context().compile_range.start
+        self.summed += fx_sums.fuse(graph, self.sums, start)
         if self.prompts is not None and start > self.prompts.more_than:
             fx_gated_products.fuse(graph, self.prompts.shapes, self.apart)
         if self.most is not None and start > self.most:
             plain_forms.use_plain_forms(graph, self.plain)
 
     def uuid(self) -> str:
-        files = map(inspect.getsource, (fx_fusions, fx_gated_products, plain_forms))
+        files = map(inspect.getsource, (fx_fusions, fx_gated_products, fx_sums, plain_forms))
         prompts = self.prompts and [self.prompts.more_than, *sorted(map(str, self.prompts.shapes))]
         return InductorPass.hash_dict({
             "source": InductorPass.hash_source(*files), "quantization": self.quantization, "most": self.most,
-            "plain": list(self.plain), "prompts": prompts,
+            "plain": list(self.plain), "prompts": prompts, "sums": sorted(map(str, self.sums.items())),
         })  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewriteOps:

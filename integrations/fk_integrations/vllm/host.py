@@ -278,7 +278,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compiled, graphs
+    from fk_integrations.vllm import compiled, fusions, graphs
 
     before: Patched | None = vars(worker).get(STATE)
     if before is not None and before.whole:
@@ -297,6 +297,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         seconds.update(patched.seconds)
         patched.seconds = seconds
         _limit_ranges(worker, adapter, patched)
+        fusions.fuse_sums(worker.vllm_config, worker.get_model(), adapter.communicators(), patched.journal)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
         removal.atexit = False
