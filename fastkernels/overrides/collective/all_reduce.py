@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fastkernels.core import parallel
+from fastkernels.core import parallel, registry
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange, words
 
 SMALL = 2 << 20  # bytes, up to which words are sent without flags
 ONE_SHOT = 8 << 20  # bytes, up to which every rank reads all of every tensor; of two ranks
+
+BETWEEN = 64 << 10  # bytes, up to which each rank of a machine passes a whole message between machines
 
 
 def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -66,6 +68,29 @@ def _measured(x: torch.Tensor, group: str = "tp") -> str | None:
     return exchange.unsupported(x, group, 1, True)
 
 
+def _over_nodes(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    """Inside each machine by ours or NCCL, between machines by the process group.
+
+    Of a large message, each rank of a machine passes a part between the machines.
+    """
+    nodes = parallel.communicator(group).nodes
+    assert nodes is not None
+    inside = nodes.inside
+    if x.nbytes <= BETWEEN or x.numel() % inside.size:
+        out = all_reduce(x, inside.name)
+        dist.all_reduce(out, group=nodes.between)
+        return out
+    part = registry.get("reduce_scatter").op(x.reshape(-1), inside.name)
+    dist.all_reduce(part, group=nodes.between)
+    return registry.get("all_gather").op(part, inside.name).view(x.shape)
+
+
+def _not_over_nodes(x: torch.Tensor, group: str = "tp") -> str | None:
+    if parallel.communicator(group).nodes is None:
+        return ForOthers("for a group over several machines with as many ranks each")
+    return None if x.is_contiguous() else "the message must be contiguous"
+
+
 def _of_host(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     comm = parallel.communicator(group)
     assert comm.of_host is not None
@@ -83,6 +108,7 @@ all_reduce = define(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("all_reduce", _shared),
         Provider("measured", _triton, supports=_measured),
+        Provider("nodes", _over_nodes, devices=exchange.BOTH, supports=_not_over_nodes),
         Provider("of_host", _of_host, supports=_not_of_host),
         *exchange.over_group(_process_group),
         Provider(

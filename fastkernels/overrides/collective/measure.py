@@ -129,6 +129,8 @@ def choose(made: Communicator) -> int:
 
     All ranks must come here. Without symmetric memory, or in a group of one rank, nothing changes and -1 is returned.
     """
+    if made.nodes is not None:
+        made = made.nodes.inside
     if made.device.type != "cuda" or made.size == 1 or made.connect() is not None:
         return -1
     nccl = next(p.fn for p in registry.get("all_reduce").op.providers if p.name == "nccl")
