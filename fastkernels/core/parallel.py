@@ -176,8 +176,8 @@ def join(
 ) -> Communicator:
     """Return a new communicator, which collective ops find by its name while it is referenced.
 
-    All ranks of the group must call this. Raises ValueError for a rank that is not in 0 .. size - 1. If the ranks are on
-    several machines, with as many neighbouring ranks on each, those of a machine form a group of their own, too.
+    All ranks of the group must call this. Raises ValueError for a rank that is not in 0 .. size - 1. If the ranks are
+    on several machines, with as many neighbouring ranks on each, those of a machine form a group of their own, too.
     """
     _check(rank, size)
     made = Communicator(name, rank, size, process_group, device, memory, timeout=timeout)

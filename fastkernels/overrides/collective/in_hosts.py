@@ -47,7 +47,7 @@ def summed(communicator: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def gathers(ours: Ours, tensors: Sequence[torch.Tensor], sizes: Sequence[int] | None) -> bool:
-    """Whether ours collects these tensors of each rank. All ranks decide the same: their tensors have the same sizes."""
+    """Whether ours collects these tensors. All ranks decide the same, because their tensors have the same sizes."""
     if sizes is not None and any(size != sizes[0] for size in sizes):
         return False
     if not tensors[0].shape[0] or sum(t.nbytes for t in tensors) > ours.most:

@@ -1,7 +1,8 @@
 """Small messages: a word that has not come yet is empty, so that data need neither a flag nor a fence.
 
-Each rank writes its message into the peers' buffers, and a peer reads its own buffer until no word is empty. Kernels have
-one dimension of programs, which first send, then empty the last message's words, and then wait: see `renewed`.
+Each rank writes its message into the peers' buffers, and a peer reads its own buffer until no word is empty. Kernels
+have one dimension of programs. A program first sends, then empties words of the last message, and then waits for its
+own: see `renewed`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def packed(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def turn_of(calls_ptr):
-    """(the part of the last message, its words, the part of this one): calls use the three parts of a buffer in turn."""
+    """(part of the last message, its words, part of this one): calls use the three parts of a buffer in turn."""
     last = tl.load(calls_ptr)
     return last, tl.load(calls_ptr + 1), tl.where(last == 2, 0, last + 1)
 
@@ -77,10 +78,10 @@ def renewed(
     table_ptr, calls_ptr, words_at, last, used, part, total,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Empty the last message's part, and make this one, of `total` words, the last. Once in every program, after it sent.
+    """Empty the last message's part; this one, of `total` words, is then the last. Once in a program, after it sent.
 
-    A peer writes to the emptied part two calls later: it has then ended the call between, for which it needed words that
-    this rank sent after it had emptied the part. So every call sends a word to each peer, which waits for it.
+    A peer writes to the emptied part two calls later: it has then ended the call between, for which it needed words
+    that this rank sent after it had emptied the part. So every call sends a word to each peer, which waits for it.
     """
     programs = tl.num_programs(0)
     for start in range(tl.program_id(0) * BLOCK, used, programs * BLOCK):

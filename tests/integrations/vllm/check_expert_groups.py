@@ -1,6 +1,6 @@
 """vLLM's own groups of two data-parallel ranks: dispatch and combine are ours in both, and the undo is exact.
 
-vLLM's dispatch on a CPU raises NotImplementedError, so no engine runs here: the groups and AgRsAll2AllManager are vLLM's.
+vLLM's dispatch on a CPU raises NotImplementedError, so no engine runs here: groups and manager are vLLM's.
 """
 
 import inspect
