@@ -17,8 +17,8 @@ from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
 
 LIVE = {
-    "attention", "block", "called_function", "communicator", "dispatcher", "experts", "head", "kernel", "leaf", "module",
-    "processor", "quant_method", "router", "scheme",
+    "attention", "block", "called_function", "communicator", "dispatcher", "experts", "head", "kernel", "leaf",
+    "module", "processor", "quant_method", "router", "scheme",
 }  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def pairs(rank: int, ranks: int, results: Results | None) -> Iterator[None]:
 
 
 def absent(rank: int) -> str:
-    """What rank 0 says of rank 1, which does not come to a dispatch. The group cannot be used after that."""
+    """The error in rank 0 when rank 1 does not come. The group cannot be used after that."""
     comm = parallel.communicator()
     symmetric = comm.symmetric
     assert symmetric is not None

@@ -1,4 +1,4 @@
-"""What our pass of vLLM's compiler did in a worker."""
+"""Counts of our pass of vLLM's compiler in a worker."""
 
 
 class InWorkers:
