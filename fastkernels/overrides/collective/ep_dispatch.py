@@ -188,12 +188,14 @@ def _dispatch_kernel(
                 scale = got.to(tl.float32, bitcast=True)
     to = tl.where(is_wanted > 0, base + before, total + peer * tokens - base + t - before)
     word = tl.where(is_wanted > 0, word, 0)
-    tl.store(rows_ptr + to.to(tl.int64) * W + cols, word, mask=in_row)
+    # Words of a rank that did not come are no counts, and must not become addresses.
+    inside = (to >= 0) & (to < SIZE * tokens)
+    tl.store(rows_ptr + to.to(tl.int64) * W + cols, word, mask=in_row & inside)
     if GROUP > 0:
-        tl.store(scales_ptr + to * groups + g, tl.where(is_wanted > 0, scale, 0.0), mask=in_scales)
-    tl.store(out_ids_ptr + to * K + k, local, mask=in_ids)
-    tl.store(out_weights_ptr + to * K + k, weight, mask=in_ids)
-    tl.store(source_ptr + to, tl.where(is_wanted > 0, peer * tokens + t, -1))
+        tl.store(scales_ptr + to * groups + g, tl.where(is_wanted > 0, scale, 0.0), mask=in_scales & inside)
+    tl.store(out_ids_ptr + to * K + k, local, mask=in_ids & inside)
+    tl.store(out_weights_ptr + to * K + k, weight, mask=in_ids & inside)
+    tl.store(source_ptr + to, tl.where(is_wanted > 0, peer * tokens + t, -1), mask=inside)
 
 
 def launch(
