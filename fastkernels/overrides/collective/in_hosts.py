@@ -48,8 +48,8 @@ def summed(communicator: Any, x: torch.Tensor) -> torch.Tensor:
 
 def gathers(ours: Ours, tensors: Sequence[torch.Tensor], sizes: Sequence[int] | None) -> bool:
     """Whether ours collects these tensors. All ranks decide the same, because their tensors have the same sizes."""
-    if sizes is not None and any(size != sizes[0] for size in sizes):
-        return False
+    if torch.compiler.is_compiling() or (sizes is not None and any(size != sizes[0] for size in sizes)):
+        return False  # a compiler sees the host's opaque op
     if not tensors[0].shape[0] or sum(t.nbytes for t in tensors) > ours.most:
         return False
     comm = parallel.communicator(ours.group)
@@ -77,7 +77,7 @@ def gathered(
 def scatters(ours: Ours, x: torch.Tensor, sizes: Sequence[int] | None) -> bool:
     """Whether ours sums x over the ranks for `scattered`."""
     size = parallel.communicator(ours.group).size
-    if sizes is not None and any(n != sizes[0] for n in sizes):
+    if torch.compiler.is_compiling() or (sizes is not None and any(n != sizes[0] for n in sizes)):
         return False
     whole = x.shape[0] % size == 0 and x.shape[0] > 0 and x.is_contiguous()
     return whole and x.dtype in exchange.SUMS and x.nbytes <= size * ours.most

@@ -81,9 +81,8 @@ def join_experts(
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             return _Found(f"a measurement failed: {str(error).splitlines()[0][:200]}")
 
-    joined = _join(
-        communicator, lambda made: _unsupported(made, "ep_dispatch"), None if everywhere else time_both, EXPERT_SIZES
-    )  # fmt: skip
+    unsupported = partial(_unsupported, op="ep_dispatch")
+    joined = _join(communicator, unsupported, None if everywhere else time_both, EXPERT_SIZES)
     return joined if isinstance(joined, str) else (joined[0], Ours(joined[0].name, joined[1], host_class))
 
 

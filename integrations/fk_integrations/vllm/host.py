@@ -61,10 +61,8 @@ STEPS = (
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
-ALL_GATHERS = (
-    "naive",
-    "allgather_reducescatter",
-)  # vLLM's backends whose dispatch collects all ranks' tokens
+# vLLM's backends whose dispatch collects all ranks' tokens
+ALL_GATHERS = ("naive", "allgather_reducescatter")
 
 
 def installed_version() -> str | None:
