@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from fastkernels.core import parallel
 from fastkernels.overrides.collective.all_reduce import all_reduce
 from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
@@ -43,13 +43,13 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int) -> int:
         if norm.kwargs.get("var_hidden_size") is not None or norm.kwargs.get("cast_x_before_out_mul", True):
             continue  # the fused op rounds once
         source, views = behind_views(norm.kwargs["x"])
-        if source.target is not torch.ops.vllm.all_reduce.default:
+        found = _ours(source, sums)
+        if found is None:
             continue
         if set(source.users) != {views[-1] if views else norm} or set(norm.kwargs["x"].users) != {norm}:
             continue
-        found = sums.get(str(_name(source)))
         value = source.meta.get("val")
-        if found is None or value is None or least_tokens * value.shape[-1] * value.itemsize > found.most:
+        if value is None or least_tokens * value.shape[-1] * value.itemsize > found.most:
             continue
         kept = {name: norm.kwargs.get(name) for name in ("weight", "eps", "residual")}
         op = torch.ops.fastkernels.all_reduce_rms_norm.default
@@ -67,5 +67,12 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int) -> int:
     return fused
 
 
-def _name(node: fx.Node) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("group_name")
+def _ours(node: fx.Node, sums: Mapping[str, Sums]) -> Sums | None:
+    """The group whose sum the node is: by vLLM's opaque op, or by our op, which a trace on a CPU has in its place."""
+    name = node.args[1] if len(node.args) > 1 else None
+    if node.target is torch.ops.vllm.all_reduce.default:
+        return sums.get(str(name or node.kwargs.get("group_name")))
+    if node.target is torch.ops.fastkernels.all_reduce.default:
+        name = name or node.kwargs.get("group", parallel.TP)
+        return next((each for each in sums.values() if each.group == name), None)
+    return None

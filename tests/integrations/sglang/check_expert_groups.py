@@ -4,6 +4,7 @@ Data-parallel attention does not run on a CPU (it needs pinned memory), so no en
 """
 
 import inspect
+import os
 from types import SimpleNamespace
 
 import torch
@@ -11,6 +12,7 @@ import torch.multiprocessing as mp
 
 
 def rank_main(rank, store):
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     from fk_integrations.core.journal import Journal
     from fk_integrations.patching.seam_interface import Swap, find
     from fk_integrations.sglang.scheduler import SglangAdapter
