@@ -245,6 +245,8 @@ class Communicator:
             return self.without.get("symmetric")
         if self.device.type != "cuda" or self.size == 1:
             return "symmetric memory is for several GPUs"
+        if len(set(self.machines)) > 1:
+            return f"symmetric memory is for one machine: {self.without['meeting']}"
         if torch.cuda.is_current_stream_capturing():
             return "symmetric memory must be set up by a call outside of a graph capture"
         try:

@@ -30,6 +30,9 @@ def _rank(pipe: Any, rank: int, port: int) -> None:
     parallel.init(rank, SIZE, device="cpu", timeout=60.0)
     comm = parallel.communicator()
     assert comm.meeting is None and comm.nodes is not None and "another machine" in comm.without["meeting"]
+    comm.device = torch.device("cuda")  # which would have no buffers of a rank on the other node
+    assert "for one machine: rank" in str(comm.connect())
+    comm.device = torch.device("cpu")
     inside = comm.nodes.inside
     assert (inside.rank, inside.size) == (rank % EACH, EACH) and inside.meeting is not None
     assert dist.get_process_group_ranks(comm.nodes.between) == [rank % EACH, EACH + rank % EACH]
