@@ -201,7 +201,7 @@ def _dispatch_kernel(
 def launch(
     op: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str,
     quantized: int = 0, least: float = 0.0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One kernel for a call that `not_launched` accepted: (rows, scales, ids, weights, source).
 
     quantized: channels of a scale of rows in float8; 0: rows as they are, and no scales. least: see quantize_fp8
