@@ -17,6 +17,14 @@ from fk_integrations.vllm.fx_sums import Sums
 dispatch.only_overload = True  # which vLLM's compiler can compile
 
 
+def _least_tokens() -> int:
+    """Tokens of the smallest batch of the graph that is compiled; 1 if vLLM compiles one graph for all."""
+    try:
+        return int(get_pass_context().compile_range.start)
+    except AssertionError:  # CompilationMode.DYNAMO_TRACE_ONCE has no ranges
+        return 1
+
+
 class RewriteOps(InductorPass):
     """Fuses our norms and activations with our quantization, and changes our ops in compile ranges of long batches.
 
@@ -40,7 +48,7 @@ class RewriteOps(InductorPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.quantization:
             fx_fusions.fuse_quantization(graph)
-        start = get_pass_context().compile_range.start
+        start = _least_tokens()
         self.summed += fx_sums.fuse(graph, self.sums, start)
         if self.prompts is not None and start > self.prompts.more_than:
             fx_gated_products.fuse(graph, self.prompts.shapes, self.apart)
