@@ -17,6 +17,8 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,7 +196,10 @@ class Communicator:
     process_group  of torch.distributed; None for a single rank
     meeting        shared memory of ranks on one machine, or None
     symmetric      on GPUs: the buffers of all ranks in PyTorch's symmetric memory, or None
+    machines       of each rank, if they are on several: a name of its machine
+    nodes          the parts of such a group, if each machine has as many ranks; see parallel.join
     without        why there is no meeting, or no symmetric memory: {'meeting' | 'symmetric': reason}
+    of_host        a host's own sum of a tensor into a new one, for messages for which ours is not faster; or None
     faster         {op: bytes up to which its kernels over symmetric memory were measured to be faster in this group}
     """
 
@@ -217,8 +222,11 @@ class Communicator:
         self.process_group, self.device = process_group, torch.device(device)
         self.meeting: Meeting | None = None
         self.symmetric: Symmetric | None = None
+        self.machines: list[str] = []
+        self.nodes: Nodes | None = None
         self.without: dict[str, str] = {}
         self.faster: dict[str, int] = {}
+        self.of_host: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._known: set[str] = set()
         self._buffer_bytes = buffer_bytes
         if size == 1:
@@ -237,6 +245,8 @@ class Communicator:
             return self.without.get("symmetric")
         if self.device.type != "cuda" or self.size == 1:
             return "symmetric memory is for several GPUs"
+        if len(set(self.machines)) > 1:
+            return f"symmetric memory is for one machine: {self.without['meeting']}"
         if torch.cuda.is_current_stream_capturing():
             return "symmetric memory must be set up by a call outside of a graph capture"
         try:
@@ -261,10 +271,12 @@ class Communicator:
         else:
             theirs, path, key = store.get(f"memory{number}").decode().split("|", 2)
             fd = _opened(path, key) if theirs == machine else -1
+        store.set(f"machine{number}-{self.rank}", machine)
         store.set(f"opened{number}-{self.rank}", "yes" if fd >= 0 else "no")
         apart = [r for r in range(self.size) if store.get(f"opened{number}-{r}") != b"yes"]
         if apart:
             self.without["meeting"] = f"rank {apart[0]} is on another machine than rank 0"
+            self.machines = [store.get(f"machine{number}-{r}").decode() for r in range(self.size)]
         else:
             self.meeting = Meeting(fd, self.rank, self.size, buffer_bytes, self.timeout)
             store.add(f"there{number}", 1)
@@ -334,7 +346,20 @@ class Communicator:
         """Leave the group and free its buffers. Ranks that still wait for this one raise."""
         if self.meeting is not None:
             self.meeting.close()
-        self.meeting = self.symmetric = None
+        if self.nodes is not None:
+            self.nodes.inside.close()
+        self.meeting = self.symmetric = self.of_host = self.nodes = None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """One rank's parts of a group over several machines.
+
+    inside   the communicator of the ranks on its machine; between: the ranks with its number on all machines
+    """
+
+    inside: Communicator
+    between: dist.ProcessGroup
 
 
 class Symmetric:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastkernels.core import registry
-from fastkernels.core.communicator import TIMEOUT_S, Communicator
+from fastkernels.core.communicator import TIMEOUT_S, Communicator, Nodes
 
 TP = "tp"  # the name of the group that modules are sharded over
 
@@ -176,12 +176,31 @@ def join(
 ) -> Communicator:
     """Return a new communicator, which collective ops find by its name while it is referenced.
 
-    All ranks of the group must call this. Raises ValueError for a rank that is not in 0 .. size - 1.
+    All ranks of the group must call this. Raises ValueError for a rank that is not in 0 .. size - 1. If the ranks are
+    on several machines, with as many neighbouring ranks on each, those of a machine form a group of their own, too.
     """
     _check(rank, size)
     made = Communicator(name, rank, size, process_group, device, memory, timeout=timeout)
     _communicators[name] = made
+    each = _ranks_of_a_machine(made.machines)
+    if each > 1:
+        every = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        first, place = rank // each * each, rank % each
+        inside = dist.new_group(every[first : first + each], use_local_synchronization=True)
+        between = dist.new_group(every[place::each], use_local_synchronization=True)
+        own = join(f"{name}/inside", place, each, inside, device, timeout)
+        made.nodes = Nodes(own, between)
     return made
+
+
+def _ranks_of_a_machine(machines: list[str]) -> int:
+    """How many neighbouring ranks each of several machines has; 0 for one machine, or if they differ."""
+    count = len(set(machines))
+    if count < 2 or len(machines) % count:
+        return 0
+    each = len(machines) // count
+    parts = [set(machines[at : at + each]) for at in range(0, len(machines), each)]
+    return each if all(len(part) == 1 for part in parts) else 0
 
 
 def communicator(name: str = TP) -> Communicator:

@@ -36,6 +36,7 @@ SEAMS = {
     "block": "a block of a model in our engine, at its places: `__class__` of the live instance is swapped",
     "router": "a function that routers of experts call: a layer's `router` gets a method that calls ours",
     "communicator": "the object that sums over a host's tensor-parallel ranks: its `__class__` is swapped in all ranks",
+    "dispatcher": "the object that brings tokens to experts of other ranks: its `__class__` is swapped in all ranks",
     "standalone": "a drop-in class for forks and for our engine; not put into a live host (see its note)",
 }
 

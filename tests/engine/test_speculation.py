@@ -247,7 +247,7 @@ def test_lookup_finds_the_last_occurrence_of_the_longest_group() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "method must be one of 'ngram', 'eagle3', 'draft_model', got None"),
+        ({}, "method must be one of 'ngram', 'eagle3', 'draft_model', 'mtp', got None"),
         ({"method": "medusa", "num_speculative_tokens": 2}, "'draft_model', got 'medusa'"),
         ({"method": "eagle3", "num_speculative_tokens": 2}, "'eagle3' needs `model`, the folder or hub id"),
         ({"method": "draft_model", "num_speculative_tokens": 2, "model": 3}, "of a draft model, got 3"),

@@ -19,6 +19,7 @@ SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
+    "check_expert_groups", "check_fused_sums",
     "check_random_weights", "check_recurrent",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
@@ -26,6 +27,9 @@ SLOW = (
 IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",
     "check_works", "check_works_more", "check_random_weights", "check_recurrent",
+)  # fmt: skip
+TWO_RANKS = (
+    "check_pipeline", "check_tensor_parallel", "check_expert_parallel", "check_fused_sums",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
 SECONDS = {"check_held_out": 2400, "check_nodes": 1000}  # one engine after the other; two at once
@@ -67,8 +71,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     path = os.pathsep.join(filter(None, [str(ROOT / "tests"), kept.get("PYTHONPATH")]))
     kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
-    split = check in ("check_pipeline", "check_tensor_parallel", "check_expert_parallel")
-    cores = "0|1" if split or (host, check) == ("sglang", "check_nodes") else None
+    cores = "0|1" if check in TWO_RANKS or (host, check) == ("sglang", "check_nodes") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
     if (host, check) == ("sglang", "check_recurrent"):

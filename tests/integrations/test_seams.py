@@ -17,8 +17,8 @@ from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
 
 LIVE = {
-    "attention", "block", "called_function", "communicator", "experts", "head", "kernel", "leaf", "module", "processor",
-    "quant_method", "router", "scheme",
+    "attention", "block", "called_function", "communicator", "dispatcher", "experts", "head", "kernel", "leaf",
+    "module", "processor", "quant_method", "router", "scheme",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_each_seam_of_a_target_has_exactly_one_class() -> None:
     used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
     assert used <= set(SEAMS) == set(seam_interface.names())
     classes = [type(seam_interface.find(name)) for name in seam_interface.names()]
-    assert len(set(classes)) == len(classes) == 16
+    assert len(set(classes)) == len(classes) == 17
     assert {name for name in seam_interface.names() if seam_interface.find(name).live} == LIVE
 
 

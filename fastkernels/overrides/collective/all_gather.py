@@ -7,7 +7,8 @@ import torch
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, words
+from fastkernels.overrides.collective.all_reduce import SMALL
 
 
 def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -28,11 +29,23 @@ def _process_group(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     return out
 
 
-def _triton(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+def _triton(x: torch.Tensor, group: str = "tp", small: int = -1) -> torch.Tensor:
+    x = x.contiguous()
     symmetric = exchange.symmetric_of("all_gather", x, group)
-    return exchange.launch(x.contiguous(), symmetric, 1, False).view(
-        symmetric.size * x.shape[0], *x.shape[1:]
-    )
+    if small < 0:
+        small = _small(x, symmetric.size) and x.nbytes * (symmetric.size - 1) <= SMALL
+    if small:
+        return words.gather_words([x], symmetric)[0]
+    return exchange.launch(x, symmetric, 1, False).view(symmetric.size * x.shape[0], *x.shape[1:])
+
+
+def _small(x: torch.Tensor, size: int) -> bool:
+    """Whether x is a small message of floats: integers must arrive bit by bit."""
+    return x.dtype in words.FLOATS and words.not_gathered([x.contiguous()], size) is None
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
+    return params["small"] == 0 or _small(x, parallel.communicator(group).size)
 
 
 all_gather = define(
@@ -44,14 +57,17 @@ all_gather = define(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("all_gather", _shared, any_order=True),
         *exchange.over_group(_process_group),
-        Provider("triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group)),
+        Provider(
+            "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group),
+            params=({"small": 0}, {"small": 1}), fits=_fits,
+        ),
         Provider(
             "reference",
             lambda x, group="tp": torch.cat(exchange.gathered("all_gather", x, group)),
             devices=exchange.BOTH,
         ),
     ),
-)
+)  # fmt: skip
 
 SPEC = OpSpec(
     name="all_gather",

@@ -7,7 +7,7 @@ import torch
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, pieces
 from fastkernels.overrides.collective.all_gather import all_gather
 from fastkernels.overrides.linear.linear import linear
 
@@ -26,6 +26,35 @@ def _composed(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch
     return linear(all_gather(x, group), weight)
 
 
+def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number: int = -1) -> torch.Tensor:
+    """This rank's rows are multiplied first, while the first piece of the others' comes."""
+    comm, n, width = parallel.communicator(group), len(x), weight.shape[0]
+    comm.arrive("all_gather_linear", x)
+    x = x.contiguous()
+    out = torch.empty((comm.size, n, width), dtype=x.dtype, device=x.device)
+    spans = pieces.bounds(n, pieces.number_of(n) if number < 0 else number)
+    coming = []
+    with comm.naming("all_gather_linear"):
+        for first, end in spans:
+            every = torch.empty((comm.size, end - first, x.shape[1]), dtype=x.dtype, device=x.device)
+            coming.append((every, pieces.gather(every.flatten(0, 1), x[first:end], comm)))
+        pieces.product(x, weight, out[comm.rank])
+        for (first, end), (every, work) in zip(spans, coming, strict=True):
+            work.wait()
+            for rank in range(comm.size):
+                if rank != comm.rank:
+                    pieces.product(every[rank], weight, out[rank, first:end])
+    return out.flatten(0, 1)
+
+
+def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
+    return pieces.unsupported(x, weight, len(x), group)
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
+    return pieces.fits(params, len(x))
+
+
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return (all_gather(x, group).to(acc) @ weight.to(acc).t()).to(x.dtype)
@@ -38,6 +67,14 @@ all_gather_linear = define(
     ),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
+        Provider(
+            "overlapped",
+            _overlapped,
+            devices=exchange.BOTH,
+            supports=_unsupported,
+            params=pieces.PIECES,
+            fits=_fits,
+        ),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

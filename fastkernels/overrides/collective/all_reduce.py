@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fastkernels.core import parallel
+from fastkernels.core import parallel, registry
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, words
 
 SMALL = 2 << 20  # bytes, up to which words are sent without flags
 ONE_SHOT = 8 << 20  # bytes, up to which every rank reads all of every tensor; of two ranks
+
+BETWEEN = 64 << 10  # bytes, up to which each rank of a machine passes a whole message between machines
 
 
 def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -39,7 +41,7 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
     if shots < 0:
         shots = _shots(x, group, symmetric.size)
     if shots == 0:
-        return exchange.sum_words(x, symmetric).view(x.shape)
+        return words.sum_words(x, symmetric).view(x.shape)
     if shots == 1:
         return exchange.launch(x, symmetric, 1, True).view(x.shape)
     part = exchange.launch(x, symmetric, symmetric.size, True)
@@ -48,14 +50,14 @@ def _triton(x: torch.Tensor, group: str = "tp", shots: int = -1) -> torch.Tensor
 
 def _shots(x: torch.Tensor, group: str, size: int) -> int:
     """0: words without flags; 1: every rank adds all of every tensor; 2: its part, then gathers."""
-    if exchange.is_small(x, group) and x.nbytes * (size - 1) <= SMALL:
+    if words.is_small(x, group) and x.nbytes * (size - 1) <= SMALL:
         return 0
     return 1 if x.nbytes * (size - 1) <= ONE_SHOT or x.numel() % size else 2
 
 
 def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
     if params["shots"] == 0:
-        return exchange.is_small(x, group)
+        return words.is_small(x, group)
     return params["shots"] == 1 or x.numel() % parallel.communicator(group).size == 0
 
 
@@ -66,6 +68,39 @@ def _measured(x: torch.Tensor, group: str = "tp") -> str | None:
     return exchange.unsupported(x, group, 1, True)
 
 
+def _over_nodes(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    """Inside each machine by ours or NCCL, between machines by the process group.
+
+    Of a large message, each rank of a machine passes a part between the machines.
+    """
+    nodes = parallel.communicator(group).nodes
+    assert nodes is not None
+    inside = nodes.inside
+    if x.nbytes <= BETWEEN or x.numel() % inside.size:
+        out = all_reduce(x, inside.name)
+        dist.all_reduce(out, group=nodes.between)
+        return out
+    part = registry.get("reduce_scatter").op(x.reshape(-1), inside.name)
+    dist.all_reduce(part, group=nodes.between)
+    return registry.get("all_gather").op(part, inside.name).view(x.shape)
+
+
+def _not_over_nodes(x: torch.Tensor, group: str = "tp") -> str | None:
+    if parallel.communicator(group).nodes is None:
+        return ForOthers("for a group over several machines with as many ranks each")
+    return None if x.is_contiguous() else "the message must be contiguous"
+
+
+def _of_host(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    comm = parallel.communicator(group)
+    assert comm.of_host is not None
+    return comm.of_host(x)
+
+
+def _not_of_host(x: torch.Tensor, group: str = "tp") -> str | None:
+    return None if parallel.communicator(group).of_host is not None else ForOthers("for the group of a host")
+
+
 all_reduce = define(
     'all_reduce(Tensor x, str group="tp") -> Tensor',
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -73,6 +108,8 @@ all_reduce = define(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("all_reduce", _shared),
         Provider("measured", _triton, supports=_measured),
+        Provider("nodes", _over_nodes, devices=exchange.BOTH, supports=_not_over_nodes),
+        Provider("of_host", _of_host, supports=_not_of_host),
         *exchange.over_group(_process_group),
         Provider(
             "triton", _triton, supports=lambda x, group="tp": exchange.unsupported(x, group, 1, True),

@@ -11,8 +11,10 @@ from fastkernels.core.communicator import Symmetric
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import words as small
 from fastkernels.overrides.collective.all_reduce import SMALL, all_reduce
-from fastkernels.overrides.collective.exchange import buffer_of, meet, packed, summed_words, unpacked
+from fastkernels.overrides.collective.exchange import buffer_of, meet
+from fastkernels.overrides.collective.words import packed, summed_words, unpacked
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.norm import rms_norm as norms
 
@@ -109,7 +111,7 @@ def _words_rms_norm_kernel(
 
 def _small(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, group: str) -> bool:
     return (
-        exchange.is_small(x, group)
+        small.is_small(x, group)
         and x.shape[-1] * x.element_size() % 4 == 0
         and all(t is None or t.dtype == x.dtype for t in (weight, residual))
     )
@@ -132,9 +134,9 @@ def _triton(
         block = next_power_of_2(of_row)
         _words_rms_norm_kernel[(rows,)](
             *(None if t is None else t.view(torch.int32) for t in (x.contiguous(), residual, weight, out)),
-            *exchange.state_of(symmetric), of_row, eps,
+            *small.state_of(symmetric), of_row, eps,
             KIND=exchange.SUMS.index(x.dtype), HAS_RES=residual is not None, BLOCK=block,
-            num_warps=min(max(block // 256, 1), 8), **exchange.words_of(symmetric),
+            num_warps=min(max(block // 256, 1), 8), **small.words_of(symmetric),
         )  # fmt: skip
         return out
     each = cdiv(rows, Symmetric.BLOCKS)

@@ -6,12 +6,30 @@ The contract of vLLM's finalize step: the way back of `ep_dispatch`. The weights
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from fastkernels.core import parallel
+from fastkernels.core.communicator import Symmetric
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
-from fastkernels.overrides.collective.reduce_scatter import reduce_scatter
+from fastkernels.overrides.collective.reduce_scatter import reduce_scatter, rows
+from fastkernels.overrides.collective.words import (
+    packed,
+    received,
+    renewed,
+    send,
+    state_of,
+    turn_of,
+    unpacked,
+    words_from,
+    words_of,
+)
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+
+MOST_ROWS = 4096  # of all ranks, whose sources one program holds
+WIDEST = 2048  # words of a row, which one program sums
 
 
 def reference(x: list[torch.Tensor], source: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -44,6 +62,70 @@ def _reference(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torc
     return exchange.total(parts).chunk(comm.size)[comm.rank].to(x.dtype)
 
 
+@triton.jit(do_not_specialize=["tokens", "polls"])
+def _combine_kernel(
+    x_ptr, source_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, tokens, W,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A program sends the row of token t of each peer, zeros if there is none, and sums the rows of its own token t.
+    t = tl.program_id(0)
+    at, i = tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    inside = at < W
+    source = tl.load(source_ptr + i, mask=i < SIZE * tokens, other=-1)
+    last, used, part = turn_of(calls_ptr)
+    for p in tl.static_range(SIZE):
+        if p != RANK:
+            row = tl.max(tl.where(source == p * tokens + t, i, -1))
+            word = tl.load(x_ptr + row.to(tl.int64) * W + at, mask=inside & (row >= 0), other=0)
+            send(words_from(table_ptr, words_at, part, p, RANK, SIZE, WORDS) + t * W + at, word, inside)
+    renewed(table_ptr, calls_ptr, words_at, last, used, part, tokens * W, RANK, SIZE, WORDS, BLOCK)
+    low = tl.zeros((BLOCK,), tl.float32)
+    high = tl.zeros((BLOCK,), tl.float32)
+    for p in tl.static_range(SIZE):
+        if p == RANK:
+            row = tl.max(tl.where(source == RANK * tokens + t, i, -1))
+            word = tl.load(x_ptr + row.to(tl.int64) * W + at, mask=inside & (row >= 0), other=0)
+            a, b = unpacked(word, KIND)
+        else:
+            theirs = words_from(table_ptr, words_at, part, RANK, p, SIZE, WORDS) + t * W + at
+            a, b = unpacked(received(theirs, inside, failed_ptr, p, polls), KIND)
+        low += a
+        high += b
+    tl.store(out_ptr + t.to(tl.int64) * W + at, packed(low, high, KIND), mask=inside)
+
+
+def _triton(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    symmetric = exchange.symmetric_of("ep_combine", x, group)
+    tokens, hidden = rows(x, group), x.shape[1]
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    width = hidden * x.element_size() // 4
+    if tokens:
+        block = next_power_of_2(width)
+        _combine_kernel[(tokens,)](
+            x.contiguous().view(torch.int32), source.contiguous(), out.view(torch.int32), *state_of(symmetric), tokens,
+            width, KIND=exchange.SUMS.index(x.dtype), ROWS=next_power_of_2(x.shape[0]), BLOCK=block,
+            num_warps=min(max(block // 128, 1), 8), **words_of(symmetric),
+        )  # fmt: skip
+    return out
+
+
+def _unsupported(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> str | None:
+    if (reason := exchange.unsupported(x[:0], group, 1, True)) is not None:
+        return reason
+    size, (every, hidden) = parallel.communicator(group).size, x.shape
+    width = cdiv(hidden * x.element_size(), 4)
+    if hidden * x.element_size() % 4 or width > WIDEST:
+        return f"rows of {hidden * x.element_size()} bytes: at most {4 * WIDEST}, and a multiple of 4"
+    if source.dtype != torch.int32:
+        return f"sources are int32, not {source.dtype}"
+    if every > MOST_ROWS:
+        return f"{every} rows: at most {MOST_ROWS}"
+    if every // size * width > Symmetric.words(size):
+        return f"{x.nbytes // size} bytes of a rank are more than a small message"
+    return None
+
+
 ep_combine = define(
     'ep_combine(Tensor x, Tensor source, str group="tp") -> Tensor',
     fake=lambda x, source, group="tp": torch.empty(
@@ -51,6 +133,7 @@ ep_combine = define(
     ),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
+        Provider("triton", _triton, supports=_unsupported),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

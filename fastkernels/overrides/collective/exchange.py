@@ -134,7 +134,7 @@ def meet(
 
 
 @triton.jit
-def buffer_of(table_ptr, rank: tl.constexpr, like):
+def buffer_of(table_ptr, rank, like):
     """The buffer of a rank as a pointer, which the compiler knows to be aligned: so its accesses are wide."""
     return tl.multiple_of(tl.load(table_ptr + rank).to(tl.pointer_type(like)), [16])
 
@@ -185,139 +185,6 @@ def _exchange_kernel(
 def unit_of(n: int, itemsize: int) -> int:
     """Elements of one access: 16 bytes if they divide n elements, else one."""
     return 16 // itemsize if n * itemsize % 16 == 0 else 1
-
-
-# -- small messages: a word that has not come yet is empty, so that data need no flag and no fence
-
-EMPTY = tl.constexpr(-1)  # two NaNs, or one
-INSTEAD = tl.constexpr(0x7FFF7FFF)  # other NaNs, which are sent for them
-
-
-@triton.jit
-def unpacked(word, KIND: tl.constexpr):
-    """The one or two numbers of a word in float32: KIND 0 is float32, 1 bfloat16, 2 float16."""
-    if KIND == 0:
-        low = word.to(tl.float32, bitcast=True)
-        high = low
-    elif KIND == 1:
-        low = (word << 16).to(tl.float32, bitcast=True)
-        high = ((word >> 16) << 16).to(tl.float32, bitcast=True)
-    else:
-        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def packed(low, high, KIND: tl.constexpr):
-    """The inverse of `unpacked`, rounded to nearest."""
-    if KIND == 0:
-        word = low.to(tl.int32, bitcast=True)
-    elif KIND == 1:
-        word = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        word |= high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    else:
-        word = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        word |= high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    return word
-
-
-@triton.jit
-def summed_words(
-    word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, total, polls,
-    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """The sum of all ranks' words in order of rank, as `unpacked` has them. at: the place of a word in the message.
-
-    Every program of the call must come here once; `total` is the words of the message. Calls use the three parts of the
-    buffer in turn, and each empties the part of the call before it. A peer writes to that part two calls later: it has
-    then ended the call between, for which it needed words that this rank sent after it had emptied the part.
-    """
-    BLOCK: tl.constexpr = word.shape[0]
-    last = tl.load(calls_ptr)
-    used = tl.load(calls_ptr + 1)
-    part = tl.where(last == 2, 0, last + 1)
-    sent = tl.where(word == EMPTY, INSTEAD, word)
-    for p in tl.static_range(SIZE):
-        if p != RANK:
-            theirs = buffer_of(table_ptr, p, tl.int32) + words_at + (part * SIZE + RANK) * WORDS
-            tl.store(theirs + at, sent, mask=inside, cache_modifier=".wt")
-    programs = tl.num_programs(0)
-    for start in range(tl.program_id(0) * BLOCK, used, programs * BLOCK):
-        old = start + tl.arange(0, BLOCK)
-        for p in tl.static_range(SIZE):
-            if p != RANK:
-                mine = buffer_of(table_ptr, RANK, tl.int32) + words_at + (last * SIZE + p) * WORDS
-                tl.store(mine + old, tl.full((BLOCK,), EMPTY, tl.int32), mask=old // 4 < (used + 3) // 4)
-    # All programs have read the state when the last one changes it.
-    if tl.atomic_add(calls_ptr + 2, 1, sem="acq_rel") == programs - 1:
-        tl.store(calls_ptr, part)
-        tl.store(calls_ptr + 1, total)
-        tl.store(calls_ptr + 2, 0)
-    low = tl.zeros((BLOCK,), tl.float32)
-    high = tl.zeros((BLOCK,), tl.float32)
-    for p in tl.static_range(SIZE):
-        if p == RANK:
-            a, b = unpacked(sent, KIND)
-        else:
-            mine = buffer_of(table_ptr, RANK, tl.int32) + words_at + (part * SIZE + p) * WORDS
-            got = tl.load(mine + at, mask=inside, other=0, volatile=True)
-            missing = tl.sum((got == EMPTY).to(tl.int32))
-            left = polls
-            while (missing > 0) & (left > 0):
-                left -= 1
-                got = tl.load(mine + at, mask=inside, other=0, volatile=True)
-                missing = tl.sum((got == EMPTY).to(tl.int32))
-            if missing > 0:
-                tl.store(failed_ptr, p + 1)
-            a, b = unpacked(got, KIND)
-        low += a
-        high += b
-    return low, high
-
-
-@triton.jit(do_not_specialize=["units", "polls"])
-def _words_kernel(
-    x_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, units,
-    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at // UNIT < units
-    word = tl.load(x_ptr + at, mask=inside, other=0)
-    low, high = summed_words(
-        word, at, inside, table_ptr, calls_ptr, failed_ptr, words_at, units * UNIT, polls, RANK, SIZE, WORDS, KIND
-    )  # fmt: skip
-    tl.store(out_ptr + at, packed(low, high, KIND), mask=inside)
-
-
-def sum_words(x: torch.Tensor, symmetric: Symmetric) -> torch.Tensor:
-    """The sum of all ranks' x, a small message; flat. All ranks must launch the same."""
-    out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    source, into = x.view(-1).view(torch.int32), out.view(torch.int32)
-    n = source.numel()
-    unit, block = unit_of(n, 4), 128 if n <= 1 << 15 else 512
-    if n:
-        _words_kernel[(cdiv(n, block),)](
-            source, into, *state_of(symmetric), n // unit, KIND=SUMS.index(x.dtype), BLOCK=block, UNIT=unit,
-            num_warps=block // 128, **words_of(symmetric),
-        )  # fmt: skip
-    return out
-
-
-def state_of(symmetric: Symmetric) -> tuple[Any, ...]:
-    """The arguments of a kernel with words that are no constants."""
-    at = symmetric.words_at(symmetric.room, symmetric.size) // 4
-    return symmetric.table, symmetric.calls, symmetric.failed, at, symmetric.polls
-
-
-def words_of(symmetric: Symmetric) -> dict[str, int]:
-    return {"RANK": symmetric.rank, "SIZE": symmetric.size, "WORDS": symmetric.words(symmetric.size)}
-
-
-def is_small(x: torch.Tensor, group: str) -> bool:
-    """Whether x can be a small message."""
-    return x.nbytes % 4 == 0 and x.nbytes <= 4 * Symmetric.words(parallel.communicator(group).size)
 
 
 def plan(n: int, chunks: int, itemsize: int) -> tuple[int, int]:

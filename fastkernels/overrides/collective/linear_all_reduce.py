@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+from fastkernels.core import parallel
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, pieces
 from fastkernels.overrides.collective.all_reduce import all_reduce
 from fastkernels.overrides.linear.linear import linear
 
@@ -22,6 +24,25 @@ def _composed(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch
     return all_reduce(linear(x, weight), group)
 
 
+def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number: int = -1) -> torch.Tensor:
+    comm = parallel.communicator(group)
+    comm.arrive("linear_all_reduce", x)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    with pieces.started(comm, "linear_all_reduce") as start:
+        for first, end in pieces.bounds(len(x), pieces.number_of(len(x)) if number < 0 else number):
+            pieces.product(x[first:end], weight, out[first:end])
+            start(dist.all_reduce(out[first:end], group=comm.process_group, async_op=True))
+    return out
+
+
+def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
+    return pieces.unsupported(x, weight, len(x), group)
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
+    return pieces.fits(params, len(x))
+
+
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return all_reduce(x.to(acc) @ weight.to(acc).t(), group).to(x.dtype)
@@ -32,6 +53,14 @@ linear_all_reduce = define(
     fake=lambda x, weight, *_: torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
+        Provider(
+            "overlapped",
+            _overlapped,
+            devices=exchange.BOTH,
+            supports=_unsupported,
+            params=pieces.PIECES,
+            fits=_fits,
+        ),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

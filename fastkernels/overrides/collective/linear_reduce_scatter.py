@@ -7,8 +7,8 @@ import torch
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
-from fastkernels.overrides.collective import exchange
-from fastkernels.overrides.collective.reduce_scatter import reduce_scatter
+from fastkernels.overrides.collective import exchange, pieces
+from fastkernels.overrides.collective.reduce_scatter import reduce_scatter, rows
 from fastkernels.overrides.collective.reduce_scatter import reference as scattered
 from fastkernels.overrides.linear.linear import linear
 
@@ -27,6 +27,28 @@ def _composed(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch
     return reduce_scatter(linear(x, weight), group)
 
 
+def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number: int = -1) -> torch.Tensor:
+    """A piece has the same rows of the parts of all ranks, so that each rank gets rows of its own from each piece."""
+    comm, n = parallel.communicator(group), rows(x, group)
+    comm.arrive("linear_reduce_scatter", x)
+    out = torch.empty((n, weight.shape[0]), dtype=x.dtype, device=x.device)
+    with pieces.started(comm, "linear_reduce_scatter") as start:
+        for first, end in pieces.bounds(n, pieces.number_of(n) if number < 0 else number):
+            part = torch.empty((comm.size, end - first, weight.shape[0]), dtype=x.dtype, device=x.device)
+            for rank in range(comm.size):
+                pieces.product(x[rank * n + first : rank * n + end], weight, part[rank])
+            start(pieces.scatter(out[first:end], part.flatten(0, 1), comm))
+    return out
+
+
+def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
+    return pieces.unsupported(x, weight, len(x) // parallel.communicator(group).size, group)
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
+    return pieces.fits(params, len(x) // parallel.communicator(group).size)
+
+
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return reduce_scatter(x.to(acc) @ weight.to(acc).t(), group).to(x.dtype)
@@ -39,6 +61,14 @@ linear_reduce_scatter = define(
     ),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
+        Provider(
+            "overlapped",
+            _overlapped,
+            devices=exchange.BOTH,
+            supports=_unsupported,
+            params=pieces.PIECES,
+            fits=_fits,
+        ),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

@@ -13,8 +13,11 @@ import torch.distributed as dist
 
 from fastkernels.core import registry
 from fastkernels.core.communicator import Communicator
+from fastkernels.overrides.collective import words
 
 SIZES = tuple(4096 << i for i in range(12))  # bytes of the measured messages: 4 KiB to 8 MiB
+EXPERT_SIZES = tuple(4096 << i for i in range(9))  # bytes of a rank's tokens: 4 KiB to 1 MiB
+CHANNELS, EXPERTS = 2048, 8  # of such a token
 CALLS, ROUNDS = 20, 9
 MARGIN = 0.98  # of the other's time, which ours must not exceed
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -43,9 +46,39 @@ def measure(
     def ours(x: torch.Tensor) -> torch.Tensor:
         return kernel(x, made.name)
 
+    def made_of(size: int) -> torch.Tensor:
+        return torch.ones(size // 2, dtype=torch.bfloat16, device=made.device)
+
+    return _times(made, ours, theirs, capture, SIZES, made_of)
+
+
+def measure_experts(
+    made: Communicator, theirs: Callable[[list[torch.Tensor]], torch.Tensor],
+    capture: Callable[[], Any] = contextlib.nullcontext,
+) -> Times:  # fmt: skip
+    """As `measure`, of a dispatch and a combine of tokens with EXPERTS experts each, in bfloat16."""
+    symmetric = made.symmetric
+    assert symmetric is not None, made.without
+
+    def ours(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return words.scatter_words(words.gather_words(tensors, symmetric)[0], symmetric)
+
+    def made_of(size: int) -> list[torch.Tensor]:
+        tokens = max(1, size // (2 * CHANNELS))
+        x = torch.ones(tokens, size // (2 * tokens), dtype=torch.bfloat16, device=made.device)
+        weights = torch.ones(tokens, EXPERTS, device=made.device)
+        return [x, weights, torch.ones(tokens, EXPERTS, dtype=torch.int32, device=made.device)]
+
+    return _times(made, ours, theirs, capture, EXPERT_SIZES, made_of)
+
+
+def _times(
+    made: Communicator, ours: Any, theirs: Any, capture: Callable[[], Any], sizes: Sequence[int],
+    made_of: Callable[[int], Any],
+) -> Times:  # fmt: skip
     times = []
-    for size in SIZES:
-        x = torch.ones(size // 2, dtype=torch.bfloat16, device=made.device)
+    for size in sizes:
+        x = made_of(size)
         runs = [
             _prepared(f, x, made, context)
             for f, context in ((ours, contextlib.nullcontext), (theirs, capture))
@@ -59,7 +92,7 @@ def measure(
 
 
 def _prepared(
-    fn: Sum, x: torch.Tensor, made: Communicator, capture: Callable[[], Any]
+    fn: Callable[[Any], Any], x: Any, made: Communicator, capture: Callable[[], Any]
 ) -> Callable[[], float]:
     """A function that returns the seconds of a call."""
     for _ in range(3):
@@ -96,6 +129,8 @@ def choose(made: Communicator) -> int:
 
     All ranks must come here. Without symmetric memory, or in a group of one rank, nothing changes and -1 is returned.
     """
+    if made.nodes is not None:
+        made = made.nodes.inside
     if made.device.type != "cuda" or made.size == 1 or made.connect() is not None:
         return -1
     nccl = next(p.fn for p in registry.get("all_reduce").op.providers if p.name == "nccl")

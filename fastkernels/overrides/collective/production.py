@@ -156,6 +156,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "all_to_all": _group("all_to_all"),
     "ep_combine": _composed("ep_combine"),
     "ep_dispatch": _composed("ep_dispatch"),
+    "ep_dispatch_fp8": _composed("ep_dispatch_fp8"),
     "linear_all_reduce": _composed("linear_all_reduce"),
     "linear_reduce_scatter": _composed("linear_reduce_scatter"),
     "reduce_scatter": _group("reduce_scatter"),

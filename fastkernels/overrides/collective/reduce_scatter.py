@@ -10,7 +10,8 @@ import torch.distributed as dist
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
-from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective import exchange, words
+from fastkernels.overrides.collective.all_reduce import SMALL
 
 
 def reference(x: list[torch.Tensor], group: str = "tp") -> list[torch.Tensor]:
@@ -40,9 +41,18 @@ def _process_group(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
     return out
 
 
-def _triton(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
+def _triton(x: torch.Tensor, group: str = "tp", small: int = -1) -> torch.Tensor:
+    x = x.contiguous()
     symmetric = exchange.symmetric_of("reduce_scatter", x, group)
-    return exchange.launch(x.contiguous(), symmetric, symmetric.size, True).view(rows(x, group), *x.shape[1:])
+    if small < 0:
+        small = words.is_small(x, group, symmetric.size) and x.nbytes <= 2 * SMALL
+    if small:
+        return words.scatter_words(x, symmetric).view(rows(x, group), *x.shape[1:])
+    return exchange.launch(x, symmetric, symmetric.size, True).view(rows(x, group), *x.shape[1:])
+
+
+def _fits(params: dict[str, int], x: torch.Tensor, group: str = "tp") -> bool:
+    return params["small"] == 0 or words.is_small(x, group, parallel.communicator(group).size)
 
 
 def _unsupported(x: torch.Tensor, group: str = "tp") -> str | None:
@@ -65,7 +75,7 @@ reduce_scatter = define(
         exchange.alone(lambda x, group="tp": x.clone(memory_format=torch.contiguous_format)),
         exchange.shared("reduce_scatter", _shared),
         *exchange.over_group(_process_group),
-        Provider("triton", _triton, supports=_unsupported),
+        Provider("triton", _triton, supports=_unsupported, params=({"small": 0}, {"small": 1}), fits=_fits),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

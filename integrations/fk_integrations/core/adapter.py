@@ -108,6 +108,10 @@ class Adapter:
         """The objects through which this process adds tensors of its tensor-parallel ranks; of several ranks only."""
         return ()
 
+    def dispatchers(self) -> Iterable[Any]:
+        """The objects through which this process sends tokens to experts of other ranks; of several ranks only."""
+        return ()
+
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
         pinned = vars(module).get("_forward_method")

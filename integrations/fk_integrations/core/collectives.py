@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ import torch.distributed as dist
 from fastkernels.core import parallel
 from fastkernels.core.communicator import Communicator
 from fastkernels.overrides.collective.in_hosts import Ours
-from fastkernels.overrides.collective.measure import Sum, Times, limit, measure
+from fastkernels.overrides.collective.measure import (
+    EXPERT_SIZES,
+    SIZES,
+    Sum,
+    Times,
+    limit,
+    measure,
+    measure_experts,
+)
 
 LIMIT_S = 60.0  # a rank may be so late
 _numbers = itertools.count()
@@ -34,14 +43,76 @@ class _Found:
 
 
 def join(
-    communicator: Any, host_class: Any, op: str, everywhere: bool = False
+    communicator: Any, host_class: Any, op: str, everywhere: bool = False, sums_in_place: bool = True
 ) -> tuple[Communicator, Ours] | str:
-    """Join the group of a host's communicator; why all ranks keep the host's code, if they do.
+    """Join the group of a host's communicator for sums; why all ranks keep the host's code, if they do.
 
     communicator  has cpu_group (gloo), device_group, device, world_size and rank_in_group
     everywhere    use ours for all messages that it supports, without a measurement. So it is on a CPU
+    sums_in_place whether the host's sum may write into its argument, so that it is for the host's own callers alone
     Raises RuntimeError if a rank does not come in LIMIT_S.
     """
+
+    def time_both(made: Communicator) -> _Found:
+        theirs: Sum = lambda x: host_class.all_reduce(communicator, x)  # noqa: E731
+        return measured(made, op, theirs, capture_of(communicator))
+
+    joined = _join(
+        communicator, lambda made: _unsupported(made, op), None if everywhere else time_both, SIZES
+    )
+    if isinstance(joined, str):
+        return joined
+    made, most, by_measurement = joined
+    if by_measurement:
+        made.faster[op] = most
+        if not sums_in_place:
+            made.of_host = partial(host_class.all_reduce, communicator)
+    return made, Ours(made.name, most, host_class)
+
+
+def join_experts(
+    communicator: Any, host_class: Any, everywhere: bool = False
+) -> tuple[Communicator, Ours] | str:
+    """As `join`, for dispatch and combine of experts: `most` is of the bytes that a rank dispatches."""
+
+    def time_both(made: Communicator) -> _Found:
+        try:
+            return _Found(times=measure_experts(made, partial(_host_experts, communicator, host_class)))
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            return _Found(f"a measurement failed: {str(error).splitlines()[0][:200]}")
+
+    unsupported = partial(_unsupported, op="ep_dispatch")
+    joined = _join(communicator, unsupported, None if everywhere else time_both, EXPERT_SIZES)
+    return joined if isinstance(joined, str) else (joined[0], Ours(joined[0].name, joined[1], host_class))
+
+
+def _host_experts(communicator: Any, host_class: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Collect the tensors of all ranks and sum the first one back, as the host does around its experts."""
+    if hasattr(host_class, "all_gather_into_tensor"):  # SGLang routes after it has collected
+        every = tensors[0].new_empty((communicator.world_size * len(tensors[0]), *tensors[0].shape[1:]))
+        back = torch.empty_like(tensors[0])
+        host_class.all_gather_into_tensor(communicator, every, tensors[0])
+        host_class.reduce_scatter_tensor(communicator, back, every)
+        return back
+    collected = host_class.all_gatherv(communicator, tensors, 0, None)
+    summed: torch.Tensor = host_class.reduce_scatterv(communicator, collected[0], 0, None)
+    return summed
+
+
+def leave_together(communicator: Any) -> None:
+    """Wait for all ranks of the group at an undo. Raises RuntimeError if one does not come in LIMIT_S."""
+    if "fastkernels_experts" not in vars(communicator):
+        return  # an interrupted undo goes on, and the ranks have met
+    dist.monitored_barrier(communicator.cpu_group, timedelta(seconds=LIMIT_S), wait_all_ranks=True)
+
+
+def _join(
+    communicator: Any,
+    unsupported: Callable[[Communicator], str],
+    time_both: Callable[[Communicator], _Found] | None,
+    sizes: Sequence[int],
+) -> tuple[Communicator, int, bool] | str:
+    """(our communicator, bytes of the largest message for ours, whether it was measured), or why there is none."""
     cpu_group, device = communicator.cpu_group, torch.device(communicator.device)
     dist.monitored_barrier(cpu_group, timedelta(seconds=LIMIT_S), wait_all_ranks=True)
     made = parallel.join(
@@ -49,21 +120,17 @@ def join(
         str(device), LIMIT_S,
     )  # fmt: skip
     try:
-        found = agreed(cpu_group, _Found(_unsupported(made, op)))
-        if not found.reason and not everywhere and device.type != "cpu":
-            theirs: Sum = lambda x: host_class.all_reduce(communicator, x)  # noqa: E731
-            found = agreed(cpu_group, measured(made, op, theirs, capture_of(communicator)))
+        found = agreed(cpu_group, _Found(unsupported(made)))
+        if not found.reason and time_both is not None and device.type != "cpu":
+            found = agreed(cpu_group, time_both(made))
     except BaseException:
         made.close()
         raise
-    most = 1 << 62
-    if found.times:
-        most = limit(found.times)
-        made.faster[op] = most
+    most = limit(found.times, sizes) if found.times else 1 << 62
     if found.reason or most < 0:
         made.close()
         return found.reason or "for no message faster than the host's here"
-    return made, Ours(made.name, most)
+    return made, most, bool(found.times)
 
 
 def _unsupported(made: Communicator, op: str) -> str:

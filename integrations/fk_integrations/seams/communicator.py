@@ -26,7 +26,8 @@ class Communicator(Seam):
 
     def swap(self, swap: Swap) -> Reason | None:
         everywhere = swap.op in Environment.read().provider
-        joined = collectives.join(swap.module, swap.host_class, swap.op, everywhere)
+        in_place = getattr(swap.ours, "host_sums_in_place", True)
+        joined = collectives.join(swap.module, swap.host_class, swap.op, everywhere, in_place)
         if isinstance(joined, str):
             return Reason(Kind.LEFT_TO_HOST, joined)
         made, ours = joined

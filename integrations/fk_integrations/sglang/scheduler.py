@@ -75,6 +75,10 @@ class SglangAdapter(Adapter):
         group = get_tp_group()
         return [group] if self.model_runner is not None and group.world_size > 1 else []
 
+    def dispatchers(self) -> list[Any]:
+        arguments = getattr(self.model_runner, "server_args", None)
+        return self.communicators() if getattr(arguments, "enable_dp_attention", False) else []
+
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         return relatives(self, op, model)
 

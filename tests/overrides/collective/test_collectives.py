@@ -21,7 +21,7 @@ from support.kernels.declarations import contradictions
 from support.kernels.op_cases import mismatch
 
 from fastkernels.core import parallel, registry
-from fastkernels.core.communicator import Symmetric
+from fastkernels.core.communicator import CollectiveError, Symmetric
 from fastkernels.core.spec import Case, OpSpec
 
 NAMES = registry.collective_names()
@@ -115,7 +115,7 @@ def _strided_and_large(rank: int) -> dict[str, int]:
 
 
 def _compiled(rank: int) -> None:
-    for name in ("all_reduce", "all_reduce_rms_norm", "ep_dispatch"):
+    for name in ("all_reduce", "all_reduce_rms_norm", "ep_dispatch", "ep_dispatch_fp8", "linear_all_reduce"):
         spec = registry.get(name)
         case = next(c for c in spec.cases if c.name == "odd_257")
         (args, want) = arguments(spec, case, 2)[rank], wanted(spec, arguments(spec, case, 2), rank)
@@ -149,6 +149,61 @@ def test_declaration_and_single_rank(name: str) -> None:
     assert len(small(spec)) >= 5 and len({c.name for c in spec.cases}) == len(spec.cases)
     assert set(spec.replicated) <= {a.name for a in spec.arguments}
     torch.library.opcheck(spec.op.overload, tuple(arguments(spec, case, 1)[0]))
+
+
+def _bad_experts(rank: int) -> list[str]:
+    """Errors of calls that do not fit together; the group can be used afterwards."""
+    dispatch, quantized = (registry.get(n).op for n in ("ep_dispatch", "ep_dispatch_fp8"))
+    x, ids, weights = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    said = []
+    for call in (
+        lambda: dispatch(x[rank:], ids[rank:], weights[rank:], 4),
+        lambda: dispatch(x, ids, weights, 5),
+        lambda: quantized(x, ids, weights, 4, 3),
+        lambda: registry.get("linear_all_reduce").op(x[: 1 + rank], x),
+    ):
+        with pytest.raises((CollectiveError, ValueError)) as error:
+            call()
+        said.append(str(error.value))
+    rows, _, _, source = dispatch(x, ids, weights, 4)
+    assert source.tolist() == ([0, 1, 2, 3] if rank == 0 else [-1] * 4) and rows.sum() == 32 * (1 - rank)
+    return said
+
+
+def test_calls_of_experts_that_differ_fail_in_all_ranks() -> None:
+    mine, theirs = ranks.run(2, _bad_experts)
+    assert mine == theirs and "rank 0: all_gather" in mine[0] and "rank 1: all_gather" in mine[0]
+    assert "experts 5 cannot be divided over 2 ranks" in mine[1] and "multiple of group_size 3" in mine[2]
+    assert "float32 [1, 2]" in mine[3] and "float32 [2, 2]" in mine[3]
+
+
+def test_kernels_of_experts_refuse_with_a_reason() -> None:
+    from fastkernels.overrides.collective import ep_combine, ep_dispatch
+
+    comm = parallel.join("refusing", 0, 1)
+    comm.size = 2
+    comm.symmetric = Symmetric([0, 0], 0, Symmetric.UNIT, torch.device("cpu"), 60.0)
+
+    def said(tokens: int, hidden: int, k: int = 8, ids: Any = torch.int32, x: Any = torch.bfloat16) -> str:
+        rows, given = torch.empty(tokens, hidden, dtype=x), torch.empty(tokens, k, dtype=ids)
+        return str(ep_dispatch.not_launched(rows, given, torch.empty(tokens, k), "refusing"))
+
+    assert said(128, 2048) == said(0, 2048) == said(64, 7168) == "None"
+    assert "more than a small message" in said(1024, 2048) and "more than 8192 ids" in said(2048, 8)
+    assert "multiple of 4" in said(1, 3) and "at most 16384" in said(1, 16384)
+    assert "int32" in said(1, 8, ids=torch.int64) and "not in torch.int8" in said(1, 8, x=torch.int8)
+    sources = torch.zeros(8192, dtype=torch.int32)
+    for rows, width, what in (
+        (8192, 8, "at most 4096"),
+        (2048, 2048, "small message"),
+        (2, 9000, "at most 8192"),
+    ):
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        assert what in str(ep_combine._unsupported(x, sources[:rows], "refusing")), (rows, width)
+    assert (
+        ep_combine._unsupported(x[:, :64], sources[:2].long(), "refusing")
+        == "sources are int32, not torch.int64"
+    )
 
 
 def interpreted(size: int, turns: int) -> None:
