@@ -71,9 +71,9 @@ def problem(
     got = produced(spec, used, fn(*used))
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         limit = spec.tolerance_for(case, g.dtype)
-        share = ((g.double() - w.double()).abs() / (limit.atol + limit.rtol * w.double().abs())).nan_to_num(
-            torch.inf
-        )
+        error = (g.double() - w.double()).abs()
+        share = (error / (limit.atol + limit.rtol * w.double().abs())).nan_to_num(torch.inf)
+        share[error == 0] = 0.0
         if share.numel() and share.max() > 1:
             return f"output {i}: {share.max().item():.3g} times the tolerance"
     return ""
