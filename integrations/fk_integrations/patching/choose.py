@@ -120,8 +120,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
                 most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
                 live = here.live(op, shape, modules)
                 listed = {e.place for e in tuning.entries(name, chip)} if here.in_tables else set()
-                # Prompts do not run the product, or not apart from its activation.
-                apart = part is last or (GATED, shape) in found
+                # Prompts do not run the product, or not apart from its activation, or gained nothing by it (H200).
+                apart = part is last or (GATED, shape) in found or not Environment.read().verify
                 for i, sizes in enumerate(here.points(op)):
                     point = Point(name, shape, sizes, tuple(modules), live)
                     entry = Entry(name, *point.named(), None, "", "")
