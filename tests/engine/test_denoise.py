@@ -110,6 +110,41 @@ def test_schnell_and_no_guidance_equal_diffusers(folders: dict[str, Path], tmp_p
         engine.make_request("a", "a", ImageParams(guidance_scale=3.5))
 
 
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "solver_type": "heun"}),
+        pytest.param("EulerDiscreteScheduler", {"use_karras_sigmas": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_schedulers_equal_diffusers(
+    cls: str, fields: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A folder of SDXL as diffusers saves it with another scheduler; images join at other steps."""
+    import diffusers
+
+    folder = linked(folders["sdxl"], tmp_path)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.register_modules(scheduler=getattr(diffusers, cls).from_config(pipe.scheduler.config, **fields))
+    pipe.scheduler.save_pretrained(folder / "scheduler")
+    pipe.save_config(folder)
+    engine = engine_of(folder)
+    options: dict[str, Any] = {"height": 24, "width": 32, "num_inference_steps": 6, "seed": 7}
+    latents, output = run(engine, **options)
+    wanted, pixels = theirs(folder, **options, guidance_scale=engine.model.scale)
+    for ours, other in zip(latents, wanted, strict=True):
+        torch.testing.assert_close(ours, other, atol=LATENTS, rtol=LATENTS)
+    assert np.abs(output.arrays[0].astype(int) - pixels).max() <= 1 and pixels.std() > 20
+    found: dict[str, Any] = {}
+    engine.add_request("a", PROMPT, ImageParams(**options))
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o for o in engine.step()}
+        if "b" not in engine.requests and not found:
+            engine.add_request("b", "a blue dog", ImageParams(**{**options, "num_inference_steps": 8}))
+    assert np.abs(found["a"].arrays[0].astype(int) - pixels).max() <= 1
+    assert set(found) == {"a", "b"}
+
+
 @pytest.mark.parametrize("kind", [pytest.param("flux", marks=pytest.mark.slow), "sdxl"])
 def test_images_join_and_leave_a_batch(kind: str, engines: dict[str, DenoiseEngine]) -> None:
     """Requests of other sizes, steps and guidance join between steps; each image is that of the request alone."""

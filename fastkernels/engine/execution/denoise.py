@@ -142,7 +142,17 @@ class Denoise(Runner):
             twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
             without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
             output = without + guidance.view(shape) * (with_prompt - without)
-        self.pool.put(ids, keep.view(shape) * x + add.view(shape) * output)
+        made = keep.view(shape) * x + add.view(shape) * output
+        if images[0].schedule.past is not None:  # all have the model's scheduler
+            factors = [
+                (*s.clean[:, i], s.past[i])
+                for image, (_, i) in zip(images, rows, strict=True)
+                for s in [image.schedule]
+                if s.clean is not None and s.past is not None
+            ]
+            of_x, of_output, past = (f.view(shape) for f in self._to_device(np.array(factors, np.float32).T))
+            made += past * self.pool.advance(ids, of_x * x + of_output * output)
+        self.pool.put(ids, made)
 
     def _forward(self, size: Size, latents: Any, times: Any, scales: Any, conditions: Any) -> torch.Tensor:
         if self.graphs is None:

@@ -310,7 +310,7 @@ class StableDiffusionXLPipeline(Pipeline):
         return height * width
 
     def schedule(self, steps: int, size: Size) -> schedules.Schedule:
-        return schedules.euler(self.config, steps)
+        return schedules.of_noise(self.config, steps)
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         return noise
