@@ -145,6 +145,78 @@ def test_other_schedulers_equal_diffusers(
     assert set(found) == {"a", "b"}
 
 
+def picture(width: int, height: int) -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(3).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler"),
+    [("flux", None), ("sdxl", None), ("sdxl", "DPMSolverMultistepScheduler")],
+)
+def test_image_to_image_equals_diffusers(kind: str, scheduler: str | None, folders: dict[str, Path]) -> None:
+    """From an image of another size and strength; the latents of the first step are those that its seed draws."""
+    import diffusers
+
+    cls = {"flux": diffusers.FluxImg2ImgPipeline, "sdxl": diffusers.StableDiffusionXLImg2ImgPipeline}[kind]
+    pipe = cls.from_pretrained(folders[kind])
+    engine = engine_of(folders[kind])
+    if scheduler is not None:
+        pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
+        engine.model.config.classes["scheduler"] = scheduler
+    pipe.set_progress_bar_config(disable=True)
+    image, size = picture(48, 32), {"height": 32, "width": 48}
+    wanted: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        wanted.append(values["latents"])
+        return values
+
+    options = {"num_inference_steps": 7, "guidance_scale": 2.5, "strength": 0.65}
+    made = pipe(
+        prompt=PROMPT, image=image, generator=torch.Generator().manual_seed(5), callback_on_step_end=keep,
+        output_type="np", **options, **(size if kind == "flux" else {}),
+    )  # fmt: skip
+    pixels = (made.images[0] * 255).round().astype(np.uint8)
+    latents, output = run(engine, prompt={"prompt": PROMPT, "image": image}, seed=5, **options)
+    assert len(wanted) == len(latents) + 1 == {"flux": 5, "sdxl": 4}[kind]
+    for ours, other in zip(latents, wanted, strict=False):
+        torch.testing.assert_close(ours, other, atol=LATENTS, rtol=LATENTS)
+    assert output.arrays[0].shape == (32, 48, 3) and output.prompt == PROMPT
+    assert np.abs(output.arrays[0].astype(int) - pixels).max() <= 1 and pixels.std() > 20
+
+
+def test_images_to_change_are_resized_or_refused(flux: DenoiseEngine) -> None:
+    (request,) = flux.make_requests("a", {"prompt": "a", "image": picture(19, 35).convert("LA")})
+    assert request.size == (32, 16) and request.image is not None and request.image.shape == (32, 16, 3)
+    assert request.step == request.first == int(28 - 28 * 0.6)
+    (request,) = flux.make_requests("a", {"prompt": "a", "image": picture(19, 35)}, ImageParams(height=8))
+    assert request.size[0] == 8
+    for prompt, params, says in (
+        (
+            {"prompt": "a", "image": picture(3, 40)},
+            ImageParams(),
+            "at least 4 x 4 pixels, got 3 x 40: give a",
+        ),
+        (
+            {"prompt": "a", "image": picture(8, 8)},
+            ImageParams(num_inference_steps=2, strength=0.1),
+            "a step of 2",
+        ),
+        ({"prompt": "a", "image": "a.png"}, ImageParams(), "image must be a PIL image, got str"),
+        ({"prompt": "a", "mask": 1}, ImageParams(), "may have 'prompt' and 'image', got 'mask'"),
+        ({"image": picture(8, 8)}, ImageParams(), "the prompt must be text, got None"),
+        ("a", ImageParams(strength=0.5), "strength needs an image"),
+        ({"prompt": "a", "image": picture(4000, 900)}, ImageParams(), "must be at most 262144 pixels"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            flux.make_requests("a", prompt, params)
+    with pytest.raises(ValueError, match="strength must be a number above 0, at most 1, got 0"):
+        ImageParams(strength=0)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("flux", marks=pytest.mark.slow), "sdxl"])
 def test_images_join_and_leave_a_batch(kind: str, engines: dict[str, DenoiseEngine]) -> None:
     """Requests of other sizes, steps and guidance join between steps; each image is that of the request alone."""

@@ -168,10 +168,7 @@ def test_published_sizes_have_diffusers_parameters(name: str, part: str, cls: st
         vae = diffusers.AutoencoderKL(**config.parts["vae"], down_block_types=["DownEncoderBlock2D"] * 4)
         both = {part: getattr(diffusers, cls)(**fields), "vae": vae}
     theirs = {f"{p}.{k}": v.shape for p, m in both.items() for k, v in m.state_dict().items()}
-    left_out = ("vae.encoder.", "vae.quant_conv.")
-    assert {k: v.shape for k, v in ours.named_parameters()} == {
-        k: shape for k, shape in theirs.items() if not k.startswith(left_out)
-    }
+    assert {k: v.shape for k, v in ours.named_parameters()} == theirs
 
 
 def test_one_layout_of_weights_is_read(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Schedule:
     scales  factors of the latents that the model takes
     keep, add  latents = keep * latents + add * output of the model
     noise   the factor of the first latents, which are normal noise
+    signal, level  [N], latents before a step = signal * clean latents + level * noise: to begin there from an image
     clean   [2, N], of a solver of second order: clean latents = clean[0] * latents + clean[1] * output
     past    [N], of the same: the next latents have past * the clean latents of the step before, too
     """
@@ -64,6 +65,8 @@ class Schedule:
     keep: np.ndarray
     add: np.ndarray
     noise: float = 1.0
+    signal: np.ndarray | None = None
+    level: np.ndarray | None = None
     clean: np.ndarray | None = None
     past: np.ndarray | None = None
 
@@ -87,12 +90,18 @@ def flow_matching(config: Any, steps: int, tokens: int) -> Schedule:
         sigmas = c.shift * sigmas / (1 + (c.shift - 1) * sigmas)
     sigmas = np.append(sigmas.astype(np.float32), np.float32(0))
     ones = np.ones(steps, np.float32)
-    return Schedule(sigmas[:-1] * np.float32(c.num_train_timesteps), ones, ones, np.diff(sigmas))
+    times, level = sigmas[:-1] * np.float32(c.num_train_timesteps), sigmas[:-1]
+    return Schedule(times, ones, ones, np.diff(sigmas), signal=1 - level, level=level)
 
 
-def of_noise(config: Any, steps: int) -> Schedule:
-    """The schedule of a model of noise or of velocities, by the scheduler's class. Raises Unsupported."""
-    return (dpm_solver if config.classes.get("scheduler") == SOLVER else euler)(config, steps)
+def of_noise(config: Any, steps: int, first: int = 0) -> Schedule:
+    """The schedule of a model of noise or of velocities, by the scheduler's class. Raises Unsupported.
+
+    first: the step that a request begins with
+    """
+    if config.classes.get("scheduler") == SOLVER:
+        return dpm_solver(config, steps, first)
+    return euler(config, steps)
 
 
 def euler(config: Any, steps: int) -> Schedule:
@@ -123,12 +132,12 @@ def euler(config: Any, steps: int) -> Schedule:
         keep, add = 1 + change * now / wide**2, change / wide
     largest = sigmas.max()
     noise = largest if c.timestep_spacing in ("linspace", "trailing") else math.sqrt(largest**2 + 1)
-    made = [a.astype(np.float32) for a in (times, 1 / wide, keep, add)]
-    return Schedule(made[0], made[1], made[2], made[3], float(np.float32(noise)))
+    made = [a.astype(np.float32) for a in (times, 1 / wide, keep, add, np.ones(steps), now)]
+    return Schedule(made[0], made[1], made[2], made[3], float(np.float32(noise)), made[4], made[5])
 
 
-def dpm_solver(config: Any, steps: int) -> Schedule:
-    """DPM-Solver++ of first or second order, multistep (Lu et al., arXiv 2211.01095, algorithm 2).
+def dpm_solver(config: Any, steps: int, first: int = 0) -> Schedule:
+    """DPM-Solver++ of first or second order, multistep (Lu et al., arXiv 2211.01095, algorithm 2). See of_noise.
 
     Raises Unsupported.
     """
@@ -156,15 +165,19 @@ def dpm_solver(config: Any, steps: int) -> Schedule:
     decay = np.expm1(-lengths)
     now, before = -signal[1:] * decay, np.zeros(steps)  # factors of the clean latents, and of their change
     final = c.final_sigmas_type == "zero" or c.euler_at_final or (c.lower_order_final and steps < FEW)
-    for i in range(1, steps - final if c.solver_order == 2 else 1):
+    for i in range(first + 1, steps - final if c.solver_order == 2 else 0):
         h, last = lengths[i], lengths[i - 1]
         if h > 0 and last > 0:
             bend = decay[i] / h + 1 if c.solver_type == "heun" else -decay[i] / 2
             before[i] = signal[i + 1] * bend * h / last
     both = now + before
     keep = sigmas[1:] * signal[1:] / (sigmas[:-1] * signal[:-1]) + both * clean[0]
-    made = [a.astype(np.float32) for a in (times, np.ones(steps), keep, both * clean[1], clean, -before)]
-    return Schedule(made[0], made[1], made[2], made[3], clean=made[4], past=made[5])
+    now_level = sigmas[:-1] * signal[:-1]
+    made = [
+        a.astype(np.float32) for a in (times, np.ones(steps), keep, both * clean[1], signal[:-1], now_level)
+    ]
+    more = [a.astype(np.float32) for a in (clean, -before)]
+    return Schedule(made[0], made[1], made[2], made[3], 1.0, made[4], made[5], more[0], more[1])
 
 
 def _noise_levels(c: Any) -> np.ndarray:
