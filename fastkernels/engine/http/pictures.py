@@ -104,7 +104,7 @@ class ImageGenerationRequest(Body):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """The fields of a form beside its file `image`: those of images from text, and strength."""
+    """The fields of a form, in which the file `image` is, too: those of images from text, and strength."""
 
     strength: float | None = Field(
         None, gt=0, le=1, description="How much of the schedule the image goes through."
