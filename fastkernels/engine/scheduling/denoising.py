@@ -33,7 +33,7 @@ class ImageParams:
     guidance_scale: float | None = None
     negative_prompt: str | None = None
     seed: int | None = None
-    strength: float | None = None
+    strength: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("n", "height", "width", "num_inference_steps"):
