@@ -109,7 +109,7 @@ class DenoiseEngine(BudgetEngine):
     def _parts(self, prompt: Any, params: ImageParams) -> tuple[str, Any]:
         """Text, and the image in RGB that comes with it, if there is one."""
         image = None
-        if isinstance(prompt, Mapping):
+        if isinstance(prompt, Mapping) and self.model.edits:
             if unknown := prompt.keys() - {"prompt", "image"}:
                 names = ", ".join(map(repr, sorted(map(str, unknown))))
                 raise ValueError(f"the prompt may have 'prompt' and 'image', got {names}")
@@ -120,10 +120,6 @@ class DenoiseEngine(BudgetEngine):
             if params.strength is not None:
                 raise ValueError("strength needs an image")
             return prompt, None
-        if not self.model.edits:
-            raise ValueError(
-                f"image is not supported by {self.config.model}: it makes {self.makes} from text"
-            )
         if not is_image(image):
             raise ValueError(f"image must be a PIL image, got {type(image).__name__}")
         return prompt, rgb(image)
