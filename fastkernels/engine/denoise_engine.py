@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.execution.denoise import DenoiseInput, Start
+from fastkernels.engine.images import is_image, rgb
 from fastkernels.engine.scheduling.denoising import SEEDS, ImageParams, ImageRequest, ImageRequestOutput
 from fastkernels.engine.scheduling.encoding import BudgetScheduler
 from fastkernels.models.common.pipelines.pipeline import Guidance, Pipeline, Size
+
+STRENGTH = 0.6  # of a request with an image, by default
 
 
 class DenoiseEngine(BudgetEngine):
@@ -53,6 +58,7 @@ class DenoiseEngine(BudgetEngine):
     ) -> list[ImageRequest]:
         """Checked requests for the n images of a prompt, with ids '{request_id}-0' and so on if there are several.
 
+        A prompt is a text, or {"prompt": a text, "image": a PIL image that it changes}.
         Safe in any thread. Raises ValueError, whose message begins with the parameter.
         """
         if params is not None and type(params) is not self.params_class:
@@ -60,28 +66,73 @@ class DenoiseEngine(BudgetEngine):
             raise ValueError(f"a model that makes {self.makes} takes {wanted}, got {type(params).__name__}")
         params = params or self.params_class()
         model, config = self.model, self.config
-        if not isinstance(prompt, str):
-            raise ValueError(f"the prompt must be text, got {reprlib.repr(prompt)}")
+        prompt, image = self._parts(prompt, params)
         most = min(config.max_images, config.max_waiting)
         if params.n > most:
             raise ValueError(f"n must be at most {most}, got {params.n}")
+        if image is not None and params.height is None and params.width is None:
+            params = self._size_of(image, params)
         size = self._size(params)
         steps = params.num_inference_steps or model.steps
         if steps > config.max_steps:
             raise ValueError(f"num_inference_steps must be at most {config.max_steps}, got {steps}")
+        first, pixels = 0, None
+        if image is not None:
+            strength = STRENGTH if params.strength is None else params.strength
+            first, pixels = model.first_step(steps, strength), _resized(image, size)
+            if first >= steps:
+                raise ValueError(f"strength must leave a step of {steps}, got {strength}")
         scale = self._scale(params)
         for name, text in (("the prompt", prompt), ("negative_prompt", params.negative_prompt or "")):
             _check_unicode(name, text)
             model.check_prompt(text, name)
         tokens = model.tokens(size) * (2 if model.guidance is Guidance.DOUBLED and scale > 1 else 1)
-        first = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
+        seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         return [
             ImageRequest(
-                name, prompt, replace(params, n=1), size, steps, scale, (first + i) % SEEDS, tokens, priority
+                name,
+                prompt,
+                replace(params, n=1),
+                size,
+                steps,
+                scale,
+                (seed + i) % SEEDS,
+                tokens,
+                priority,
+                pixels,
+                first,
             )
             for i, name in enumerate(names)
         ]
+
+    def _parts(self, prompt: Any, params: ImageParams) -> tuple[str, Any]:
+        """Text, and the image in RGB that comes with it, if there is one."""
+        image = None
+        if isinstance(prompt, Mapping) and self.model.edits:
+            if unknown := prompt.keys() - {"prompt", "image"}:
+                names = ", ".join(map(repr, sorted(map(str, unknown))))
+                raise ValueError(f"the prompt may have 'prompt' and 'image', got {names}")
+            prompt, image = prompt.get("prompt"), prompt.get("image")
+        if not isinstance(prompt, str):
+            raise ValueError(f"the prompt must be text, got {reprlib.repr(prompt)}")
+        if image is None:
+            if params.strength is not None:
+                raise ValueError("strength needs an image")
+            return prompt, None
+        if not is_image(image):
+            raise ValueError(f"image must be a PIL image, got {type(image).__name__}")
+        return prompt, rgb(image)
+
+    def _size_of(self, image: Any, params: ImageParams) -> ImageParams:
+        """The image's size, cut to what the model takes."""
+        width, height = (n - n % self.model.multiple for n in image.size)
+        if not width or not height:
+            least = self.model.multiple
+            raise ValueError(
+                f"image must have at least {least} x {least} pixels, got {image.width} x {image.height}: give a size"
+            )
+        return replace(params, height=height, width=width)
 
     def _size(self, params: ImageParams) -> Size:
         model = self.model
@@ -126,9 +177,19 @@ class DenoiseEngine(BudgetEngine):
             return []
         drops, self._drops = self._drops, []
         starts = [
-            Start(r.request_id, r.prompt, r.params.negative_prompt, r.size, r.steps, r.scale, r.seed)
+            Start(
+                r.request_id,
+                r.prompt,
+                r.params.negative_prompt,
+                r.size,
+                r.steps,
+                r.scale,
+                r.seed,
+                r.image,
+                r.first,
+            )
             for r in batch
-            if r.step == 0
+            if r.step == r.first
         ]
         rows = [(r.request_id, r.step) for r in batch]
         found = self._launch(DenoiseInput(starts, rows, drops))
@@ -147,6 +208,14 @@ class DenoiseEngine(BudgetEngine):
     def steps_left(self) -> int:
         """Steps that the queued and running images still need."""
         return sum(r.steps - r.step for r in list(self.requests.values()))
+
+
+def _resized(image: Any, size: Size) -> np.ndarray:
+    """Pixels [H, W, 3] of a PIL image at this size."""
+    from PIL import Image
+
+    height, width = size[:2]
+    return np.array(image.resize((width, height), Image.Resampling.LANCZOS))
 
 
 def _check_unicode(name: str, text: str) -> None:

@@ -283,13 +283,14 @@ class LLM:
 
     def generate_images(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]],
         params: ImageParams | Sequence[ImageParams] | None = None,
         *,
         use_tqdm: Progress = True,
     ) -> list[ImageRequestOutput]:
         """Generate images: `images` of each output are PIL images, `arrays` their pixels, `seeds` their seeds.
 
+        prompts   texts, or {"prompt": text, "image": a PIL image that it changes}
         params    one for all prompts, or one for each (default: ImageParams(), one image of the model's size)
         use_tqdm  as in `generate`
 
@@ -314,7 +315,7 @@ class LLM:
         return self._generate_pictures(prompts, params if params is not None else VideoParams(), use_tqdm)
 
     def _generate_pictures(
-        self, prompts: str | Sequence[str], given: Any, use_tqdm: Progress
+        self, prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]], given: Any, use_tqdm: Progress
     ) -> list[ImageRequestOutput]:
         listed = _listed(prompts)
         each = _for_each(given, len(listed), "prompts")

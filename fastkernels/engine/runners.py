@@ -66,7 +66,7 @@ RUNNERS = {
     "Denoise": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",
         "fastkernels.engine.denoise_engine:DenoiseEngine",
-        "LLM.generate_images and /v1/images/generations",
+        "LLM.generate_images, /v1/images/generations and /v1/images/edits",
     ),
     "DenoiseVideo": RunnerKind(
         "fastkernels.engine.execution.denoise:Denoise",

@@ -110,6 +110,112 @@ def test_schnell_and_no_guidance_equal_diffusers(folders: dict[str, Path], tmp_p
         engine.make_request("a", "a", ImageParams(guidance_scale=3.5))
 
 
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "solver_type": "heun"}),
+        pytest.param("EulerDiscreteScheduler", {"use_karras_sigmas": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_schedulers_equal_diffusers(
+    cls: str, fields: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A folder of SDXL as diffusers saves it with another scheduler; images join at other steps."""
+    import diffusers
+
+    folder = linked(folders["sdxl"], tmp_path)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.register_modules(scheduler=getattr(diffusers, cls).from_config(pipe.scheduler.config, **fields))
+    pipe.scheduler.save_pretrained(folder / "scheduler")
+    pipe.save_config(folder)
+    engine = engine_of(folder)
+    options: dict[str, Any] = {"height": 24, "width": 32, "num_inference_steps": 6, "seed": 7}
+    latents, output = run(engine, **options)
+    wanted, pixels = theirs(folder, **options, guidance_scale=engine.model.scale)
+    for ours, other in zip(latents, wanted, strict=True):
+        torch.testing.assert_close(ours, other, atol=LATENTS, rtol=LATENTS)
+    assert np.abs(output.arrays[0].astype(int) - pixels).max() <= 1 and pixels.std() > 20
+    found: dict[str, Any] = {}
+    engine.add_request("a", PROMPT, ImageParams(**options))
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o for o in engine.step()}
+        if "b" not in engine.requests and not found:
+            engine.add_request("b", "a blue dog", ImageParams(**{**options, "num_inference_steps": 8}))
+    assert np.abs(found["a"].arrays[0].astype(int) - pixels).max() <= 1
+    assert set(found) == {"a", "b"}
+
+
+def picture(width: int, height: int) -> Any:
+    from PIL import Image
+
+    pixels = np.random.default_rng(3).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler"),
+    [("flux", None), ("sdxl", None), ("sdxl", "DPMSolverMultistepScheduler")],
+)
+def test_image_to_image_equals_diffusers(kind: str, scheduler: str | None, folders: dict[str, Path]) -> None:
+    """From an image of another size and strength; the latents of the first step are those that its seed draws."""
+    import diffusers
+
+    cls = {"flux": diffusers.FluxImg2ImgPipeline, "sdxl": diffusers.StableDiffusionXLImg2ImgPipeline}[kind]
+    pipe = cls.from_pretrained(folders[kind])
+    engine = engine_of(folders[kind])
+    if scheduler is not None:
+        pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
+        engine.model.config.classes["scheduler"] = scheduler
+    pipe.set_progress_bar_config(disable=True)
+    image, size = picture(48, 32), {"height": 32, "width": 48}
+    wanted: list[torch.Tensor] = []
+
+    def keep(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        wanted.append(values["latents"])
+        return values
+
+    options = {"num_inference_steps": 7, "guidance_scale": 2.5, "strength": 0.65}
+    made = pipe(
+        prompt=PROMPT, image=image, generator=torch.Generator().manual_seed(5), callback_on_step_end=keep,
+        output_type="np", **options, **(size if kind == "flux" else {}),
+    )  # fmt: skip
+    pixels = (made.images[0] * 255).round().astype(np.uint8)
+    latents, output = run(engine, prompt={"prompt": PROMPT, "image": image}, seed=5, **options)
+    assert len(wanted) == len(latents) + 1 == {"flux": 5, "sdxl": 4}[kind]
+    for ours, other in zip(latents, wanted, strict=False):
+        torch.testing.assert_close(ours, other, atol=LATENTS, rtol=LATENTS)
+    assert output.arrays[0].shape == (32, 48, 3) and output.prompt == PROMPT
+    assert np.abs(output.arrays[0].astype(int) - pixels).max() <= 1 and pixels.std() > 20
+
+
+def test_images_to_change_are_resized_or_refused(engines: dict[str, DenoiseEngine]) -> None:
+    flux, sdxl = engines["flux"], engines["sdxl"]
+    with pytest.raises(ValueError, match=r"strength must leave a step of 2, got 0\.1"):
+        small = {"prompt": "a", "image": picture(8, 8)}
+        sdxl.make_requests("a", small, ImageParams(num_inference_steps=2, strength=0.1))
+    (request,) = flux.make_requests("a", {"prompt": "a", "image": picture(19, 35).convert("LA")})
+    assert request.size == (32, 16) and request.image is not None and request.image.shape == (32, 16, 3)
+    assert request.step == request.first == int(28 - 28 * 0.6)
+    (request,) = flux.make_requests("a", {"prompt": "a", "image": picture(19, 35)}, ImageParams(height=8))
+    assert request.size[0] == 8
+    for prompt, params, says in (
+        (
+            {"prompt": "a", "image": picture(3, 40)},
+            ImageParams(),
+            "at least 4 x 4 pixels, got 3 x 40: give a",
+        ),
+        ({"prompt": "a", "image": "a.png"}, ImageParams(), "image must be a PIL image, got str"),
+        ({"prompt": "a", "mask": 1}, ImageParams(), "may have 'prompt' and 'image', got 'mask'"),
+        ({"image": picture(8, 8)}, ImageParams(), "the prompt must be text, got None"),
+        ("a", ImageParams(strength=0.5), "strength needs an image"),
+        ({"prompt": "a", "image": picture(4000, 900)}, ImageParams(), "must be at most 262144 pixels"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            flux.make_requests("a", prompt, params)
+    with pytest.raises(ValueError, match="strength must be a number above 0, at most 1, got 0"):
+        ImageParams(strength=0)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("flux", marks=pytest.mark.slow), "sdxl"])
 def test_images_join_and_leave_a_batch(kind: str, engines: dict[str, DenoiseEngine]) -> None:
     """Requests of other sizes, steps and guidance join between steps; each image is that of the request alone."""

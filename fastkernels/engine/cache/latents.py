@@ -13,7 +13,12 @@ from fastkernels.models.common.pipelines.schedules import Schedule
 
 @dataclass
 class Latents:
-    """One image. values: [1, ...] in float32; negative: the conditions of the negative prompt, if it is computed."""
+    """One image.
+
+    values    [1, ...] in float32
+    negative  the conditions of the negative prompt, if it is computed
+    clean     the clean latents of the step before, which a solver of second order takes
+    """
 
     values: torch.Tensor
     size: Size
@@ -21,6 +26,7 @@ class Latents:
     scale: float
     conditions: Conditions
     negative: Conditions | None
+    clean: torch.Tensor | None = None
 
 
 class LatentPool:
@@ -51,6 +57,16 @@ class LatentPool:
         """Replace them."""
         for request_id, row in zip(request_ids, values.split(1), strict=True):
             self._images[request_id].values = row
+
+    def advance(self, request_ids: Sequence[str], clean: torch.Tensor) -> torch.Tensor:
+        """Keep their clean latents [B, ...]; returns those of the step before, zeros at the first step."""
+        images, rows = [self._images[i] for i in request_ids], clean.split(1)
+        before = [
+            torch.zeros_like(row) if i.clean is None else i.clean for i, row in zip(images, rows, strict=True)
+        ]
+        for image, row in zip(images, rows, strict=True):
+            image.clean = row
+        return torch.cat(before)
 
     def conditions(self, request_ids: Sequence[str], negative: bool = False) -> Conditions:
         """Their conditions, or those of their negative prompts, {name: [B, ...]}."""

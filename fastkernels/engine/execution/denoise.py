@@ -17,11 +17,17 @@ from fastkernels.engine.execution.encode import CACHE_OPTIONS
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.models.common.pipelines.pipeline import Guidance, Size
+from fastkernels.models.common.pipelines.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class Start:
-    """An image that begins. scale: of guidance."""
+    """An image that begins.
+
+    scale  of guidance
+    image  [H, W, 3] uint8, of which it is made
+    first  the step that it begins with
+    """
 
     request_id: str
     prompt: str
@@ -30,6 +36,8 @@ class Start:
     steps: int
     scale: float
     seed: int
+    image: np.ndarray | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,15 +119,26 @@ class Denoise(Runner):
         texts = list(dict.fromkeys(wanted))
         found = dict(zip(texts, model.encode(texts), strict=True))
         for start in starts:
-            schedule = model.schedule(start.steps, start.size)
-            noise = model.begin(model.noise(start.seed, start.size, self.dtype)).to(self.device).float()
+            schedule = model.schedule(start.steps, start.size, start.first)
+            values = self._first_latents(start, schedule)
             negative = found[start.negative_prompt] if start.request_id in doubled else None
             self.pool.add(
                 start.request_id,
-                Latents(
-                    noise * schedule.noise, start.size, schedule, start.scale, found[start.prompt], negative
-                ),
+                Latents(values, start.size, schedule, start.scale, found[start.prompt], negative),
             )
+
+    def _first_latents(self, start: Start, schedule: Schedule) -> torch.Tensor:
+        """Noise, or the image with noise."""
+        model, generator = self.model, torch.Generator().manual_seed(start.seed)
+        clean = None
+        if start.image is not None:
+            pixels = torch.from_numpy(start.image).to(self.device).movedim(-1, 0)[None]
+            clean = model.begin(model.vae.encode(pixels, generator))
+        noise = model.begin(model.noise(generator, start.size, self.dtype)).to(self.device).float()
+        if clean is None:
+            return noise * schedule.noise
+        assert schedule.signal is not None and schedule.level is not None
+        return float(schedule.signal[start.first]) * clean + float(schedule.level[start.first]) * noise
 
     def _step(self, size: Size, doubled: bool, rows: Sequence[tuple[str, int]]) -> None:
         """One step of images of one size."""
@@ -142,7 +161,17 @@ class Denoise(Runner):
             twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
             without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
             output = without + guidance.view(shape) * (with_prompt - without)
-        self.pool.put(ids, keep.view(shape) * x + add.view(shape) * output)
+        made = keep.view(shape) * x + add.view(shape) * output
+        if images[0].schedule.past is not None:  # all have the model's scheduler
+            factors = [
+                (*s.clean[:, i], s.past[i])
+                for image, (_, i) in zip(images, rows, strict=True)
+                for s in [image.schedule]
+                if s.clean is not None and s.past is not None
+            ]
+            of_x, of_output, past = (f.view(shape) for f in self._to_device(np.array(factors, np.float32).T))
+            made += past * self.pool.advance(ids, of_x * x + of_output * output)
+        self.pool.put(ids, made)
 
     def _forward(self, size: Size, latents: Any, times: Any, scales: Any, conditions: Any) -> torch.Tensor:
         if self.graphs is None:

@@ -16,7 +16,8 @@ from fastkernels.engine.http.errors import ApiError, error_response
 
 # no key required, and answered during shutdown
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
-FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})  # all others take JSON
+# all others take JSON
+FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
 EITHER = frozenset({"/v1/videos"})  # which take forms, too
 MAX_ID = 256  # bytes of a client's X-Request-Id
 BODY_TIMEOUT = 60.0  # seconds to wait for the next part of a body

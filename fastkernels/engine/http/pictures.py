@@ -1,14 +1,17 @@
-"""OpenAI's route for images from text, of diffusion pipelines."""
+"""OpenAI's routes for images from text, and from an image and text, of diffusion pipelines."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
@@ -20,8 +23,10 @@ from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import results
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.jobs import checked
 from fastkernels.engine.http.protocol import INT64, Body
 from fastkernels.engine.http.unserved import field_error
+from fastkernels.engine.images import decode
 from fastkernels.engine.scheduling.denoising import ImageParams
 
 Format = Literal["png", "jpeg", "webp"]
@@ -31,6 +36,14 @@ SIZE_SCHEMA = {
 }
 # The fields of ImageParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
+MOST_FIELDS, MOST_FILES = 32, 17  # of a form; OpenAI's client sends up to 16 images and a mask
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(
+        ("n", "seed", "num_inference_steps", "output_compression", "priority", "partial_images"), int
+    ),
+    **dict.fromkeys(("guidance_scale", "strength"), float),
+}
+_FLAGS = {"true": True, "false": False}
 
 
 def check_size(value: str | None) -> str | None:
@@ -90,6 +103,19 @@ class ImageGenerationRequest(Body):
         )  # fmt: skip
 
 
+class ImageEditRequest(ImageGenerationRequest):
+    """The fields of a form, in which the file `image` is, too: those of images from text, and strength."""
+
+    strength: float | None = Field(
+        None, gt=0, le=1, description="How much of the schedule the image goes through."
+    )
+    # OpenAI's, with the values that change nothing
+    input_fidelity: Literal["low"] | None = "low"
+
+    def image_params(self) -> ImageParams:
+        return replace(super().image_params(), strength=self.strength)
+
+
 class Picture(BaseModel):
     b64_json: str
     seed: int
@@ -102,21 +128,52 @@ class PictureList(BaseModel):
     size: str
 
 
+def _of_form(form: type[BaseModel]) -> dict[str, Any]:
+    """Keyword arguments of a route that reads a form with an image."""
+    properties = form.model_json_schema()["properties"]
+    file = {"type": "string", "format": "binary", "description": "A PNG, JPEG or WEBP file."}
+    body = {
+        "type": "object", "required": ["image", "prompt"], "properties": {"image": file, **properties},
+        "additionalProperties": False,
+    }  # fmt: skip
+    content = {"multipart/form-data": {"schema": body}}
+    return {
+        **schema.answers(PictureList),
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
 class Pictures:
     """PATHS: (path, method, schema) of the routes."""
 
-    PATHS = (("/v1/images/generations", "generate", schema.answers(PictureList)),)
+    PATHS = (
+        ("/v1/images/generations", "generate", schema.answers(PictureList)),
+        ("/v1/images/edits", "edit", _of_form(ImageEditRequest)),
+    )
 
     def __init__(self, context: Context):
         self.context = context
 
     async def generate(self, body: ImageGenerationRequest, raw: Request) -> Response:
         """Images of a prompt, in base64."""
+        return await self._answer(body, body.prompt, raw)
+
+    async def edit(self, raw: Request) -> Response:
+        """Images of a prompt and an image, in base64. The body is a form, as OpenAI's client sends it."""
+        files: list[bytes] = []
+        body: ImageEditRequest = await checked(ImageEditRequest, _form(raw, files))
+        try:
+            image = await asyncio.to_thread(decode, files[0])
+        except ValueError as error:
+            raise ApiError(400, f"image is {error}", "image") from error
+        return await self._answer(body, {"prompt": body.prompt, "image": image}, raw)
+
+    async def _answer(self, body: ImageGenerationRequest, prompt: Any, raw: Request) -> Response:
         self.context.check_model(body.model)
         engine: Any = self.context.llm.engine
         try:
             requests = engine.make_requests(
-                f"img-{uuid.uuid4().hex}", body.prompt, body.image_params(), body.priority or 0
+                f"img-{uuid.uuid4().hex}", prompt, body.image_params(), body.priority or 0
             )
         except ValueError as error:
             message = str(error)
@@ -135,6 +192,43 @@ class Pictures:
             "size": f"{width}x{height}",
         }
         return Response(to_json(answer), media_type="application/json")
+
+
+async def _form(raw: Request, files: list[bytes]) -> dict[str, Any]:
+    """The fields of a form, those that are numbers as such; `files` gets its image. Raises ApiError."""
+    if find_spec("python_multipart") is None:
+        raise ApiError(
+            501, "this server cannot read forms: they need the package python-multipart"
+            " (pip install 'fastkernels[audio]')",
+        )  # fmt: skip
+    found: dict[str, Any] = {}
+    async with raw.form(max_files=MOST_FILES, max_fields=MOST_FIELDS) as form:
+        for key, value in form.multi_items():
+            name = key.removesuffix("[]")
+            if isinstance(value, str):
+                if name == "image":
+                    raise ApiError(400, "image must be a file in the form", "image")
+                if name in found:
+                    raise ApiError(400, f"{name} is given twice", name)
+                found[name] = _number(name, value)
+            elif name != "image":
+                raise ApiError(400, f"{name} is a file, and only the file image is supported", name)
+            elif files:
+                raise ApiError(400, "image is given twice, and one image is changed at a time", "image")
+            else:
+                files.append(await value.read())
+    if not files:
+        raise ApiError(400, "image is required: a PNG, JPEG or WEBP file in the form", "image")
+    return found
+
+
+def _number(name: str, value: str) -> Any:
+    """The value of a form's field; a text that is no number is refused by the check of its type."""
+    if name == "stream":
+        return _FLAGS.get(value, value)
+    with contextlib.suppress(ValueError):
+        return _NUMBERS.get(name, str)(value)
+    return value
 
 
 def _encoded(outputs: Sequence[Any], kind: str, quality: int | None) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ class ImageParams:
     guidance_scale       how closely the image follows the prompt
     negative_prompt      what the image should not show, for a model with guidance by a doubled batch
     seed                 of the first noise, 0 to 2^63 - 1; None: drawn by the engine
+    strength             how much of the schedule a given image goes through, above 0 to 1
     """
 
     n: int = 1
@@ -32,6 +33,7 @@ class ImageParams:
     guidance_scale: float | None = None
     negative_prompt: str | None = None
     seed: int | None = None
+    strength: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("n", "height", "width", "num_inference_steps"):
@@ -43,6 +45,9 @@ class ImageParams:
         scale = self.guidance_scale
         if scale is not None and (type(scale) not in (int, float) or not 0 <= scale <= 100):
             raise ValueError(f"guidance_scale must be a number from 0 to 100, got {scale!r}")
+        part = self.strength
+        if part is not None and (type(part) not in (int, float) or not 0 < part <= 1):
+            raise ValueError(f"strength must be a number above 0, at most 1, got {part!r}")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise ValueError(f"negative_prompt must be text, got {self.negative_prompt!r:.80}")
 
@@ -69,7 +74,9 @@ class ImageRequest:
     size        (height, width), of a video (height, width, frames)
     steps, scale, seed  of this image, with the model's defaults
     num_tokens  that a step computes for it: see Pipeline.tokens; twice as many with guidance by a doubled batch
-    step        steps that are done
+    image       [height, width, 3] uint8, of which it is made
+    first       the step that it begins with
+    step        steps that are done, those before `first` included
     """
 
     request_id: str
@@ -81,11 +88,16 @@ class ImageRequest:
     seed: int
     num_tokens: int
     priority: int = 0
+    image: np.ndarray | None = None
+    first: int = 0
     step: int = 0
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     scheduled_time: float | None = None
     streams_deltas = False  # one output, at the end
+
+    def __post_init__(self) -> None:
+        self.step = self.first
 
 
 @dataclass

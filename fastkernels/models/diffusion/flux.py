@@ -140,6 +140,8 @@ class FluxTransformer(nn.Module):
 class FluxPipeline(Pipeline):
     """config: of a folder of diffusers. Without guidance_embeds (schnell) there is no guidance. Raises Unsupported."""
 
+    edits = True
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         c = pipeline_folder.fields(
@@ -182,8 +184,11 @@ class FluxPipeline(Pipeline):
         rows, columns = self._grid(size)
         return rows * columns + self.text_length
 
-    def schedule(self, steps: int, size: Size) -> schedules.Schedule:
+    def schedule(self, steps: int, size: Size, first: int = 0) -> schedules.Schedule:
         return schedules.flow_matching(self.config, steps, self.tokens(size) - self.text_length)
+
+    def first_step(self, steps: int, strength: float) -> int:
+        return int(steps - steps * strength)
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         cut = noise.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [1, C, h / 2, 2, w / 2, 2]
@@ -212,5 +217,4 @@ ARCH = Architecture(
     inputs="prompts",
     folders=("transformer", "vae"),
     packed={},
-    unused=("vae.encoder.*", "vae.quant_conv.*"),
 )

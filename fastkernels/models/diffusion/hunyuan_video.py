@@ -368,12 +368,12 @@ class HunyuanVideoPipeline(Pipeline):
     def tokens(self, size: Size) -> int:
         return math.prod(self._grid(size)) + TEXT + GLYPHS
 
-    def schedule(self, steps: int, size: Size) -> schedules.Schedule:
+    def schedule(self, steps: int, size: Size, first: int = 0) -> schedules.Schedule:
         return schedules.flow_matching(self.config, steps, math.prod(self._grid(size)))
 
-    def noise(self, seed: int, size: Size, dtype: torch.dtype) -> torch.Tensor:
+    def noise(self, generator: torch.Generator, size: Size, dtype: torch.dtype) -> torch.Tensor:
         shape = (1, self.vae.channels, *self._grid(size))
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype)
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         return noise

@@ -273,7 +273,7 @@ def _fields(config: Any) -> Any:
 class StableDiffusionXLPipeline(Pipeline):
     """config: of a folder of diffusers, of a model without refiner. Raises Unsupported."""
 
-    guidance, steps, scale = Guidance.DOUBLED, 50, 5.0
+    guidance, steps, scale, edits = Guidance.DOUBLED, 50, 5.0, True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -309,8 +309,8 @@ class StableDiffusionXLPipeline(Pipeline):
         height, width = (-(-n // (self.vae.scale << self.level)) for n in size)
         return height * width
 
-    def schedule(self, steps: int, size: Size) -> schedules.Schedule:
-        return schedules.euler(self.config, steps)
+    def schedule(self, steps: int, size: Size, first: int = 0) -> schedules.Schedule:
+        return schedules.of_noise(self.config, steps, first)
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         return noise
@@ -340,5 +340,4 @@ ARCH = Architecture(
     inputs="prompts",
     folders=("unet", "vae"),
     packed={},
-    unused=("vae.encoder.*", "vae.quant_conv.*"),
 )

@@ -1,4 +1,4 @@
-"""/v1/images/generations of a tiny FLUX.1."""
+"""/v1/images/generations and /v1/images/edits of a tiny FLUX.1."""
 
 from __future__ import annotations
 
@@ -113,6 +113,71 @@ def test_bad_input_names_the_field(url, body, param, words):
     assert error["param"] == param and words in error["message"]
 
 
+def png(*size):
+    pixels = np.random.default_rng(3).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize(size).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_openai_client_changes_an_image(url, folder):
+    file = png(25, 18)
+    with LLM(str(folder), device="cpu") as llm:
+        given = {"prompt": "a red cat", "image": Image.open(io.BytesIO(file))}
+        (wanted,) = llm.generate_images(
+            given, ImageParams(2, None, None, 4, seed=7, strength=0.5), use_tqdm=False
+        )
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.images.edit(
+            model="flux", image=("cat.png", file), prompt="a red cat", n=2, response_format="b64_json",
+            extra_body={"seed": 7, "num_inference_steps": 4, "strength": 0.5},
+        )  # fmt: skip
+        other = client.images.edit(
+            image=[file], prompt="a", size="16x24", extra_body={"num_inference_steps": 2}
+        )
+    assert answer.size == "24x16" and [d.seed for d in answer.data] == [7, 8]
+    for data, array in zip(answer.data, wanted.arrays, strict=True):
+        assert np.abs(np.asarray(opened(data.b64_json)).astype(int) - array).max() <= 1
+    assert other.size == "16x24" and opened(other.data[0].b64_json).size == (16, 24)
+
+
+EDIT = {"prompt": "a", "num_inference_steps": "2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "param", "words"),
+    [
+        ({}, [("mask", b"a")], "mask", "mask is a file, and only the file image is supported"),
+        ({}, [("other", b"a")], "other", "other is a file"),
+        ({"user": "me"}, [], "image", "image is required: a PNG, JPEG or WEBP file"),
+        ({"image": "abc"}, [], "image", "image must be a file in the form"),
+        ({}, [("image", b"GIF89a")], "image", "not an image of a known format; accepted are PNG, JPEG, WEBP"),
+        ({}, [("image[]", png(8, 8)), ("image[]", png(8, 8))], "image", "image is given twice"),
+        ({}, [("image", png(3, 8))], "image", "at least 4 x 4 pixels, got 3 x 8: give a size"),
+        ({}, [("image", png(80, 80))], "size", "at most 4096 pixels, got 6400 (80 x 80)"),
+        ({"strength": "0"}, [("image", png(8, 8))], "strength", "greater than 0, got 0.0"),
+        ({"strength": "much"}, [("image", png(8, 8))], "strength", 'got "much"'),
+        ({"n": "4"}, [("image", png(8, 8))], "n", "n must be at most 3, got 4"),
+        ({"input_fidelity": "high"}, [("image", png(8, 8))], "input_fidelity", 'got "high"'),
+        ({"stream": "true"}, [("image", png(8, 8))], "stream", "got true"),
+        ({"prompt": ""}, [("image", png(8, 8))], "prompt", "at least 1 character"),
+        ({"step": "1"}, [("image", png(8, 8))], "step", 'unknown field "step"'),
+    ],
+)
+def test_bad_forms_name_the_field(url, fields, files, param, words):
+    parts = [(name, (None, value)) for name, value in {**EDIT, **fields}.items()]
+    parts += [(name, ("a.png", data)) for name, data in files]
+    answer = httpx.post(f"{url}/v1/images/edits", files=parts, timeout=60)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_edits_take_a_form(url):
+    answer = httpx.post(f"{url}/v1/images/edits", json={"prompt": "a"}, timeout=60)
+    assert answer.status_code == 415 and "multipart/form-data" in answer.json()["error"]["message"]
+
+
 def test_progress_and_disconnect(served):
     """Steps that are left are in /metrics; a client that leaves frees its images."""
     url, server = served
@@ -159,5 +224,5 @@ def test_other_routes_are_not_served(url):
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=60)
     assert answer.status_code == 404
     message = answer.json()["error"]["message"]
-    assert message.endswith("'flux' is for LLM.generate_images and /v1/images/generations")
+    assert message.endswith("'flux' is for LLM.generate_images, /v1/images/generations and /v1/images/edits")
     assert PATH in httpx.get(f"{url}/openapi.json").json()["paths"]

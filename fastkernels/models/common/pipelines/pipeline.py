@@ -40,6 +40,7 @@ class Pipeline(nn.Module):
     frames        of a video, by default; 0: the model makes images
     period        of a video, all frames but the first are a multiple of it
     longest       the most tokens of a prompt
+    edits         whether a request may begin from an image
     """
 
     guidance: Guidance
@@ -49,6 +50,7 @@ class Pipeline(nn.Module):
     multiple: int
     frames: int = 0
     period: int = 1
+    edits: bool = False
     vae: Autoencoder
     encoders: ClassVar[tuple[str, ...]] = (
         "",
@@ -71,8 +73,8 @@ class Pipeline(nn.Module):
         """The longest sequence that the denoiser attends to, for one image."""
 
     @abstractmethod
-    def schedule(self, steps: int, size: Size) -> Schedule:
-        """The schedule of a request. Raises Unsupported."""
+    def schedule(self, steps: int, size: Size, first: int = 0) -> Schedule:
+        """The schedule of a request that begins with step `first`. Raises Unsupported."""
 
     @abstractmethod
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
@@ -92,11 +94,15 @@ class Pipeline(nn.Module):
     def longest(self) -> int:
         return self.texts[-1].max_length
 
-    def noise(self, seed: int, size: Size, dtype: torch.dtype) -> torch.Tensor:
-        """Normal noise [1, C, h, w] on the CPU: that of diffusers with a generator of this seed."""
+    def first_step(self, steps: int, strength: float) -> int:
+        """The step that an image of this strength begins with, rounded as in diffusers."""
+        return steps - min(int(steps * strength), steps)
+
+    def noise(self, generator: torch.Generator, size: Size, dtype: torch.dtype) -> torch.Tensor:
+        """Normal noise [1, C, h, w] on the CPU: that of diffusers with this generator."""
         height, width = (n // self.vae.scale for n in size[:2])
         shape = (1, self.vae.channels, height, width)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype)
 
     def check_prompt(self, prompt: str, name: str = "the prompt") -> None:
         """Raise ValueError, which calls it `name`, for a prompt that the text encoder would cut."""
