@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
 from fastkernels.overrides.recsys.embedding_bag import embedding_bag
-from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recsys.jagged import Jagged, pooled_at_once
 
 
