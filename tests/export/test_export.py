@@ -520,10 +520,10 @@ CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 170}
 _RULES = ("ssd", "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7")
 JAGGED = {
     "embedding_bag": 80,
-    "graph_propagate": 10,
+    "graph_propagate": 15,
 }  # inputs of torchrec and torch_geometric, and separate tables
 # more for the layouts, masks and flags of openfold3's modules
-OPENFOLD = {"attention_pair_bias": 130, "conditioned_layer_norm": 80, "outer_product_mean": 100}
+OPENFOLD = {"attention_pair_bias": 136, "conditioned_layer_norm": 80, "outer_product_mean": 100}
 RECURRENT = {"causal_conv1d": 50, "mamba_scan": 50, **dict.fromkeys(_RULES, 160), "kda": 170}
 
 

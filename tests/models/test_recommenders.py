@@ -150,6 +150,10 @@ def test_wrong_keys_and_shapes_are_named(tmp_path: Path) -> None:
             {"edge_index": torch.tensor([[0], [1]]), "edge_weight": torch.ones(2)},
             r"edge_weight must be \[1\] of numbers, got \[2\]",
         ),
+        (
+            {"edge_index": torch.tensor([[0, 1], [13, 14]]), "edge_weight": torch.tensor([1, float("nan")])},
+            "is damaged: NaN or infinity in edge_weight",
+        ),
     ],
 )
 def test_wrong_graphs_are_refused(tmp_path: Path, graph: Any, message: str) -> None:

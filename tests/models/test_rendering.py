@@ -246,7 +246,7 @@ def test_damaged_scenes_are_refused(tmp_path: Path) -> None:
         (b"no ply", "not a PLY file"),
         (whole.replace(b"binary_little_endian", b"ascii", 1), "'ascii 1.0'"),
         (whole.replace(b"float opacity", b"float opaqueness", 1), "have no opacity"),
-        (whole.replace(b"element vertex 60", b"element vertex 0", 1), "num_gaussians=0"),
+        (whole.replace(b"element vertex 60", b"element vertex 0", 1), "a.ply has no Gaussians"),
         (whole.replace(b"property float x", b"property list x", 1), "'property list x'"),
     ):
         file.write_bytes(data)

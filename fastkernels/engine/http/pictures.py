@@ -34,6 +34,7 @@ SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 SIZE_SCHEMA = {
     "anyOf": [{"const": "auto"}, {"type": "string", "pattern": f"^{SIZE.pattern}$"}, {"type": "null"}]
 }
+MOST_SIDE = {"webp": 16_383, "jpeg": 65_500}  # pixels of a side that the format can store
 # The fields of ImageParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
 MOST_FIELDS, MOST_FILES = 32, 17  # of a form; OpenAI's client sends up to 16 images and a mask
@@ -44,6 +45,17 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("guidance_scale", "strength"), float),
 }
 _FLAGS = {"true": True, "false": False}
+
+
+def check_sides(kind: str, width: int, height: int, about: str) -> None:
+    """Raise ApiError for an image that the format cannot store. about: the field that has the size."""
+    most = MOST_SIDE.get(kind)
+    if most is not None and max(width, height) > most:
+        raise ApiError(
+            400,
+            f"output_format '{kind}' stores at most {most} pixels a side, got {width} x {height}: use 'png'",
+            about,
+        )
 
 
 def check_size(value: str | None) -> str | None:
@@ -179,12 +191,13 @@ class Pictures:
             message = str(error)
             field = message.replace("the prompt", "prompt", 1).partition(" ")[0]
             raise ApiError(400, message, _FIELDS.get(field, field)) from error
+        kind = body.output_format or "png"
+        height, width = requests[0].size
+        check_sides(kind, width, height, "size")
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)
-        kind = body.output_format or "png"
         data = await asyncio.to_thread(_encoded, found, kind, body.output_compression)
-        height, width = requests[0].size
         answer = {
             "created": int(time.time()),
             "data": data,

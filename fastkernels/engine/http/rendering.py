@@ -19,6 +19,7 @@ from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import results
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.pictures import check_sides
 from fastkernels.engine.http.protocol import INT64, Body, Strict
 from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 
@@ -93,6 +94,7 @@ class Rendering:
             )
         params, own, requests = RenderParams(raw=kind == "raw"), uuid.uuid4().hex, []
         for i, camera in enumerate(cameras):
+            check_sides(kind, camera.width, camera.height, "cameras")
             try:
                 made = self.context.llm.make_request(
                     f"{own}-{i}", camera.model_dump(), params, body.priority or 0

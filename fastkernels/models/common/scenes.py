@@ -56,6 +56,8 @@ def config_of(file: Path) -> dict[str, Any]:
     else:
         shapes = {key: value.shape for key, value in _gsplat(file).items()}
         count, bands = shapes["means"][0], 1 + shapes["shN"][1]
+    if not count:
+        raise ValueError(f"{file} has no Gaussians: at least one is needed")
     degree = round(bands**0.5) - 1
     if (degree + 1) ** 2 != bands:
         raise ValueError(

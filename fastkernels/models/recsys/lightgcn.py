@@ -180,6 +180,8 @@ def _read(file: Path, nodes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise CheckpointError(
             f"{file}: edge_weight must be [{edges.shape[1]}] of numbers, got {list(weight.shape)} of {weight.dtype}"
         )
+    if weight is not None and not weight.isfinite().all():
+        raise CheckpointError(f"{file} is damaged: NaN or infinity in edge_weight")
     return edges, None if weight is None else weight.float()
 
 

@@ -111,8 +111,9 @@ def gsplat_isect_tiles(
     _refuse(sort=not sort, packed_images=packed and n_images != 1)
     _check_floats(means2d, depths)
     shape = depths.shape
-    n = shape[-1]
-    means2d, radii, depths = means2d.reshape(-1, n, 2), radii.reshape(-1, n, 2), depths.reshape(-1, n)
+    count, n = shape[:-1].numel(), shape[-1]  # n is 0 if no camera sees a packed Gaussian
+    means2d, radii = means2d.reshape(count, n, 2), radii.reshape(count, n, 2)
+    depths = depths.reshape(count, n)
     counts = tiles_per_gaussian(means2d, radii, tile_size, tile_width, tile_height)
     total = int(counts.sum(dtype=torch.int64))
     ids, offsets = intersect_tiles(means2d, radii, depths, tile_size, tile_width, tile_height, total)

@@ -45,6 +45,14 @@ class Bags:
     def rows(self) -> torch.Tensor:
         return self.start + len(self.table.weight)
 
+    @property
+    def beyond(self) -> bool:
+        """Whether an id is beyond the table. False without a look at the ids on a GPU and in compiled code."""
+        if self.ids.device.type != "cpu" or torch.compiler.is_compiling() or not self.ids.numel():
+            return False
+        ids = self.ids[int(self.offsets[0]) : int(self.offsets[-1])]
+        return bool(((ids < 0) | (ids >= len(self.table.weight))).any())
+
 
 @dataclass(frozen=True)
 class Jagged:

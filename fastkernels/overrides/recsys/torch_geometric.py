@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recsys.graph_propagate import graph_propagate
 from fastkernels.overrides.recsys.graphs import graph_for
 
@@ -54,12 +55,30 @@ class TorchGeometricLGConv(nn.Module):
         return f"hooks of its parts ({hooks[0]})" if hooks else None
 
     def forward(self, x: Any, edge_index: Any, edge_weight: Any = None) -> torch.Tensor:
+        if (why := _other_input(x, edge_index, edge_weight)) is not None:
+            raise UnsupportedArgument(why)
         graph = graph_for(edge_index, edge_weight, x.shape[-2], self.normalize, x.dtype)
         x = x.to(torch.promote_types(x.dtype, graph.values.dtype))  # of messages times weights
         if x.dim() == 2:
             return graph_propagate(x, *graph)
         rows = x.movedim(-2, 0)
         return graph_propagate(rows.flatten(1).contiguous(), *graph).view(rows.shape).movedim(0, -2)
+
+
+def _other_input(x: Any, edges: Any, weight: Any) -> str | None:
+    """Return why the arguments are not those of a graph on the nodes of x, or None."""
+    if not isinstance(x, torch.Tensor) or x.dim() < 2:
+        return "x is not a tensor [nodes, F]"
+    nodes = x.shape[-2]
+    is_tensor = isinstance(edges, torch.Tensor)
+    if not is_tensor or edges.layout != torch.strided:
+        shape = tuple(edges.shape if is_tensor else edges.sizes())
+        return None if shape == (nodes, nodes) else f"a matrix {list(shape)} for {nodes} nodes"
+    if edges.dim() != 2 or len(edges) != 2 or edges.dtype not in (torch.int64, torch.int32):
+        return f"edge_index is {edges.dtype} {list(edges.shape)}, not integers [2, edges]"
+    if weight is not None and weight.numel() != edges.shape[1]:
+        return f"{weight.numel()} weights for {edges.shape[1]} edges"
+    return None
 
 
 TARGETS = {

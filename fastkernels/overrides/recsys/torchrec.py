@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
 from fastkernels.overrides.recsys.embedding_bag import embedding_bag
 from fastkernels.overrides.recsys.jagged import Jagged, pooled_at_once
@@ -42,7 +43,8 @@ class TorchrecLowRankCrossNet(nn.Module):
 class TorchrecEmbeddingBagCollection(nn.Module):
     """EmbeddingBagCollection: a KeyedJaggedTensor to a KeyedTensor [B, sum of the features' dimensions] in float32.
 
-    One kernel for tables of one dimension, dtype and pooling. An id beyond its table adds 0, without torch's error.
+    One kernel for tables of one dimension, dtype and pooling. On a GPU an id beyond its table adds 0, without torch's
+    error: a check would wait for the GPU.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class TorchrecEmbeddingBagCollection(nn.Module):
         pooled = pooled_at_once(embedding_bag, jagged)
         if pooled is not None:
             return jagged.result(pooled)
-        parts = []
-        for bags in jagged.bags():
+        parts, found = [], jagged.bags()
+        if any(bags.beyond for bags in found):
+            raise UnsupportedArgument("an id is beyond its table")
+        for bags in found:
             weight, weights = bags.table.weight, bags.weights
             part = embedding_bag(bags.ids, bags.offsets, weight, bags.start, bags.rows, weights, bags.mean)
             parts.append(part if bags.spread is None else part[bags.spread])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.structure import layer_inits
@@ -41,6 +42,11 @@ def _not_plain(*layers: Any) -> str | None:
         if getattr(layer, "precision", None) is not None:
             return f"a linear layer computes in {layer.precision}"
     return None
+
+
+def _check_filled(x: T) -> None:
+    if not x.numel():
+        raise UnsupportedArgument(f"an input of shape {list(x.shape)} is empty")
 
 
 class _Attention(nn.Module):
@@ -171,6 +177,7 @@ class Openfold3TriangleAttention(nn.Module):
         use_deepspeed_evo_attention: bool = False, use_cueq_triangle_kernels: bool = False,
         use_triton_triangle_kernels: bool = False, use_lma: bool = False, inplace_safe: bool = False,
     ) -> T:  # fmt: skip
+        _check_filled(x)
         # openfold3 calls it with a transposed view, too: norm and projections read what lies behind that, in order
         turned = not x.is_contiguous() and x.transpose(-2, -3).is_contiguous()
         base = x.transpose(-2, -3) if turned else x.contiguous()
@@ -225,6 +232,7 @@ class _TriangleMultiplication(nn.Module):
         use_triton_triangle_kernels: bool = False, _add_with_inplace: bool = False,
         _inplace_chunk_size: int | None = 256,
     ) -> T:  # fmt: skip
+        _check_filled(z)
         before, after = self.layer_norm_in, self.layer_norm_out
         layers: list[Any] = [getattr(self, f"linear_{n}") for n in ("a_p", "a_g", "b_p", "b_g")]
         x = z.reshape(-1, *z.shape[-3:])
@@ -310,6 +318,7 @@ class Openfold3OuterProductMean(nn.Module):
     def forward(
         self, m: T, mask: T | None = None, chunk_size: int | None = None, inplace_safe: bool = False
     ) -> T:
+        _check_filled(m)
         x = _norm(self.layer_norm, m).reshape(-1, *m.shape[-3:])
         seen = x.new_ones(x.shape[:-1]) if mask is None else mask.expand(m.shape[:-1]).reshape(x.shape[:-1])
         out = self.linear_out

@@ -219,7 +219,8 @@ def inference_only(
 
     A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
     forward mode every call does. `theirs` also runs in torch.func.vmap, under an exporter, whose result must not need
-    our ops, and if needs(self) is a reason: why the parts that ours does not call have to run, as they are now.
+    our ops, and if needs(self) is a reason: why the parts that ours does not call have to run, as they are now. So it
+    does where ours raises UnsupportedArgument.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +237,11 @@ def inference_only(
         if needs is not None and (reason := needs(args[0])) is not None:
             _note(op, reason)
             return theirs(*args, **kwargs)
-        return ours(*args, **kwargs)
+        try:
+            return ours(*args, **kwargs)
+        except UnsupportedArgument as refused:
+            _note(op, str(refused))
+        return theirs(*args, **kwargs)
 
     return wrapper(run, ours)
 

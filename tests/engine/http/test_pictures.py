@@ -16,6 +16,7 @@ from support.live import before_steps, live_server, metric, wait_for
 from support.tiny_pipelines import make_tiny_flux
 
 from fastkernels import LLM, ImageParams
+from fastkernels.engine.http import pictures
 from fastkernels.engine.http.config import ServerConfig
 
 PATH = "/v1/images/generations"
@@ -51,6 +52,14 @@ def post(url, **body):
 
 def opened(text):
     return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def test_side_that_the_format_cannot_store_is_refused(url, monkeypatch):
+    monkeypatch.setitem(pictures.MOST_SIDE, "webp", 23)
+    answer = post(url, prompt="a", output_format="webp", **SMALL)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "size"
+    assert "'webp' stores at most 23 pixels a side, got 24 x 16" in error["message"]
 
 
 def test_openai_client_generates_images(url, folder):

@@ -16,7 +16,13 @@ from support.live import live_server
 from fastkernels import LLM, RenderParams
 from fastkernels.engine.http.config import ServerConfig
 
-OPTIONS = {"num_blocks": None, "max_model_len": None, "max_waiting": 6, "max_num_seqs": 4, "max_pixels": 4000}
+OPTIONS = {
+    "num_blocks": None,
+    "max_model_len": None,
+    "max_waiting": 6,
+    "max_num_seqs": 4,
+    "max_pixels": 70_000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,13 @@ def test_images_are_those_of_the_engine(served):
         picture = Image.open(io.BytesIO(base64.b64decode(one["b64_json"])))
         off = np.abs(np.asarray(picture.convert("RGB")).astype(float) - 255 * raw[0][..., :3].clip(0, 1))
         assert picture.format == kind.upper() and off.mean() <= most
+
+
+def test_longest_sides_of_formats_are_encoded(served):
+    url, _, _ = served
+    for kind, width in (("webp", 16_383), ("jpeg", 65_500)):
+        answer = post(url, cameras={**scenes.views(1)[0], "width": width, "height": 1}, output_format=kind)
+        assert answer.status_code == 200 and answer.json()["data"][0]["width"] == width
 
 
 def test_requests_share_steps(served):
@@ -82,7 +95,7 @@ def test_wrong_bodies_name_the_field(served):
     url, _, _ = served
     good = scenes.views(1)[0]
     for camera, error in (
-        ({**good, "width": 10_000, "height": 10_000}, "at most 4000 pixels, got 100000000 (10000 x 10000)"),
+        ({**good, "width": 10_000, "height": 10_000}, "at most 70000 pixels, got 100000000 (10000 x 10000)"),
         ({**good, "viewmat": None}, "viewmat or pose is needed"),
         ({**good, "K": [[0, 0, 0], [0, 1, 0], [0, 0, 1]]}, "focal lengths above 0"),
         ({**good, "K": [[1, 0], [0, 1]]}, "K"),
@@ -104,6 +117,14 @@ def test_wrong_bodies_name_the_field(served):
         ({"cameras": [good] * 7}, "7 cameras are more than the queue holds, 6"),
         ({"cameras": good, "output_format": "bmp"}, "output_format"),
         ({"cameras": good, "output_compression": 5}, "output_compression needs"),
+        (
+            {"cameras": [good, {**good, "width": 16_384, "height": 1}], "output_format": "webp"},
+            "'webp' stores at most 16383 pixels a side, got 16384 x 1",
+        ),
+        (
+            {"cameras": {**good, "width": 1, "height": 65_501}, "output_format": "jpeg"},
+            "'jpeg' stores at most 65500 pixels a side, got 1 x 65501",
+        ),
         ({}, "cameras is required"),
         ({"cameras": "all"}, 'cameras: must be a JSON object, or a list, got "all"'),
     ):

@@ -75,6 +75,17 @@ def test_structure_is_made_watched_fetched_and_deleted(url, folder):
         ({"chains": None}, "chains", "needs either `chains` or `features`"),
         ({"chains": []}, "chains", "with at least one"),
         ({"chains": [{"sequence": "MJ"}]}, "chains", "the letter 'J' at position 2"),
+        ({"chains": [{"sequence": "M\u017f"}]}, "chains", "at position 2"),  # its capital letter is S
+        (
+            {"chains": [{"sequence": "M", "msa": ">a"}]},
+            "chains",
+            "'msa'; known: id, kind, sequence, count; alignments,",
+        ),
+        (
+            {"chains": [{"sequence": "M", "kind": "ligand"}]},
+            "chains",
+            "'ligand', which is none of protein, rna, dna; ",
+        ),
         ({"chains": [{"sequence": "M" * 20_000}]}, "chains", "has 20000 residues, and a request may have 40"),
         ({"features": {}}, "features", "needs either"),
         ({"chains": None, "features": {"msa": 1}}, "features", "has no residue_index"),

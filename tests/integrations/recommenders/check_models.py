@@ -133,6 +133,19 @@ def test_dlrm_v2_inputs_of_all_kinds():
 
 
 @torch.no_grad()
+def test_dlrm_v2_ids_beyond_a_table_are_torchs_error():
+    module = EmbeddingBagCollection(configs())
+    for wrong in (7, -1):
+        ids, lengths = torch.tensor([1, wrong, 2]), torch.tensor([1, 0, 1, 1])
+        given = KeyedJaggedTensor(["f0", "f3", "f1", "t2"], ids, lengths=lengths)
+        with fastkernels.patch(module, ops="embedding_bag") as report:
+            with pytest.raises(RuntimeError, match=f"takes value {wrong} which is not in the valid range"):
+                module(given)
+            row = next(r for r in report.refresh().rows if r.modules)
+            assert row.fallbacks == {"an id is beyond its table": 1} and not row.calls
+
+
+@torch.no_grad()
 def test_dlrm_v2_one_vector_and_missing_features():
     net, x = LowRankCrossNet(12, 2, 3), torch.randn(12)
     torch.testing.assert_close(patched(net, "cross_low_rank", x), net(x), atol=2e-6, rtol=2e-6)
@@ -273,6 +286,32 @@ def test_lightgcn_edges_with_other_data_or_of_no_node(tmp_path):
         edges[0, 5] = 0
     edges.copy_(recommenders.lightgcn(tmp_path)["edge_index"].flip(0))
     torch.testing.assert_close(found, layer(x, edges), atol=2e-6, rtol=2e-6)
+
+
+@torch.no_grad()
+def test_lightgcn_inputs_that_are_no_graph_run_the_host(tmp_path):
+    edges, layer, x = recommenders.lightgcn(tmp_path)["edge_index"], LGConv(False), torch.randn(52, 8)
+    wide = to_torch_csr_tensor(edges, size=(60, 52))
+    for given, words in (
+        ((x, wide), "a matrix [60, 52] for 52 nodes"), (((x, x), edges), "x is not a tensor"),
+        ((x, to_torch_csr_tensor(edges, size=60)), "a matrix [60, 60] for 52 nodes"),
+        ((x, edges.T), "edge_index is torch.int64 [180, 2]"), ((x, edges.float()), "torch.float32 [2, 180]"),
+        ((x, edges, torch.ones(3)), "3 weights for 180 edges"), ((x[:, 0], edges), "x is not a tensor"),
+    ):  # fmt: skip
+        want, found = outcome(layer, *given), None
+        with fastkernels.patch(layer, ops="graph_propagate") as report:
+            found = outcome(layer, *given)
+            (row,) = [r for r in report.refresh().rows if r.modules]
+            assert words in next(iter(row.fallbacks)) and not row.calls
+        assert torch.equal(found, want) if isinstance(want, torch.Tensor) else found == want
+    assert layer(x, wide).shape == (60, 8)
+
+
+def outcome(layer, *given):
+    try:
+        return layer(*given)
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        return type(error), str(error)
 
 
 @torch.no_grad()

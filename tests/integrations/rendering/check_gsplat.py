@@ -164,6 +164,23 @@ def test_packed_rasterization_of_one_image_is_the_same(made: Any) -> None:
     assert found[2]["gaussian_ids"].dtype == torch.int64
 
 
+def test_camera_that_sees_nothing_has_an_empty_image(made: Any) -> None:
+    """As gsplat's CUDA code, which lists no intersection for no Gaussian."""
+    gaussians, views, ks = made
+    away = torch.eye(4)[None].clone()
+    away[:, 2, 3] = -1000.0
+    none = type(gaussians)(**{name: t[:0] for name, t in vars(gaussians).items()})
+    background = torch.tensor([[0.1, 0.5, 0.9]])
+    with fastkernels.patch(gsplat, ops=OPS) as report:
+        for packed in (False, True):
+            colors, alphas, meta = render((gaussians, away, ks[:1]), packed=packed, backgrounds=background)
+            assert torch.equal(colors, background.expand_as(colors)) and not alphas.any()
+            assert meta["isect_offsets"].shape == (1, 3, 5) and not meta["flatten_ids"].numel()
+        colors, alphas, _ = render((none, views, ks))
+        assert colors.shape == (2, HEIGHT, WIDTH, 3) and not colors.any() and not alphas.any()
+        assert not any(row.fallbacks for row in report.refresh().active)
+
+
 def test_refused_calls_run_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(gsplat.cuda._wrapper._SphericalHarmonics, "apply", lambda *args: called.append(args))

@@ -118,6 +118,19 @@ def test_layer_equals_the_librarys(name: str) -> None:
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["outgoing", "outer"])
+def test_empty_input_runs_the_librarys(name: str) -> None:
+    make, inputs, _ = CASES[name]
+    model = Holder(make()).eval()
+    given = tuple(t[:, :0] if name == "outer" else t[:, :0, :0] for t in inputs())
+    with torch.inference_mode():
+        want = model.layer(*given)
+        with fastkernels.patch(model, ops=OPS) as report:
+            assert torch.equal(model.layer(*given), want)
+            row = next(r for r in report.refresh().rows if r.modules)
+            assert "is empty" in next(iter(row.fallbacks)) and not row.calls
+
+
 def run(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(SEED)
     with torch.inference_mode(), warnings.catch_warnings():

@@ -17,6 +17,7 @@ NAMES = 64  # characters of a name that a one-hot vector has: codes 32 to 95
 ELEMENTS = 119
 FIELDS = ("chains", "features")
 CHAIN_FIELDS = ("id", "kind", "sequence", "count")
+OTHERS = "alignments, templates, ligands and changed residues need `features`"
 # Arrays of openfold3's batch, without the batch dimension: their axes, which are sizes by name or numbers
 N, A, S, TT = "tokens", "atoms", "sequences", "templates"
 ARRAYS: dict[str, tuple[str | int, ...]] = {
@@ -147,13 +148,15 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
             raise ValueError(f"the input has as chain {i} {reprlib.repr(chain)}, which is no object")
         if unknown := [name for name in chain if name not in CHAIN_FIELDS]:
             raise ValueError(
-                f"the input has in chain {i} the unknown field {unknown[0]!r:.80}; known: {', '.join(CHAIN_FIELDS)}"
+                f"the input has in chain {i} the unknown field {unknown[0]!r:.80}; known: {', '.join(CHAIN_FIELDS)};"
+                f" {OTHERS}"
             )
         chain = {name: value for name, value in chain.items() if value is not None}
         sequence, kind = chain.get("sequence"), chain.get("kind", "protein")
         if kind not in residues.KINDS:
             raise ValueError(
-                f"the input has in chain {i} kind {kind!r:.80}, which is none of {', '.join(residues.KINDS)}"
+                f"the input has in chain {i} kind {kind!r:.80}, which is none of {', '.join(residues.KINDS)};"
+                f" {OTHERS}"
             )
         if not isinstance(sequence, str) or not sequence:
             raise ValueError(
@@ -169,7 +172,7 @@ def _chains(given: Any, most: int | None) -> list[Chain]:
         check_size(total, most)  # before letters of a whole genome are read
         known = residues.LETTERS[kind]
         for at, letter in enumerate(sequence):
-            if letter.upper() not in known:
+            if not letter.isascii() or letter.upper() not in known:
                 raise ValueError(
                     f"the input has in chain {i} the letter {letter!r} at position {at + 1}; a sequence of kind {kind}"
                     f" has {''.join(sorted(known))}"
