@@ -185,6 +185,13 @@ def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
     (two / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
     with pytest.raises(ValueError, match="num_nextn_predict_layers=2 is not supported, only 1"):
         LLM(str(two), **SMALL, speculative_config=MTP)
+    for wrong in ("1", [1], -1):
+        (two / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": wrong}))
+        for settings in (None, MTP):
+            with pytest.raises(
+                ValueError, match="num_nextn_predict_layers must be an integer of at least 0, got"
+            ):
+                LLM(str(two), **SMALL, speculative_config=settings)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from fastkernels.engine.scheduling.speculation import Speculation
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 512  # tokens of a sequence
 ROUNDS = 5  # of both steps, after one that is not measured
-SLOW = 0.5  # seconds of both steps from which one round is enough
+SLOW = 0.5  # seconds of all rounds after which two are enough
 SECONDS = 3.0  # after which no larger size is begun
 
 
@@ -35,11 +34,12 @@ def measure(executor: Any, config: EngineConfig, settings: Speculation) -> dict[
             break
         plain, drafted = _steps(rows, count, limits.max_model_len, settings.has_model)
         times: list[list[float]] = [[], []]
-        first = sum(_run(executor, step) for step in (plain, drafted))
-        for _ in range(ROUNDS if first < SLOW else 1):
+        for step in (plain, drafted):
+            _run(executor, step)  # kernels may compile
+        while len(times[0]) < 2 or (len(times[0]) < ROUNDS and sum(map(sum, times)) < SLOW):
             for spent, step in zip(times, (plain, drafted), strict=True):
                 spent.append(_run(executor, replace(step, new_rows=())))
-        without, with_drafts = map(statistics.median, times)
+        without, with_drafts = map(min, times)  # other work only adds time
         found[rows] = with_drafts / without
     return found
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.decoder import Decoder
+from fastkernels.models.common.weights import count_of_heads
 
 
 class MtpHead(nn.Module):
@@ -41,7 +42,7 @@ class MtpHead(nn.Module):
                 f"its head is for {sizes[1]} layers of {sizes[0]} channels, and the target has {layers} layers of"
                 f" {hidden}"
             )
-        count = getattr(config, "num_nextn_predict_layers", None)
+        count = count_of_heads(config)
         if count is not None and count > 1:
             raise d.Unsupported(f"config.num_nextn_predict_layers={count} is not supported, only 1")
         prefix = cls.prefix(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -188,12 +189,19 @@ def fill(
     return sources
 
 
+def count_of_heads(config: Any) -> int | None:
+    """config.num_nextn_predict_layers; None if it is not there. Raises CheckpointError for anything but a count."""
+    count = getattr(config, "num_nextn_predict_layers", None)
+    if count is not None and (type(count) is not int or count < 0):
+        raise CheckpointError(
+            f"config.num_nextn_predict_layers must be an integer of at least 0, got {reprlib.repr(count)}"
+        )
+    return count
+
+
 def _prediction_layers(config: Any) -> list[str]:
     """Patterns of the keys of layers for multi-token prediction, which follow the decoder's layers."""
-    first, count = (
-        getattr(config, "num_hidden_layers", 0),
-        getattr(config, "num_nextn_predict_layers", None) or 0,
-    )
+    first, count = getattr(config, "num_hidden_layers", 0), count_of_heads(config) or 0
     return [f"model.layers.{first + i}.*" for i in range(count)]
 
 
