@@ -71,7 +71,8 @@ def arguments():
 def patch(layer, ops=("fused_experts",), **more):
     from fk_integrations.patching.apply import apply
 
-    runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=1, enable_deterministic_inference=False))
+    arguments = SimpleNamespace(pp_size=1, enable_deterministic_inference=False)
+    runner = SimpleNamespace(server_args=arguments, device="cpu")
     return apply(SglangAdapter(runner), nn.ModuleList([layer]), Request("patch", ops=ops, **more))
 
 

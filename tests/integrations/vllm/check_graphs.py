@@ -257,7 +257,7 @@ class Worker:
 
 @pytest.fixture
 def patching(monkeypatch):
-    """A patch of vLLM without a model and compiled code."""
+    """A patch of vLLM without a model, compiled code and groups of ranks."""
 
     def apply(adapter, model, request, rank, begun):
         begun(patched := Patched(adapter, model, request, rank))
@@ -265,6 +265,7 @@ def patching(monkeypatch):
 
     monkeypatch.setattr(vllm, "apply", apply)
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
+    monkeypatch.setattr(vllm.VllmAdapter, "communicators", lambda adapter: [])
     monkeypatch.setattr(compiled, "swap", lambda worker, change, unchanged, *_: change())
     monkeypatch.setattr(reports, "start", lambda *args: None)
     yield
