@@ -91,7 +91,7 @@ class SglangAdapter(Adapter):
         )
 
     def captures(self) -> Callable[[], bool] | Reason | None:
-        if self.model_runner is None or not str(self.model_runner.device).startswith("cuda"):
+        if self.model_runner is None or not str(getattr(self.model_runner, "device", "")).startswith("cuda"):
             return None
         if getattr(self.model_runner.server_args, "disable_cuda_graph", False):
             return Reason(Kind.LEFT_TO_HOST, NO_GRAPHS)
