@@ -1,19 +1,14 @@
-"""Time experts with MXFP4 and NVFP4 weights: both CUDA kernels of this repository, other plans, and vLLM's kernels.
+"""Time experts with MXFP4 and NVFP4 weights: our CUDA kernel and vLLM's.
 
-    fp4_experts.py --out rows.jsonl [--cases gpt-oss-20b,qwen3-30b] [--tokens 1,8,32,64]
-        [--plans "tokens=8;w1=1x8 w2=2x6"] [--skew 1]
+    fp4_experts.py --out rows.jsonl [--cases gpt-oss-20b,qwen3-30b] [--tokens 1,8,32,64] [--skew 1]
 
-A case names a format and sizes, see CASES. A plan names what differs from mxfp4_stream's default: the pairs of a block
-(tokens), and rows x parts of the products (w1, w2). Times are microseconds of an MLP: a CUDA graph has calls of two
-layers with several routings, and kernels take turns. Results are first compared with the reference in float32.
+A case names a format and sizes, see CASES. Times are microseconds of an MLP: a CUDA graph has calls of two layers with
+several routings, and kernels take turns. Results are first compared with the reference in float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,18 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 import torch
 from experiments.common.graph_clock import Run, against, poisoned, rounds
 
-from fastkernels.core import cuda_rtc
 from fastkernels.core.spec import Case
-from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.moe import fused_experts_nvfp4, fused_experts_swigluoai
-from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe import mxfp4_stream as stream
 from fastkernels.overrides.moe.production import _MXFP4, _fused_experts_mxfp4
 
 T = torch.Tensor
 LAYERS, ROUTINGS = 2, 2  # of a graph
 LIMIT = 1e-2  # relative error: results of both products are rounded to bfloat16
-# Format, experts, experts of a token, hidden and intermediate size. Plans were made for the first four alone.
+# Format, experts, experts of a token, hidden and intermediate size. No kernel was tuned for the last two.
 CASES = {
     "gpt-oss-20b": ("mxfp4", 32, 4, 2880, 2880),
     "gpt-oss-120b": ("mxfp4", 128, 4, 2880, 2880),
@@ -51,43 +42,11 @@ CASES = {
 QUICK = {"hidden": 64, "intermediate": 96}
 
 
-class Format:
-    """An op, the positions of routing and weights among its arguments, and its kernels."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.op: Any = fused_experts_swigluoai if name == "mxfp4" else fused_experts_nvfp4
-        self.weights = (1, 2, 3, 4, 7, 8) if name == "mxfp4" else (1, 2, 3, 4, 5, 6)
-        self.routing = 5 if name == "mxfp4" else 7
-        self.glu, self.form = (1, few.MXFP4) if name == "mxfp4" else (2, few.NVFP4)
-
-    def plans(self, text: str, ids: T, w1: T, w2: T) -> list[stream.Plan]:
-        """Return the plans of both products that a text names. Raises ValueError if there are none."""
-        told, found = dict(field.split("=") for field in text.split()), []
-        for name, w, topk, glu in (("w1", w1, ids.shape[1], self.glu), ("w2", w2, 1, 0)):
-            rows, parts = told.get(name, "0x0").split("x")
-            fields = {"rows": int(rows), "parts": int(parts)} if name in told else {}
-            tokens = int(told.get("tokens", 16))
-            p = stream.plan(2 * w.shape[2], w.shape[1], topk, glu, self.form, tokens, **fields)
-            if p is None:
-                raise ValueError(f"{text}: {name} has no such plan")
-            found.append(p)
-        return found
-
-    def planned(self, text: str, *args: Any) -> T:
-        """Call the stream kernel with other plans."""
-        default, self.op._stream_plans = self.op._stream_plans, lambda *of: self.plans(text, *of[:3])
-        try:
-            result: T = self.op._stream(*args)
-        finally:
-            self.op._stream_plans = default
-        return result
-
-    def vllm(self, args: list[Any]) -> Callable[..., T]:
-        """Return a function that calls vLLM's kernel, with weights of these arguments as vLLM keeps them."""
-        if self.name == "mxfp4":
-            return partial(_fused_experts_mxfp4(), prepared=[p.make(*args) for p in _MXFP4])
-        return _marlin(args)
+def vllm_kernel(kind: str, args: list[Any]) -> Callable[..., T]:
+    """Return a function that calls vLLM's kernel, with weights of these arguments as vLLM keeps them."""
+    if kind == "mxfp4":
+        return partial(_fused_experts_mxfp4(), prepared=[p.make(*args) for p in _MXFP4])
+    return _marlin(args)
 
 
 def _marlin(args: list[Any]) -> Callable[..., T]:
@@ -125,44 +84,40 @@ def routing(run: Run, tokens: int, experts: int, topk: int, skew: float) -> tupl
     return weights, ids.int()
 
 
-def measure(run: Run, name: str, tokens: int, plans: list[str], skew: float) -> None:
+def measure(run: Run, name: str, tokens: int, skew: float) -> None:
     kind, experts, topk, hidden, intermediate = CASES[name]
-    of = Format(kind)
-    run.op = of.op.SPEC.name
+    op: Any = fused_experts_swigluoai if kind == "mxfp4" else fused_experts_nvfp4
+    routed = 5 if kind == "mxfp4" else 7  # the position of weights and ids among the arguments
+    run.op = op.SPEC.name
     sizes: dict[str, Any] = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
     sizes.update(QUICK if run.quick else {})
     case = Case(name, {"tokens": tokens, **sizes, **({"mxfp4": True} if kind == "mxfp4" else {})}, "bfloat16")
     layers, several = [], []
     for _ in range(LAYERS):
-        args = list(of.op.SPEC.inputs(case, run.device, run.generator))[:9]
+        args = list(op.SPEC.inputs(case, run.device, run.generator))[:9]
         if kind == "nvfp4":  # of vLLM's kernel, an expert has one factor
             args[5:7] = [f[:, :1].expand(f.shape).contiguous() for f in args[5:7]]
         layers.append(args)
     for args in layers:
         for _ in range(ROUTINGS):
             changed = list(args)
-            changed[of.routing : of.routing + 2] = routing(run, tokens, experts, topk, skew)
+            changed[routed : routed + 2] = routing(run, tokens, experts, topk, skew)
             several.append(changed)
     told = {"case": name, "tokens": tokens, "skew": skew}
-    calls: dict[str, list[Callable[..., T]]] = {"torch": [of.op._torch] * LAYERS}
-    if run.cuda:
-        calls = {"cuda": [of.op._cuda] * LAYERS}
-        given = several[0] if kind == "nvfp4" else several[0][:9]
-        if of.op._supports_stream(*given) is None:
-            calls["stream"] = [of.op._stream] * LAYERS
-            calls.update({plan: [partial(of.planned, plan)] * LAYERS for plan in plans})
-        if find_spec("vllm") is not None:
-            try:
-                calls["vllm"] = [of.vllm(args) for args in layers]
-            except Exception as error:  # of another version's functions
-                run.row("time", "vllm", told, f"{type(error).__name__}: {str(error)[:200]}", "unsupported")
-    want = of.op.reference(several[0][0].float(), *several[0][1:])
+    ours = "cuda" if run.cuda else "torch"
+    calls: dict[str, list[Callable[..., T]]] = {ours: [getattr(op, f"_{ours}")] * LAYERS}
+    if run.cuda and find_spec("vllm") is not None:
+        try:
+            calls["vllm"] = [vllm_kernel(kind, args) for args in layers]
+        except Exception as error:  # of another version's functions
+            run.row("time", "vllm", told, f"{type(error).__name__}: {str(error)[:200]}", "unsupported")
+    want = op.reference(several[0][0].float(), *several[0][1:])
     for label, call in list(calls.items()):
         try:
             with poisoned():
                 error = ((call[0](*several[0]).float() - want).norm() / want.norm()).item()
-        except ValueError as reason:
-            run.row("check", label, told, str(reason), "unsupported")
+        except Exception as raised:
+            run.row("check", label, told, f"{type(raised).__name__}: {str(raised)[:200]}", "failed")
             del calls[label]
             continue
         if not error < LIMIT:
@@ -173,35 +128,11 @@ def measure(run: Run, name: str, tokens: int, plans: list[str], skew: float) -> 
     }  # fmt: skip
     times = rounds(run, todo)
     for label, us in times.items():
-        gains: dict[str, Any] = {
-            f"speedup_{o}": against(us, times[o]) for o in ("cuda", "vllm") if o in times and o != label
-        }
+        gains = {"speedup_vllm": against(us, times["vllm"])} if "vllm" in times and label != "vllm" else {}
         run.row(
             "time", label, told, us=statistics.median(us) / len(several),
-            **{m: gain[0] for m, gain in gains.items()}, ci95={m: gain[1] for m, gain in gains.items()},
+            ci95={m: gain[1] for m, gain in gains.items()}, **{m: gain[0] for m, gain in gains.items()},
         )  # fmt: skip
-
-
-def compile_ahead(names: list[str], tokens: list[int], texts: list[str]) -> None:
-    """Compile all kernels in processes, before CUDA is in use here: they are read from the cache folder then."""
-    found: set[Any] = set()
-    for name in names:
-        kind, experts, topk, hidden, inner = CASES[name]
-        of = Format(kind)
-        shapes = (experts, 2 * inner, hidden // 2), (experts, hidden, inner // 2)
-        w1, w2 = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
-        for ids in (torch.empty(n, topk, dtype=torch.int32, device="meta") for n in tokens):
-            found.update(of.op._plans(ids, w1, w2, None), of.op._stream_plans(ids, w1, w2, None) or ())
-        for text in texts:
-            with contextlib.suppress(ValueError):  # reported where it is called
-                found.update(of.plans(text, ids, w1, w2))
-    source = {
-        few.Plan: hopper.text(few.COMMON, few.SOURCE),
-        stream.Plan: hopper.text(few.COMMON, stream.SOURCE),
-    }
-    jobs = [(source[type(p)], ("--gpu-architecture=sm_90a", *p.options)) for p in found if type(p) in source]
-    with multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 2, 1)) as pool:
-        pool.starmap(cuda_rtc.cubin, jobs)
 
 
 def main() -> int:
@@ -210,7 +141,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="time limit")
     parser.add_argument("--cases", default="gpt-oss-20b,qwen3-30b", help=f"of {', '.join(CASES)}")
     parser.add_argument("--tokens", default="1,8,32,64")
-    parser.add_argument("--plans", default="", help="separated by ;")
     parser.add_argument(
         "--skew", type=float, default=0.0, help="standard deviation of the experts' own logits"
     )
@@ -220,17 +150,14 @@ def main() -> int:
     cases = options.cases.split(",")
     if unknown := [name for name in cases if name not in CASES]:
         parser.error(f"--cases: {', '.join(unknown)} is not one of {', '.join(CASES)}")
-    tokens, plans = options.tokens.split(","), [text for text in options.plans.split(";") if text]
-    if options.device == "cuda":
-        compile_ahead(cases, [int(n) for n in tokens], plans)
     run = Run("fp4_experts", "", options)
     run.common["baseline"] = "vllm"
     for name in cases:
-        for n in tokens:
+        for n in options.tokens.split(","):
             if run.left() < 0:
                 print(f"the time is up before {name} with {n} tokens", file=sys.stderr)
                 return 1
-            measure(run, name, int(n), plans, options.skew)
+            measure(run, name, int(n), options.skew)
     return bool(run.wrong)
 
 

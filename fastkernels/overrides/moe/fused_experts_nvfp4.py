@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.core.dispatch import ForOthers, Provider, define
+from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Call, Case, OpSpec, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8
@@ -20,7 +20,6 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.linear.linear_int4 import packed_values
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP, decoded, dequantize_nvfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe import mxfp4_stream as stream
 from fastkernels.overrides.moe.cases import (
     AXES,
     FLOPS,
@@ -34,7 +33,7 @@ from fastkernels.overrides.moe.fused_experts import fused_experts, on_own_rows, 
 from fastkernels.overrides.moe.sorted_pairs import sorts
 
 T = torch.Tensor
-# Rows an expert with which weights are dequantized for the call: kernels read them again, from L2, for 8 to 32 rows
+# Rows an expert with which weights are dequantized for the call: the kernel reads them again, from L2, for each 8 rows
 MOST_ROWS = 64
 
 
@@ -105,24 +104,18 @@ def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[few.Plan]:
     )
 
 
-def _stream_plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[stream.Plan] | None:
-    experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    if not sorts(ids.numel(), experts, expert_map):
-        return None
-    return stream.plans(w1, w2, ids, experts, 2, few.NVFP4)
-
-
-def _unsuitable(
-    x: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, weights: T, ids: T,
-    expert_map: T | None,
+def _supports_cuda(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
+    expert_map: T | None = None,
 ) -> str | None:  # fmt: skip
-    """Return why no CUDA C++ kernel supports a call on any GPU, None if one may."""
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    if ids.numel() > MOST_ROWS * experts:
+    if topk_ids.numel() > MOST_ROWS * experts:
         return f"more than {MOST_ROWS} rows an expert"
-    floats = {t.dtype for t in (weights, w1_factor, w2_factor)}
-    if x.dtype != torch.bfloat16 or floats != {torch.float32}:
-        return f"hidden_states is {x.dtype}, weights and factors {floats}, not bfloat16 and float32"
+    floats = {t.dtype for t in (topk_weights, w1_factor, w2_factor)}
+    if hidden_states.dtype != torch.bfloat16 or floats != {torch.float32}:
+        return (
+            f"hidden_states is {hidden_states.dtype}, weights and factors {floats}, not bfloat16 and float32"
+        )
     for name, w, scale, factor in (("w1", w1, w1_scale, w1_factor), ("w2", w2, w2_scale, w2_factor)):
         if scale.dtype != FP8:
             return f"{name}_scale is {scale.dtype}, not {FP8}"
@@ -130,67 +123,6 @@ def _unsuitable(
             return f"{2 * w.shape[2]} columns of {name} are not a multiple of 32"
         if (reason := few.wrong_matrix(w, name, scale=scale, factor=factor)) is not None:
             return reason
-    return None
-
-
-def _supports_stream(
-    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
-    expert_map: T | None = None,
-) -> str | None:  # fmt: skip
-    given = (
-        hidden_states,
-        w1,
-        w2,
-        w1_scale,
-        w2_scale,
-        w1_factor,
-        w2_factor,
-        topk_weights,
-        topk_ids,
-        expert_map,
-    )
-    reason = (
-        _unsuitable(*given)
-        or stream.unsuitable(w1, w1_scale, w1_factor, "w1")
-        or stream.unsuitable(w2, w2_scale, w2_factor, "w2")
-    )
-    if reason is None:
-        plans = _stream_plans(topk_ids, w1, w2, expert_map)
-        reason = stream.unavailable(hidden_states.device, plans)
-    return None if reason is None else ForOthers(reason)  # what `cuda` cannot run either, it reports
-
-
-def _stream(
-    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
-    expert_map: T | None = None,
-) -> T:  # fmt: skip
-    check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
-    first, second = (w1, w1_scale, w1_factor), (w2, w2_scale, w2_factor)
-    plans = _stream_plans(topk_ids, w1, w2, expert_map)
-    assert plans is not None, "_supports_stream found plans"
-    return few.mlp(
-        hidden_states, first, second, topk_weights, topk_ids, expert_map, plans, stream.mxfp4_stream
-    )
-
-
-def _supports_cuda(
-    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
-    expert_map: T | None = None,
-) -> str | None:  # fmt: skip
-    given = (
-        hidden_states,
-        w1,
-        w2,
-        w1_scale,
-        w2_scale,
-        w1_factor,
-        w2_factor,
-        topk_weights,
-        topk_ids,
-        expert_map,
-    )
-    if (reason := _unsuitable(*given)) is not None:
-        return reason
     plans = _plans(topk_ids, w1, w2, expert_map)
     return (
         few.too_large(*plans)
@@ -280,7 +212,6 @@ fused_experts_nvfp4 = define(
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
-        Provider("stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("triton", _dense, devices=("cuda",), supports=_supports_dense),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),

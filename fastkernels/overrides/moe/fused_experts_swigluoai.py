@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.dispatch import ForOthers, Provider, define
+from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, fan_in
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
-from fastkernels.overrides.moe import mxfp4_stream as stream
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
@@ -27,7 +26,6 @@ from fastkernels.overrides.moe.moe_tiles import parsed
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs, sorts
 
 T = torch.Tensor
-MOST_ROWS = 12  # average pairs per expert of mxfp4_stream
 
 
 def reference(
@@ -128,50 +126,6 @@ def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[Any, Any]:
     return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
 
-def _stream_plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[stream.Plan] | None:
-    experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    if ids.numel() > MOST_ROWS * experts or not sorts(ids.numel(), experts, expert_map):
-        return None
-    return stream.plans(w1, w2, ids, experts, 1, few.MXFP4)
-
-
-def _supports_stream(
-    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
-    w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
-) -> str | None:  # fmt: skip
-    reason = f"topk_weights is {topk_weights.dtype}" if topk_weights.dtype != torch.float32 else None
-    for name, w, scale, bias in (("w1", w1, w1_scale, w1_bias), ("w2", w2, w2_scale, w2_bias)):
-        reason = reason or few.unsuitable(hidden_states, w, scale, bias, name)
-        if reason is None and scale is not None:
-            reason = stream.unsuitable(w, scale, bias, name)
-    if reason is None:
-        plans = _stream_plans(topk_ids, w1, w2, expert_map)
-        reason = stream.unavailable(hidden_states.device, plans)
-    return None if reason is None else ForOthers(reason)  # what `mxfp4-cuda` cannot run either, it reports
-
-
-def _stream(
-    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T,
-    w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
-) -> T:  # fmt: skip
-    _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
-    plans = _stream_plans(topk_ids, w1, w2, expert_map)
-    assert plans is not None, "_supports_stream found plans"
-    first, second = (w1, w1_scale, w1_bias), (w2, w2_scale, w2_bias)
-    return few.mlp(
-        hidden_states,
-        first,
-        second,
-        topk_weights,
-        topk_ids,
-        expert_map,
-        plans,
-        stream.mxfp4_stream,
-        alpha,
-        limit,
-    )
-
-
 def _supports_cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
@@ -202,13 +156,16 @@ def _cuda(
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     first, second = _plans(ids, w1, w2, expert_map)
-    if not isinstance(first, many.Plan):
-        products = (w1, w1_scale, w1_bias), (w2, w2_scale, w2_bias)
-        return few.mlp(x, *products, weights, ids, expert_map, [first, second], few.mxfp4_gemm, alpha, limit)
-    pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
-    x = many.in_order(x)
-    inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
-    out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    if isinstance(first, many.Plan):
+        pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
+        x = many.in_order(x)
+        inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+        out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    else:
+        pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
+        x = x.clone() if x.data_ptr() % 16 else x
+        inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+        out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     return sum_over_experts(out, ids, experts, expert_map)
 
 
@@ -239,7 +196,6 @@ fused_experts_swigluoai = define(
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("mxfp4-cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
-        Provider("mxfp4-stream", _stream, devices=("cuda",), supports=_supports_stream),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -194,20 +194,13 @@ def mxfp4_gemm(
 
 def mlp(
     x: torch.Tensor, first: Matrix, second: Matrix, weights: torch.Tensor, ids: torch.Tensor,
-    expert_map: torch.Tensor | None, plans: list[Any], product: Callable[..., torch.Tensor] = mxfp4_gemm,
-    alpha: float = 0.0, limit: float = 0.0,
+    expert_map: torch.Tensor | None, plans: list[Plan],
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sums over experts of an MLP.
-
-    first, second  w, scales and more of `product`: mxfp4_gemm or mxfp4_stream
-    plans          of both products
-    alpha, limit   of swigluoai_and_mul
-    """
+    """Return the sums over experts of an MLP with SiLU. first, second: w, scales and more of `mxfp4_gemm`."""
     ids, weights, x = ids.to(torch.int32).contiguous(), weights.contiguous(), x.contiguous()
     if ids.numel() == 0 or first[0].numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = first[0].shape[0] if expert_map is None else expert_map.numel()
     pairs = sort_pairs(ids, experts, expert_map, plans[0].tokens)
-    x = x.clone() if x.data_ptr() % 16 else x
-    inner = product(x, *first, pairs, plans[0], None, alpha, limit)
-    return sum_over_experts(product(inner, *second, pairs, plans[1], weights), ids, experts, expert_map)
+    inner = mxfp4_gemm(x.clone() if x.data_ptr() % 16 else x, *first, pairs, plans[0])
+    return sum_over_experts(mxfp4_gemm(inner, *second, pairs, plans[1], weights), ids, experts, expert_map)

@@ -1,4 +1,4 @@
-"""Tests of fp4_experts.py: rows of both formats, other plans, and wrong kernels, which are not timed."""
+"""Tests of fp4_experts.py: rows of both formats, and wrong kernels, which are not timed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.moe import fp4_experts
@@ -41,25 +40,6 @@ def test_wrong_kernel_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch,
     assert status == 1
     assert [(r["case"]["kind"], r["status"]) for r in rows] == [("check", "wrong")]
     assert "its relative error is 0." in rows[0]["reason"]
-
-
-def test_plans_reach_both_products_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = fp4_experts.Format("nvfp4")
-    default, found = of.op._stream_plans, []
-    ids = torch.zeros(3, 2, dtype=torch.int32)
-    w1, w2 = torch.empty(4, 192, 128, dtype=torch.uint8), torch.empty(4, 256, 48, dtype=torch.uint8)
-
-    def call(*args: Any) -> torch.Tensor:
-        found.extend(of.op._stream_plans(ids, w1, w2, None))
-        return torch.empty(0)
-
-    monkeypatch.setattr(of.op, "_stream", call)
-    of.planned("tokens=8 w1=1x2 w2=2x1")
-    assert [(p.k, p.tokens, p.rows, p.parts, p.glu) for p in found] == [(256, 8, 1, 2, 2), (96, 8, 2, 1, 0)]
-    assert of.op._stream_plans is default
-    with pytest.raises(ValueError, match="w1=8x2: w1 has no such plan"):
-        of.planned("w1=8x2")
-    assert of.op._stream_plans is default
 
 
 def test_unknown_case_is_refused(

@@ -1,4 +1,4 @@
-// The decoding of MXFP4 in registers and the functions of SwiGLU, for the kernels with 4-bit weights of experts.
+// The decoding of MXFP4 in registers and the functions of SwiGLU, for both kernels with 4-bit weights of experts.
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -43,12 +43,6 @@ __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // wei
     pairs_of_e2m1(to, word);
 #pragma unroll
     for (int i = 0; i < 4; i++) to[i] = product(to[i], by);
-}
-
-__device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers, i is next to i + 4
-    return make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410), halves(v.y, v.w, 0x7632));
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -36,6 +36,12 @@ constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte wo
 static_assert(K % 32 == 0 && AHEAD >= 1 && TOKENS <= 8 && (SORTED || TOKENS == 1), "what lanes hold");
 static_assert(!INTEGERS || (GROUP % 128 == 0 && K % GROUP == 0), "a step has one scale");
 
+__device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers, i is next to i + 4
+    return make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410), halves(v.y, v.w, 0x7632));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const void* more, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
