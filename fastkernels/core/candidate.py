@@ -141,21 +141,23 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
-CHECKED = 64  # shapes of the first argument whose outputs are compared with the op's
+CHECKED = 64  # kinds of calls whose outputs are compared with the op's
 
 
 def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., Any]:
     """The function, which raises WrongOutput for outputs that are not the op's.
 
-    The first call of each shape of the first argument is checked, for CHECKED of them; later ones cost a look-up.
+    The first call of a kind is checked, for CHECKED kinds; later ones cost a look-up. Calls of a kind have the same
+    shape and dtype of the first argument, and give the same optional arguments.
     """
     seen = set[Any]()
 
     def run(*args: Any) -> Any:
         found = function(*args)
-        shape = getattr(args[0], "shape", None) if args else None
-        if shape not in seen and len(seen) < CHECKED:
-            seen.add(shape)
+        first = args[0] if args else None
+        kind = getattr(first, "shape", None), getattr(first, "dtype", None), *[a is None for a in args]
+        if kind not in seen and len(seen) < CHECKED:
+            seen.add(kind)
             if (problem := _unlike(found, op, args)) is not None:
                 raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
         return found

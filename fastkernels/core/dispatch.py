@@ -295,7 +295,7 @@ class Op(Choice):
     unchanging: tuple[tuple[int, ...], Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if _direct and get_ident() in _direct:
+        if _direct and not torch.compiler.is_dynamo_compiling() and get_ident() in _direct:
             return self.run(*args)
         if self.unchanging is None or only_overload:
             return self.overload(*args)
@@ -433,7 +433,7 @@ def direct_calls(device: torch.device) -> Iterator[None]:
 def begin_direct_calls() -> bool:
     """Begin what `direct_calls` does, on any device, and return True, unless it has begun or torch watches calls.
 
-    For a step that turns on inference mode itself, in a thread that compiles nothing.
+    For a step that turns on inference mode itself. Code that Dynamo traces in it still calls the torch op.
     """
     thread = get_ident()
     if thread in _direct or torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0:

@@ -234,3 +234,26 @@ def test_each_new_shape_of_outputs_is_checked(write: Callable[[str], str]) -> No
             op(torch.randn(3, 8))
     finally:
         undo[0]()
+
+
+@pytest.mark.parametrize(
+    ("returned", "dtype", "residual", "told"),
+    [
+        ("x.float()", torch.bfloat16, False, r"\[2, 8\] float32 on cpu, not \[2, 8\] bfloat16"),
+        ("x if residual is None else (x, residual)", torch.float32, True, r"\(.*\), not \[2, 8\]"),
+    ],
+)
+def test_each_new_kind_of_call_is_checked(
+    write: Callable[[str], str], returned: str, dtype: torch.dtype, residual: bool, told: str
+) -> None:
+    """After a right call of the same shape, without a residual and in float32."""
+    text = f"def rms_norm(x, weight, eps, residual=None):\n    return {returned}\n"
+    op, undo, weight = registry.get("rms_norm").op, [], torch.ones(8)
+    candidate.install(candidate.load("rms_norm", write(text)), undo.append)
+    x = torch.randn(2, 8)
+    try:
+        op(x, weight, 1e-6)
+        with pytest.raises(candidate.WrongOutput, match=told):
+            op(x.to(dtype), weight.to(dtype), 1e-6, x.clone() if residual else None)
+    finally:
+        undo[0]()

@@ -283,8 +283,19 @@ def test_calls_run_few_python_functions(op: Op, through: str, provider: list[str
         assert _python_calls(op, *args) == ["__call__", through, "run", *provider]
         assert begin_direct_calls() and not begin_direct_calls()
         try:
-            assert _python_calls(op, *args) == ["__call__", "run", *provider]
+            assert _python_calls(op, *args) == ["__call__", "is_dynamo_compiling", "run", *provider]
         finally:
             end_direct_calls()
         with torch.profiler.profile():
             assert not begin_direct_calls()
+
+
+def test_code_compiled_in_a_direct_step_calls_the_op() -> None:
+    """Dynamo would trace a provider, or stop at the question for the thread."""
+    found = torch.compile(lambda x: DOUBLE(x) + 1, fullgraph=True, backend="eager")
+    with torch.inference_mode():
+        assert begin_direct_calls()
+        try:
+            assert torch.equal(found(torch.ones(3)), torch.full((3,), 3.0))
+        finally:
+            end_direct_calls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,7 @@ FORMS = {
     "two users": lambda x, w, b: (y := F.linear(x, w), y.sum(-1) + 1),
     "a residual after it": lambda x, w, b: F.linear(x, w) + x.sum(-1, keepdim=True) * b,
     "the weight's transpose": lambda x, w, b: x @ w.t(),
+    "a row after it": lambda x, w, b: torch.addmm(b[None], x.flatten(0, -2), w.t()),
 }
 
 
@@ -75,6 +77,27 @@ def test_product_becomes_ours(form: str, shape: tuple[int, ...]) -> None:
     (got, replaced, calls), want = run(FORMS[form], *args), FORMS[form](*args)
     assert replaced == calls == 1
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_one_number_for_all_columns_is_no_bias() -> None:
+    """Kernels of ours read N numbers of a bias; torch's product broadcasts one."""
+    x, weight, bias = tensors(7)
+    biases: list[T | None] = []
+
+    def note(op: Any, provider: dispatch.Provider) -> dispatch.Provider:
+        def fn(x: T, weight: T, bias: T | None = None) -> Any:
+            biases.append(bias)
+            return provider.fn(x, weight, bias)
+
+        return dataclasses.replace(provider, fn=fn)
+
+    dispatch.observe(note)
+    try:
+        got, replaced, calls = run(lambda x, w, b: torch.addmm(b, x, w.t()), x, weight, bias[:1])
+    finally:
+        dispatch.observe(None)
+    torch.testing.assert_close(got, F.linear(x, weight) + bias[:1], atol=1e-5, rtol=1e-5)
+    assert (replaced, calls, biases) == (1, 1, [None])
 
 
 OTHERS = {

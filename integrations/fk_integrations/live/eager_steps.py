@@ -18,7 +18,7 @@ from fk_integrations.core.journal import Journal
 from fk_integrations.live.decorated import wrapper
 
 PINNED = "_forward_method"  # the bound method that a dispatching class of a host calls
-_THEIRS = "_fastkernels_eager"  # what PINNED was before the patch
+THEIRS = "_fastkernels_eager"  # what PINNED was before the patch
 
 
 @cache
@@ -33,7 +33,7 @@ def captured_only(
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if captures() or torch.compiler.is_compiling() or dispatch.recorded():
             return ours(self, *args, **kwargs)
-        pinned = vars(self).get(_THEIRS)
+        pinned = vars(self).get(THEIRS)
         return theirs(self, *args, **kwargs) if pinned is None else pinned(*args, **kwargs)
 
     return wrapper(run, ours)
@@ -43,5 +43,5 @@ def keep_pinned(module: Any, journal: Journal) -> None:
     """Note the host's method that a module is bound to, before a change of its class binds it to ours."""
     pinned = vars(module).get(PINNED)
     if pinned is not None:
-        vars(module)[_THEIRS] = pinned
-        journal.add(lambda: vars(module).pop(_THEIRS, None))
+        vars(module)[THEIRS] = pinned
+        journal.add(lambda: vars(module).pop(THEIRS, None))

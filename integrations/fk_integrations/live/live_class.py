@@ -22,7 +22,7 @@ from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fk_integrations.core.instance_class import bind_methods, change_class
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.decorated import host_function, plain_function, redecorated, wrapper
-from fk_integrations.live.eager_steps import captured_only
+from fk_integrations.live.eager_steps import PINNED, THEIRS, captured_only
 from fk_integrations.live.tally import Tally, calling, counted
 from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of
 
@@ -143,6 +143,8 @@ def _without_ours(state: Any) -> Any:
         return state
     ours = state.get(PREPARED, _NO_NAMES)
     kept = {k: v for k, v in state.items() if k not in ours and not str(k).startswith("_fastkernels")}
+    if THEIRS in state:  # ours would call the copy's own pinned method, which is ours
+        kept[PINNED] = state[THEIRS]
     for table in ("_parameters", "_buffers", "_modules") if ours else ():
         if isinstance(kept.get(table), dict):
             kept[table] = {k: v for k, v in kept[table].items() if k not in ours}

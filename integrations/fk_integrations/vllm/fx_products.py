@@ -14,10 +14,9 @@ from fk_integrations.vllm.fx_fusions import arguments, metadata_of
 OPS = (linear,)  # torch.ops has it by now
 _OURS = torch.ops.fastkernels.linear.default
 _TRANSPOSED = (torch.ops.aten.t.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int)
-MATRIX = "an addmm with a matrix"
-_PRODUCTS = (
-    torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
-)  # fmt: skip
+_ADDMM = torch.ops.aten.addmm.default
+ADDED = "what the product adds is no vector of N numbers"
+_PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.mm.default, _ADDMM)
 
 
 class Product(NamedTuple):
@@ -43,7 +42,7 @@ def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
     for target in _PRODUCTS:
         for node in graph.find_nodes(op="call_function", target=target):
             added, given = None, product_of(node)
-            if given == MATRIX:
+            if given == ADDED and target is _ADDMM:
                 added, given = node.args[0], _product(node.args[1], node.args[2], None)
             if isinstance(given, str) or given.key not in shapes:
                 continue
@@ -67,12 +66,12 @@ def product_of(node: Any) -> Product | str:
         return _of(given["x"] if "x" in given else given["input"], given["weight"], given.get("bias"))
     if target is torch.ops.aten.mm.default:
         return _product(node.args[0], node.args[1], None)
-    if target is not torch.ops.aten.addmm.default:
+    if target is not _ADDMM:
         return f"the input of the activation is of {target}"
     bias, x, transposed = node.args
     if node.kwargs:
         return "an addmm with scales"
-    return MATRIX if bias.meta["val"].dim() != 1 else _product(x, transposed, bias)
+    return _product(x, transposed, bias)
 
 
 def _product(x: fx.Node, transposed: fx.Node, bias: fx.Node | None) -> Product | str:
@@ -87,6 +86,8 @@ def _of(x: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> Product | s
         return "the weight's sizes are unknown"
     if a.dtype != b.dtype:
         return f"x is {a.dtype}, the weight {b.dtype} {tuple(b.shape)}"
+    if bias is not None and tuple(bias.meta["val"].shape) != tuple(b.shape[:1]):
+        return ADDED
     return Product(x, weight, bias)
 
 

@@ -1,5 +1,8 @@
 """Every norm of SGLang and torch against the host's own, without an engine."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from fk_integrations.patching.apply import apply
@@ -150,6 +153,9 @@ def test_eager_steps_run_the_hosts_code_and_graphs_ours(monkeypatch):
         torch.testing.assert_close(run(), expected, rtol=0, atol=0)
         found = rows(patched)
         assert set(found) == {"rms_norm", "silu_and_mul"}
+        for made in (copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+            again = nn.ModuleDict({name: made(module) for name, module in model.items()})
+            assert torch.equal(again["act"](again["norm"](x)), expected[0])
         assert all(row["captured"] and row["calls"] == 0 for row in found.values())
         monkeypatch.setattr(Serving, "capturing", True)
         torch.testing.assert_close(run(), expected, rtol=0.02, atol=0.02)
