@@ -344,7 +344,6 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
     )
     state = make_tiny(tmp_path / "mamba", "mamba", "float32")
     assert "keeps more than the keys of its tokens" in said(draft_model(state))
-    assert "its layers keep a recurrent state" in said(draft_model(folder), target=state)
     latent = make_tiny(tmp_path / "latent", "deepseek_v3", "float32")
     assert "has latent attention" in said(draft_model(latent))
     vision, same = (

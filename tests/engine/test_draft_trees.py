@@ -91,7 +91,7 @@ def test_tokens_are_those_without_drafts(
     want = results(plain, given, each)
     texts = [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)]
     propose(monkeypatch, texts)
-    llm = LLM(str(folder), **{**SMALL, "num_blocks": 28}, speculative_config=tree(eagle))
+    llm = LLM(str(folder), **{**SMALL, "num_blocks": 16}, speculative_config=tree(eagle))
     for _ in range(2):
         assert results(llm, given, each) == want
     scheduler, found = llm.llm_engine.scheduler, counts(llm)

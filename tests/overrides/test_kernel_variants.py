@@ -29,10 +29,11 @@ OPS: dict[str, Callable[[int], None]] = {
     "qwen": partial(kernels.step, QWEN, fp8=False, norms=True), "qwen-fp8": partial(kernels.step, QWEN, fp8=True),
     "others": partial(kernels.others, LLAMA),
 }  # fmt: skip
-# Kernels with larger tiles for larger tensors: those with one scale per tensor, and elementwise ones.
+# Kernels with larger tiles for larger tensors: those with one scale per tensor, elementwise ones, and those of a
+# recurrence whose long prompts are cut into segments.
 TILES = {
     "_absmax_kernel", "_tensor_kernel", "_gelu_kernel", "_quick_gelu_kernel", "_l2_norm_kernel", "_softplus_kernel",
-    "_swiglu_transition_kernel",
+    "_swiglu_transition_kernel", "linear_kernel", "_join_kernel",
 }  # fmt: skip
 TWICE = {"_rms_norm_kernel", "_gemma_rms_norm_kernel"}  # kernels that read many long rows twice
 

@@ -22,6 +22,7 @@ from fastkernels.models.common.description import Decoder
 MODELS_ROOT = Path(__file__).resolve().parents[1]
 MODELS_PACKAGE = "fastkernels.models"
 COMMON = "common"  # the one folder that holds no models
+DRAFT = "Draft"  # the runner of heads and draft models
 
 
 class InvalidModelFile(ValueError):
@@ -68,7 +69,8 @@ def read_models(root: Path = MODELS_ROOT, package: str = MODELS_PACKAGE) -> dict
                     f"two files define the model {name!r}: {other} and {file}. Rename one of them"
                 )
         found[model.name] = model
-    return found
+    # The first one of a model_type is the model, not a head that drafts for it.
+    return dict(sorted(found.items(), key=lambda item: item[1].arch.runner == DRAFT))
 
 
 @lru_cache(maxsize=1)

@@ -173,11 +173,11 @@ def test_warm_up_ends_at_a_step_that_does_not_fit(
         runner, forward = llm.llm_engine.runner, llm.llm_engine.runner._forward
         seen: list[int] = []
 
-        def small(ids: torch.Tensor, inputs: Any, metadata: Any) -> torch.Tensor:
+        def small(ids: torch.Tensor, *args: Any, **rows: Any) -> torch.Tensor:
             seen.append(len(ids))
             if seen[-1] > 30:
                 raise torch.OutOfMemoryError("tried to allocate")
-            return forward(ids, inputs, metadata)
+            return forward(ids, *args, **rows)
 
         monkeypatch.setattr(runner, "_forward", small)
         with caplog.at_level(logging.WARNING, "fastkernels"):

@@ -271,7 +271,7 @@ def test_second_tensor_parallel_engine_is_refused(two, tiny):
 
 
 def raise_in_steps(runner):
-    def forward(*args):
+    def forward(*args, **rows):
         raise ArithmeticError("a bug in one rank's step")
 
     if runner.rank == 1:

@@ -49,8 +49,8 @@ def test_stream_has_all_tokens_and_counters_count_them(tmp_path):
 def test_measured_costs_of_drafts_are_metrics(tmp_path):
     folder = make_scripted(tmp_path, "abcdefghijklm")
     settings = {"method": "ngram", "num_speculative_tokens": 3}
-    with live_server(folder, ServerConfig("tiny"), speculative_config=settings) as (url, engine):
-        ratios = engine.engine.scheduler.payoff.ratios
+    with live_server(folder, ServerConfig("tiny"), speculative_config=settings) as (url, server):
+        ratios = server.llm.engine.scheduler.payoff.ratios
         for size, ratio in ratios.items():
             got = metric(url, "fastkernels:spec_decode_step_ratio", sequences=str(size))
             assert got == pytest.approx(ratio)

@@ -119,12 +119,12 @@ def test_sinks_reach_flash_attention(op: str, monkeypatch: pytest.MonkeyPatch) -
     spec = registry.get(op)
     small = next(c for c in spec.cases if c.name == "sinks")
     bfloat16 = spec.inputs(replace(small, dtype="bfloat16"), "cpu", torch.Generator().manual_seed(0))
-    assert baseline.supports(*bfloat16) is None and "float32" in str(
-        baseline.supports(*bfloat16[:-2], sinks.float(), None)
-    )
+    at = [argument.name for argument in spec.arguments].index("sinks")
+    wrong = [*bfloat16[:at], sinks.float(), *bfloat16[at + 1 :]]
+    assert baseline.supports(*bfloat16) is None and "float32" in str(baseline.supports(*wrong))
     fn = baseline.make()
     fn(*bfloat16)
-    assert given["s_aux"] is bfloat16[-2] and bfloat16[-2].dtype is torch.bfloat16
+    assert given["s_aux"] is bfloat16[at] and bfloat16[at].dtype is torch.bfloat16
     fn(*args)
     assert given["s_aux"] is None
     monkeypatch.setattr(fa3, "entry_point", lambda: (lambda q, k, v: None, True))
