@@ -239,7 +239,7 @@ def test_module_that_keeps_its_parameter_gets_a_parameter(tmp_path):
         assert torch.equal(layer_norm(x, weight, bias, 1e-5), want)
 
 
-def test_module_that_keeps_its_parameter_under_another_name_sees_new_weights(tmp_path):
+def test_parameter_under_another_name_sees_new_weights(tmp_path):
     text = LAYER_NORM.replace(
         "self.last = self.weight\n", 'object.__setattr__(self, "kept", self.weight)\n', 1
     )
