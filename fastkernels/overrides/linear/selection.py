@@ -18,9 +18,9 @@ from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
-# Sets of cuda-tiled for prompts. Of nine sets, the first was the fastest in most sizes of five models, 0.97 to 1.06
-# times as fast as cuBLAS for 8,192 tokens in turn with it (H200, 2026-11-29); alone at most 1.02. Which one is the fastest for fewer tokens depends on how
-# its tiles fill the last round of the SMs.
+# Sets of cuda-tiled for prompts. Of nine sets, the first was the fastest in most sizes of five models: 0.97 to 1.06
+# times as fast as cuBLAS for 8,192 tokens in turn with it (H200, 2026-11-29), alone at most 1.02. Which one is the
+# fastest for fewer tokens depends on how its tiles fill the last round of the SMs.
 PROMPTS: tuple[dict[str, Any], ...] = (
     tiled.TALL,
     {"rows": 128, "columns": 256, "cooperate": True, "shares": "w", "cluster": 1},
