@@ -137,6 +137,8 @@ WITHOUT = {
     "convnextv2": "one of timm's", "efficientnetv2": "one of timm's", "mobilenetv4": "one of timm's",
     "dlrm_v2": "other inputs than a step of tokens", "lightgcn": "other inputs than a step of tokens",
     "gaussian_splatting": "other inputs than a step of tokens", "instant_ngp": "other inputs than a step of tokens",
+    "deepseek_mtp": "other inputs than a step of tokens", "llama_eagle3": "other inputs than a step of tokens",
+    "qwen3_next_mtp": "other inputs than a step of tokens",
 }  # fmt: skip
 
 
