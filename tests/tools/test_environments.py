@@ -113,6 +113,15 @@ def test_environment_is_the_lock() -> None:
     assert not differing, f"{differing}: run {environments.__file__} lock own"
 
 
+@pytest.mark.skipif(not LOCKED, reason="the packages that ours requires are known from the installed ones")
+def test_newest_lock_has_all_packages() -> None:
+    """A package that was added to our lock is in the newest lock, too, and is no older there."""
+    names = set(required("fastkernels", frozenset({"dev"}), set())) - {"fastkernels", "setuptools"}
+    lock, newest = locked("own"), locked("newest")
+    older = {n: (str(lock[n]), str(newest.get(n))) for n in names if n not in newest or newest[n] < lock[n]}
+    assert not older, f"{older}: run make test-newest"
+
+
 def test_lock_has_the_chosen_versions() -> None:
     lock = locked("own")
     for name, line in constraints(environments.SUPPORT / "constraints.txt").items():
