@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import random
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -206,13 +209,20 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
     )
 
 
-def interpreted(size: int, turns: int) -> None:
-    import subprocess
-
+def interpreted(size: int, turns: int, seconds: float = 400) -> None:
+    """Its ranks wait for each other without an end: all are killed with the script."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPTS / "interpreted_ranks.py"), str(size), str(turns)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, output
 
 
 def test_interpreted_kernels_over_two_ranks() -> None:
