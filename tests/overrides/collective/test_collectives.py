@@ -209,7 +209,7 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
     )
 
 
-def interpreted(size: int, turns: int, seconds: float = 400) -> None:
+def interpreted(size: int, turns: int) -> None:
     """Its ranks wait for each other without an end: all are killed with the script."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPTS / "interpreted_ranks.py"), str(size), str(turns)]
@@ -217,7 +217,7 @@ def interpreted(size: int, turns: int, seconds: float = 400) -> None:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=400)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
