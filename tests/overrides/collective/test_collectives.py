@@ -190,6 +190,7 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
 
     assert said(128, 2048) == said(0, 2048) == said(64, 7168) == "None"
     assert "more than a small message" in said(1024, 2048) and "more than 8192 ids" in said(2048, 8)
+    assert "33 experts of a token: at most 32" in said(2, 8, 33)
     assert "multiple of 4" in said(1, 3) and "at most 16384" in said(1, 16384)
     assert "int32" in said(1, 8, ids=torch.int64) and "not in torch.int8" in said(1, 8, x=torch.int8)
     sources = torch.zeros(8192, dtype=torch.int32)
