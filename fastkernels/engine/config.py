@@ -165,11 +165,13 @@ class EngineConfig:
             )
         if self.expert_parallel_size not in (1, size):
             raise ValueError(
-                f"expert_parallel_size {self.expert_parallel_size} is not possible with data_parallel_size {size}: these"
-                f" ranks share the experts, so that it must be {size} or left out"
+                f"expert_parallel_size {self.expert_parallel_size} is not possible with data_parallel_size {size}:"
+                f" these ranks share the experts, so that it must be {size} or left out"
             )
         if self.speculative_config is not None:
-            raise ValueError(f"speculative_config is not supported with data_parallel_size {size}, only with 1")
+            raise ValueError(
+                f"speculative_config is not supported with data_parallel_size {size}, only with 1"
+            )
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {

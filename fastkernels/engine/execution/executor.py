@@ -1,8 +1,8 @@
 """Run steps on all ranks: the runner of this process, and those of worker processes.
 
 Rank 0 is in this process. It sends each step to every worker, then launches it itself. With tensor parallelism workers
-do not answer steps: all ranks gather the same logits and draw the same noise, and so sample the same tokens. An error in any rank ends the
-engine, because the ranks would be out of step.
+do not answer steps: all ranks gather the same logits and draw the same noise, and so sample the same tokens. An error
+in any rank ends the engine, because the ranks would be out of step. Data-parallel ranks have steps of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """CUDA graphs of steps: decode batches by number of rows, including sampling; mixed batches by number of tokens.
 
-A batch runs in the smallest graph that holds it, and the largest one of data-parallel ranks that share experts. The remaining rows are padding: they use the dummy slot, whose block
-is the reserved block 0, and store nothing. A graph serves every context length: its metadata says max_model_len, and
-the kernels choose on the device by the length of each row.
+A batch runs in the smallest graph that holds it, or of data-parallel ranks that share experts, each of their batches.
+The remaining rows are padding: they use the dummy slot, whose block is the reserved block 0, and store nothing. A graph
+serves every context length: its metadata says max_model_len, and the kernels choose on the device by the length of each
+row.
 
 All graphs share one memory pool, so the next graph that runs may overwrite the outputs of the last one. Separate
 logits [256, 128256] for about forty graphs would take 1 GiB.

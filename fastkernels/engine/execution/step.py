@@ -178,7 +178,13 @@ def idle_step(dummy: int) -> StepInput:
     """The step of a data-parallel rank without requests: one token of the dummy slot, which is never read."""
     one = np.ones(1, dtype=np.int32)
     return StepInput(
-        np.array([dummy]), one, one, np.array([-1]), np.zeros(1, dtype=np.int64), 1, np.empty((0, 3), dtype=np.int32)
+        np.array([dummy]),
+        one,
+        one,
+        np.array([-1]),
+        np.zeros(1, dtype=np.int64),
+        1,
+        np.empty((0, 3), dtype=np.int32),
     )
 
 

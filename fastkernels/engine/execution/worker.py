@@ -1,8 +1,9 @@
 """The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
 main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
-which are not answered, and calls, which are. A data-parallel rank answers COLLECT with the result of its oldest step. The second, `life`, closes when the other side ends, which ends the
-worker; a worker that fails writes its error there as (one line, traceback).
+which are not answered, and calls, which are. A data-parallel rank answers COLLECT with the result of its oldest step.
+The second, `life`, closes when the other side ends, which ends the worker; a worker that fails writes its error there
+as (one line, traceback).
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ def _dispatch_kernel(
     tl.store(rows_ptr + to.to(tl.int64) * W + cols, word, mask=in_row & inside)
     if GROUP > 0:
         if peer == RANK:
-            tl.store(scales_ptr + to * groups + g, tl.where(is_wanted > 0, scale, 0.0), mask=in_scales & inside)
+            scale = tl.where(is_wanted > 0, scale, 0.0)
+            tl.store(scales_ptr + to * groups + g, scale, mask=in_scales & inside)
         else:
             theirs_scale = sent.to(tl.float32, bitcast=True)  # zeros if the token is not wanted
             tl.store(scales_ptr + to * groups + cols, theirs_scale, mask=(cols < groups) & inside)

@@ -95,7 +95,8 @@ class Experts(nn.Module):
 
     expert_map: torch.Tensor | None
     quant_method: Any
-    over_ranks: Callable[..., torch.Tensor] | None = None  # of data-parallel ranks: compute(own part, x, weights, ids)
+    # Of data-parallel ranks: the sum of all experts by (own experts' function, x, weights, ids)
+    over_ranks: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
