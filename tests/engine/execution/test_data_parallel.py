@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.serving.rank_forks import Fork
-from support.tiny import make_tiny
+from support.tiny import MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.cache.blocks import BlockManager
@@ -34,12 +34,11 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Ranks start as forks, in a tenth of the time."""
+def forks(folder: Path, **settings: Any) -> LLM:
+    """Two ranks, of which the second starts as a fork, in a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Fork}))
-        yield
+        return LLM(str(folder), **SETTINGS, data_parallel_size=2, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, forked: None) -> Iterator[LLM]:
+def two(folder: Path) -> Iterator[LLM]:
     """Two ranks with two steps in flight, shared by the tests."""
-    with LLM(str(folder), **SETTINGS, data_parallel_size=2, async_scheduling=True) as llm:
+    with forks(folder, async_scheduling=True) as llm:
         yield llm
 
 
@@ -118,12 +117,12 @@ def test_dead_rank_ends_the_engine(two: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gemma4_experts", "gpt_oss", "llama"])
 def test_other_models_equal_one_process(tmp_path: Path, kind: str) -> None:
     """Also experts beside an MLP or with biases, and a dense model, whose ranks do not wait for each other."""
-    made = make_tiny(tmp_path / kind, kind, "float32")
-    with LLM(str(made), **SETTINGS, data_parallel_size=2) as llm:
+    base, fields = MODELS[kind]
+    made = make_tiny(tmp_path / kind, base, "float32", **fields)
+    with forks(made) as llm:
         assert llm.llm_engine.executor.shares_experts is (kind != "llama")
         got = [tokens(llm.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (3, 1)]
     with LLM(str(made), **SETTINGS) as one:
