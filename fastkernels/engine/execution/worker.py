@@ -118,7 +118,7 @@ def pack(step: Any) -> bytes:
 
 
 def unpack(data: tuple[Any, ...]) -> Any:
-    """What `pack` serialized, from their unpickled form."""
+    """The object that `pack` serialized, from its unpickled form."""
     if len(data) == 1:
         return data[0]
     arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, largest = data

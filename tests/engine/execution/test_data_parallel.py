@@ -119,7 +119,7 @@ def test_dead_rank_ends_the_engine(two: LLM) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gemma4_experts", "gpt_oss", "llama"])
 def test_other_models_equal_one_process(tmp_path: Path, kind: str) -> None:
-    """Also experts beside an MLP or with biases, and a dense model, whose ranks do not wait for each other."""
+    """Also experts next to an MLP or with biases, and a dense model, whose ranks do not wait for each other."""
     base, fields = MODELS[kind]
     made = make_tiny(tmp_path / kind, base, "float32", **fields)
     with forks(made) as llm:

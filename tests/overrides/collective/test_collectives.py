@@ -151,6 +151,30 @@ def test_declaration_and_single_rank(name: str) -> None:
     torch.library.opcheck(spec.op.overload, tuple(arguments(spec, case, 1)[0]))
 
 
+def test_kernels_without_peer_access_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is found once, and the next provider runs."""
+    asked = []
+
+    def refuse(*_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("GPU 0 has no peer access to GPU 1\nat symm_mem.cpp")
+
+    comm = parallel.join("apart", 0, 1)
+    comm.size, comm.device = 2, torch.device("cuda")
+    monkeypatch.setattr(Symmetric, "rendezvous", refuse)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, ids = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int32)
+    for name, args in (
+        ("all_reduce", (x,)), ("all_gather", (x,)), ("ep_dispatch", (x, ids, x[:, :1], 4)),
+        ("ep_combine", (x, ids[:, 0])),
+    ):  # fmt: skip
+        providers = registry.get(name).op.providers
+        (kernel,) = (p for p in providers if p.name == "triton")
+        assert kernel.supports(*args, "apart") == "no symmetric memory: GPU 0 has no peer access to GPU 1"
+        assert any(p.supports is None or p.supports(*args, "apart") is None for p in providers)
+    assert asked == [1]
+
+
 def _bad_experts(rank: int) -> list[str]:
     """Errors of calls that do not fit together; the group can be used afterwards."""
     dispatch, quantized = (registry.get(n).op for n in ("ep_dispatch", "ep_dispatch_fp8"))
