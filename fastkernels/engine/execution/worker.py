@@ -71,17 +71,21 @@ def as_rank(config: EngineConfig, rank: int) -> AbstractContextManager[None]:
 def join(runner: Any, rendezvous: str) -> None:
     """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
 
-    On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster.
+    On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster. Data-parallel ranks
+    form the group of those that share experts.
     """
     from fastkernels.core import parallel
-    from fastkernels.overrides.collective.measure import choose
+    from fastkernels.overrides.collective.measure import choose, choose_experts
 
     # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead. gloo may use
     # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
         size, where = runner.config.num_ranks, f"file://{rendezvous}"
         if runner.config.data_parallel_size > 1:
-            parallel.init_sharing(runner.rank, size, where, str(runner.device))
+            made = parallel.init_sharing(runner.rank, size, where, str(runner.device))
+            most = choose_experts(made) if runner.shares_experts else -1
+            if most > 0 and not runner.rank:
+                log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
             return
         parallel.init(runner.rank, size, where, str(runner.device))
     most = choose(parallel.communicator(parallel.TP))

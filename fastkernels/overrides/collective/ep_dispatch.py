@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastkernels.core import parallel
 from fastkernels.core.communicator import Symmetric
-from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 from fastkernels.overrides.collective.all_gather import all_gather
@@ -276,6 +276,20 @@ def _unsupported(
     return not_launched(x, topk_ids, topk_weights, group)
 
 
+def _measured(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
+) -> str | None:
+    """For groups in which these kernels were measured, see measure.choose_experts."""
+    return not_measured(x.nbytes, group) or not_launched(x, topk_ids, topk_weights, group)
+
+
+def not_measured(nbytes: int, group: str) -> str | None:
+    """Why the kernels of experts are not used for so many bytes of a rank's tokens."""
+    if nbytes > parallel.communicator(group).faster.get("ep_dispatch", -1):
+        return ForOthers("not measured to be faster in this group")
+    return None
+
+
 def _fake(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Dispatched:
@@ -292,6 +306,7 @@ ep_dispatch = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     providers=(
+        Provider("measured", _triton, supports=_measured),
         Provider("composed", _composed, devices=exchange.BOTH),
         Provider("triton", _triton, supports=_unsupported),
         Provider("reference", _reference, devices=exchange.BOTH),

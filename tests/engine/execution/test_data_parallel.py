@@ -26,6 +26,7 @@ from fastkernels.engine.execution.step import StepInput, StepOutput
 from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
+from fastkernels.models.common.decoder import EXPERTS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331)), [5, 6, 7]]
@@ -148,7 +149,9 @@ def test_options_of_other_ranks_are_refused(options: dict[str, Any], what: str) 
 
 def test_models_that_ranks_cannot_share_are_refused(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 5}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {name: 5 for name in EXPERTS if name in config})
+    )
     with pytest.raises(ValueError, match=r"data_parallel_size 2 does not suit .*experts 5 cannot be divided"):
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **SETTINGS, data_parallel_size=2)
     bert = make_tiny(tmp_path / "bert", "bert", "float32")

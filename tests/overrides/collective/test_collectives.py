@@ -217,6 +217,13 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
     assert "33 experts of a token: at most 32" in said(2, 8, 33)
     assert "multiple of 4" in said(1, 3) and "at most 16384" in said(1, 16384)
     assert "int32" in said(1, 8, ids=torch.int64) and "not in torch.int8" in said(1, 8, x=torch.int8)
+    (measured,) = (p for p in ep_dispatch.ep_dispatch.providers if p.name == "measured")
+    call = torch.empty(2, 8), torch.zeros(2, 8, dtype=torch.int32), torch.empty(2, 8), 8, "refusing"
+    assert "not measured to be faster" in measured.supports(*call)
+    comm.faster["ep_dispatch"] = 64
+    assert measured.supports(*call) is None
+    comm.faster["ep_dispatch"] = 63
+    assert "not measured to be faster" in measured.supports(*call)
     sources = torch.zeros(8192, dtype=torch.int32)
     for rows, width, what in (
         (8192, 8, "at most 4096"),
