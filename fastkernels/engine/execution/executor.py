@@ -190,7 +190,6 @@ class DataParallelExecutor(TensorParallelExecutor):
 
     def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         super().__init__(config, folder, hf_config, phases)
-        self.size: int = config.data_parallel_size
         self.shares_experts: bool = self.runner.shares_experts
         self._idle = idle_step(config.max_num_seqs)
 

@@ -154,10 +154,11 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _serve(commands: Connection) -> None:
-    runner = build_runner(pickle.loads(commands.recv_bytes()))
+    setup = pickle.loads(commands.recv_bytes())
+    runner = build_runner(setup)
     keep_objects()
     commands.send(None)
-    pending: deque[Any] = deque(maxlen=2)  # tensor-parallel ranks do not collect
+    pending: deque[Any] = deque(maxlen=min(setup.config.data_parallel_size, 2))  # others do not collect
     while True:
         command = pickle.loads(commands.recv_bytes())
         if len(command) == 2:
