@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from support.live import live_server, wait_for
 from support.serving.rank_forks import Fork
-from support.tiny import MODELS, make_tiny
+from support.tiny import MODELS, make_tiny, make_tiny_bert
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.cache.blocks import BlockManager
@@ -118,6 +121,25 @@ def test_dead_rank_ends_the_engine(two: LLM) -> None:
 
 
 @pytest.mark.slow
+def test_server_divides_requests_and_names_a_dead_rank(folder: Path, greedy: Any) -> None:
+    same = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with live_server(folder, **SETTINGS, data_parallel_size=2) as (url, server):
+
+        def ask(prompt: list[int]) -> Any:
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **same}, timeout=120)
+            return answer.json()["choices"][0]["token_ids"]
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(ask, PROMPTS[:3])) == [greedy(folder, p, 12) for p in PROMPTS[:3]]
+        metrics = httpx.get(f"{url}/metrics").text
+        assert re.search(r'vllm:request_success_total.*reason="length".* 3.0', metrics)
+        server.llm.engine.executor._ranks.workers[0].process.kill()
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        wait_for(lambda: server.llm.dead is not None)
+        assert re.search(r"rank 1 .* was killed by SIGKILL", server.llm.dead)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gemma4_experts", "gpt_oss", "llama"])
 def test_other_models_equal_one_process(tmp_path: Path, kind: str) -> None:
     """Also experts next to an MLP or with biases, and a dense model, whose ranks do not wait for each other."""
@@ -154,7 +176,7 @@ def test_models_that_ranks_cannot_share_are_refused(folder: Path, tmp_path: Path
     )
     with pytest.raises(ValueError, match=r"data_parallel_size 2 does not suit .*experts 5 cannot be divided"):
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, **SETTINGS, data_parallel_size=2)
-    bert = make_tiny(tmp_path / "bert", "bert", "float32")
+    bert = make_tiny_bert(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"data_parallel_size 2 is not supported for .*bert, only 1"):
         LLM(str(bert), device="cpu", data_parallel_size=2)
 
