@@ -123,7 +123,7 @@ def test_dead_rank_ends_the_engine(two: LLM) -> None:
 @pytest.mark.slow
 def test_server_divides_requests_and_names_a_dead_rank(folder: Path, greedy: Any) -> None:
     same = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with live_server(folder, **SETTINGS, data_parallel_size=2) as (url, server):
+    with live_server(folder, **SETTINGS, max_model_len=256, data_parallel_size=2) as (url, server):
 
         def ask(prompt: list[int]) -> Any:
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **same}, timeout=120)
