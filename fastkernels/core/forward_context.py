@@ -41,6 +41,7 @@ class AttentionMetadata:
     key_rows       of an encoder: the tokens that others see, sequence after sequence; seq_lens counts these. None: all
     fresh          [B] bool: whether the sequence begins in this step: its state is zero, whatever the slot holds
     tree           [T] int64: which of the keys before its own each query sees; see attention_prefill. None: all
+    most_tokens    of data-parallel ranks that step together: tokens of the largest one, with padding. 0: T in all
     num_whole, num_whole_tokens  of bidirectional attention: the first sequences, which compute all of their tokens
 
     `decode_only`: every sequence has exactly one query. Where some have none, there are fewer tokens than sequences.
@@ -65,6 +66,7 @@ class AttentionMetadata:
     tree: torch.Tensor | None = None
     num_whole: int = 0
     num_whole_tokens: int = 0
+    most_tokens: int = 0
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""
@@ -97,6 +99,11 @@ def get_forward_context() -> AttentionMetadata:
     if _current is None:
         raise RuntimeError("no forward context: call the model inside `with forward_context(metadata)`")
     return _current
+
+
+def most_tokens(tokens: int) -> int:
+    """Tokens of the largest data-parallel rank in this step, for one with so many."""
+    return max(tokens, _current.most_tokens) if _current is not None else tokens
 
 
 def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any) -> T:

@@ -22,6 +22,7 @@ from fastkernels.core import registry
 from fastkernels.core.communicator import TIMEOUT_S, Communicator, Nodes
 
 TP = "tp"  # the name of the group that modules are sharded over
+EP = "ep"  # of data-parallel ranks, which share the experts of mixtures
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Group:
 _SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
 _group: Group = _SINGLE
 _alone = Communicator(TP)
+_sharing: Communicator | None = None  # EP, while this process is a data-parallel rank
 _communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _build_as: ContextVar[tuple[int, int, int] | None] = ContextVar("build_as", default=None)
+_data: ContextVar[tuple[int, int]] = ContextVar("data", default=(0, 1))
 
 
 def bind(
@@ -74,30 +77,37 @@ def _check(rank: int, size: int) -> None:
 
 
 def reset() -> None:
-    """Return to rank 0 of 1, and free the group's buffers. A process group of torch.distributed is not touched."""
+    """Return to rank 0 of 1, and free the groups' buffers. A process group of torch.distributed is not touched."""
+    global _sharing
     _use(_SINGLE)
+    if _sharing is not None:
+        _sharing.close()
+        _sharing = None
 
 
 def release() -> None:
-    """After the end of a rank: let kernels of the bound group that wait for it go on, see Symmetric.release."""
-    communicator = _group.communicator
-    if communicator is not None and communicator.symmetric is not None:
-        communicator.symmetric.release()
+    """After the end of a rank: let kernels of its groups that wait for it go on, see Symmetric.release."""
+    for communicator in (_group.communicator, _sharing):
+        if communicator is not None and communicator.symmetric is not None:
+            communicator.symmetric.release()
 
 
 @contextmanager
-def build_as(rank: int, size: int, experts: int = 1) -> Iterator[None]:
+def build_as(rank: int, size: int, experts: int = 1, data: tuple[int, int] = (0, 1)) -> Iterator[None]:
     """Build modules of `rank` in this thread, whatever group is bound; collectives still use the bound group.
 
     experts  groups of ranks that have different experts; 1: each rank has a shard of every expert
+    data     (rank, size) of the data-parallel ranks: each has all modules and a part of every mixture's experts
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
     _check(rank, size)
-    token = _build_as.set((rank, size, experts))
+    _check(*data)
+    token, of_data = _build_as.set((rank, size, experts)), _data.set(data)
     try:
         yield
     finally:
         _build_as.reset(token)
+        _data.reset(of_data)
 
 
 def init(
@@ -117,6 +127,23 @@ def init(
     if size == 1:
         reset()
         return
+    _enter(rank, size, init_method, device, timeout)
+    bind_process_group(device=device, timeout=timeout, memory=memory)
+
+
+def init_sharing(
+    rank: int, size: int, init_method: str, device: str = "cpu", timeout: float = TIMEOUT_S
+) -> Communicator:
+    """The same for data-parallel ranks: they form the group `ep`, and nothing is sharded. Returns the group."""
+    global _sharing
+    reset()
+    _enter(rank, size, init_method, device, timeout)
+    _sharing = join(EP, rank, size, None, device, timeout)
+    return _sharing
+
+
+def _enter(rank: int, size: int, init_method: str, device: str, timeout: float) -> None:
+    """Join the process group of torch.distributed, unless this process is in it."""
     if not dist.is_initialized():
         cuda = device.startswith("cuda")
         # With an index NCCL connects now instead of in the first collective, which may be inside a graph capture.
@@ -128,7 +155,6 @@ def init(
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise ValueError(f"torch.distributed is already initialized as {found}, not as rank {rank} of {size}")
-    bind_process_group(device=device, timeout=timeout, memory=memory)
 
 
 def bind_process_group(
@@ -232,6 +258,11 @@ def get_ep_size() -> int:
     """The number of groups of ranks that a mixture of experts built now is sharded over."""
     found = _build_as.get()
     return 1 if found is None else found[2]
+
+
+def get_data_rank() -> tuple[int, int]:
+    """(rank, size) of the data-parallel ranks that a module built now belongs to."""
+    return _data.get()
 
 
 def all_reduce(t: torch.Tensor) -> torch.Tensor:

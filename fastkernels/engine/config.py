@@ -45,6 +45,8 @@ class EngineConfig:
     attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
     tensor_parallel_size    ranks that each layer is sharded over: GPUs, or gloo processes on the CPU
     expert_parallel_size    groups of those ranks that have different experts (1: every expert is shared by all ranks)
+    data_parallel_size      ranks with requests of their own, which share the experts of a mixture: each has the other
+                            layers whole, max_num_seqs sequences and a KV cache
     max_logprobs            upper limit of logprobs and prompt_logprobs of a request; -1: no limit
     seed                    of dummy weights, and of the seeds of requests without one
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
@@ -84,6 +86,7 @@ class EngineConfig:
     attention_backend: str | None = None
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_logprobs: int = 20
     seed: int = 0
     load_format: str = "auto"
@@ -109,8 +112,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization} is not in (0, 1]")
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
-            "tensor_parallel_size", "expert_parallel_size", "max_pixels", "max_steps", "max_images",
-            "max_frames", "max_characters",
+            "tensor_parallel_size", "expert_parallel_size", "data_parallel_size", "max_pixels", "max_steps",
+            "max_images", "max_frames", "max_characters",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -134,7 +137,9 @@ class EngineConfig:
             raise ValueError(
                 f"max_logprobs {self.max_logprobs} is invalid: it must be at least 0, or -1 for no limit"
             )
-        if self.tensor_parallel_size % self.expert_parallel_size:
+        if self.data_parallel_size > 1:
+            self._check_data_parallel()
+        elif self.tensor_parallel_size % self.expert_parallel_size:
             raise ValueError(
                 f"expert_parallel_size {self.expert_parallel_size} does not divide tensor_parallel_size"
                 f" {self.tensor_parallel_size}: it groups those ranks"
@@ -143,6 +148,29 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"
                 " every running sequence needs one token per step"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that run the model together."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    def _check_data_parallel(self) -> None:
+        """Raise ValueError for options that data-parallel ranks do not have."""
+        size = self.data_parallel_size
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size {size} is not supported with tensor_parallel_size {self.tensor_parallel_size}: use"
+                " one of them"
+            )
+        if self.expert_parallel_size not in (1, size):
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} is not possible with data_parallel_size {size}:"
+                f" these ranks share the experts, so that it must be {size} or left out"
+            )
+        if self.speculative_config is not None:
+            raise ValueError(
+                f"speculative_config is not supported with data_parallel_size {size}, only with 1"
             )
 
 

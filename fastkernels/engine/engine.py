@@ -95,6 +95,11 @@ class Engine(ABC):
         opened = checkpoint or Checkpoint.open(config)
         if opened.runner != self.kind:
             raise ValueError(f"{config.model} cannot be used here: it is for {RUNNERS[opened.runner].use}")
+        if config.data_parallel_size > 1 and self.kind != "Generate":
+            raise ValueError(
+                f"data_parallel_size {config.data_parallel_size} is not supported for {config.model}, only 1: it is for"
+                " language models that generate one token after the other"
+            )
         self.config, self.hf_config, self.phases = config, opened.hf_config, opened.phases
         self.hf_config.max_model_len = config.max_model_len  # chooses the factors of LongRoPE
         self.inputs = opened.inputs

@@ -30,6 +30,7 @@ from fastkernels.engine.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling import outputs
+from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
@@ -58,7 +59,7 @@ class LLMEngine(Engine):
 
     kind = "Generate"
     params: ClassVar[type[SamplingParams]] = SamplingParams
-    scheduler: Scheduler
+    scheduler: Scheduler | Schedulers
     requests: dict[str, RequestGroup]
 
     def _start(self) -> None:
@@ -67,18 +68,7 @@ class LLMEngine(Engine):
         self.grammars = Grammars(
             self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids, config.json_any_whitespace
         )
-        groups = [
-            BlockManager(count, config.block_size, config.enable_prefix_caching, window)
-            for window, count in limits.groups
-        ]
-        states = None
-        if limits.snapshots is not None:
-            states = Snapshots(
-                limits.snapshots, config.max_num_seqs + 1, config.block_size, config.enable_prefix_caching
-            )
-        self.blocks = groups[0] if groups else None
         self.media: MediaReader | None = None
-        media = None
         if hasattr(self.runner.model, "encode"):
             own = config.limit_mm_per_prompt or {}
             self.media = MediaReader(
@@ -90,23 +80,45 @@ class LLMEngine(Engine):
                 template = self.media.processor.chat_template
                 if self.tokenizer is not None and not self.tokenizer.chat_template:
                     self.tokenizer.chat_template = template
-            media = MediaCache(limits.media, limits.max_num_batched_tokens)
         self.audio: AudioReader | None = None
-        cross = None
         if limits.cross is not None:
             self.audio = AudioReader(self.folder, self.runner.model, self.runner.dtype)
+        made = [self._scheduler() for _ in range(config.data_parallel_size)]
+        self.blocks = made[0].groups[0] if made[0].groups else None
+        overlap = config.async_scheduling if config.speculative_config is None else False
+        depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
+        self.core: EngineCore | DataParallelCore
+        if len(made) > 1:
+            self.scheduler = Schedulers(made, config.max_waiting)
+            self.core = DataParallelCore(self.scheduler, self.executor, depth)  # type: ignore[arg-type]
+        else:
+            self.scheduler = made[0]
+            self.core = EngineCore(self.scheduler, self.executor, depth)
+        self._measure_drafts(self.scheduler.speculation)
+        self._begin()
+
+    def _scheduler(self) -> Scheduler:
+        """The scheduler of a rank, or of all ranks of one KV cache."""
+        config, limits = self.config, self.executor.limits
+        groups = [
+            BlockManager(count, config.block_size, config.enable_prefix_caching, window)
+            for window, count in limits.groups
+        ]
+        states = media = cross = None
+        if limits.snapshots is not None:
+            states = Snapshots(
+                limits.snapshots, config.max_num_seqs + 1, config.block_size, config.enable_prefix_caching
+            )
+        if self.media is not None:
+            media = MediaCache(limits.media, limits.max_num_batched_tokens)
+        if limits.cross is not None:
             count, length = limits.cross
             cross = CrossBlocks(count, config.block_size, length, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
+        return Scheduler(
             groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
             _least_tokens(self.hf_config), states, media, cross, self._speculation(),
             limits.border,
         )  # fmt: skip
-        overlap = config.async_scheduling if config.speculative_config is None else False
-        depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
-        self.core = EngineCore(self.scheduler, self.executor, depth)
-        self._measure_drafts(self.scheduler.speculation)
-        self._begin()
 
     def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
@@ -126,6 +138,7 @@ class LLMEngine(Engine):
             return
         ratios = draft_costs.measure(self.executor, self.config, settings)
         if ratios:
+            assert isinstance(self.scheduler, Scheduler)
             self.scheduler.payoff = Payoff(ratios, settings.depth + 1)
             log.info("%s", self.scheduler.payoff.describe())
 
@@ -308,8 +321,7 @@ class LLMEngine(Engine):
     def step(self) -> list[RequestOutput]:
         """See Engine. With async scheduling two batches are in flight, so the first call returns nothing."""
         try:
-            done = self.core.step()
-            return [] if done is None else self._read(done)
+            return [output for done in self.core.results() for output in self._read(done)]
         except BaseException:  # the blocks of the failed step are already in the prefix cache
             self.abort_all()
             raise

@@ -126,6 +126,11 @@ class UnmaskCore:
         self.scheduler.remove([r for r, _ in news if r.finish_reason is not None])
         return UnmaskResult(news)
 
+    def results(self) -> list[UnmaskResult]:
+        """The result of a step as a list; see EngineCore."""
+        done = self.step()
+        return [] if done is None else [done]
+
     def end(self, requests: Iterable[Request]) -> None:
         """Remove unfinished requests."""
         self.scheduler.remove(requests)

@@ -39,7 +39,7 @@ KINDS = {
 class Runner:
     """As much of our engine's runner as the adapter reads."""
 
-    config = SimpleNamespace(tensor_parallel_size=1, max_num_batched_tokens=2048, max_num_seqs=8)
+    config = SimpleNamespace(num_ranks=1, max_num_batched_tokens=2048, max_num_seqs=8)
 
 
 def layers(method: Any, count: int = 2) -> nn.ModuleList:

@@ -169,6 +169,12 @@ class EngineOptions:
             help="groups of those ranks that have different experts (1: all ranks share each expert)"
         ),
     ] = DEFAULT.expert_parallel_size
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            help="ranks with requests and a KV cache of their own, which share the experts of a mixture"
+        ),
+    ] = DEFAULT.data_parallel_size
     limit_mm_per_prompt: Annotated[
         str | None,
         typer.Option(help="JSON of the media of a prompt, such as '{\"image\": 4}' (default: 999)"),

@@ -1,8 +1,8 @@
-"""Run steps on all ranks: the runner of this process, and with tensor parallelism those of worker processes.
+"""Run steps on all ranks: the runner of this process, and those of worker processes.
 
-Rank 0 is in this process. It sends each step to every worker, then launches it itself. Workers do not answer steps: all
-ranks gather the same logits and draw the same noise, and so sample the same tokens. An error in any rank ends the
-engine, because the ranks would be out of step.
+Rank 0 is in this process. It sends each step to every worker, then launches it itself. With tensor parallelism workers
+do not answer steps: all ranks gather the same logits and draw the same noise, and so sample the same tokens. An error
+in any rank ends the engine, because the ranks would be out of step. Data-parallel ranks have steps of their own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import pickle
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.ranks import Ranks, WorkerDied
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.startup import Phases
-from fastkernels.engine.execution.worker import Setup, build_runner, invoke, join, pack
+from fastkernels.engine.execution.step import StepInput, StepOutput, idle_step
+from fastkernels.engine.execution.worker import COLLECT, Setup, as_rank, build_runner, invoke, join, pack
 from fastkernels.engine.runners import runner_class
 from fastkernels.models.common import build, checks, weights
 
@@ -38,11 +40,12 @@ def make_executor(
 
     Raises what Runner raises, ValueError for a model that cannot be sharded over the ranks, and WorkerDied.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         with parallel.build_as(0, 1):
             return Executor(runner_class(hf_config, folder)(config, folder, hf_config, phases=phases))
     _check_ranks(config, folder, hf_config)
-    return TensorParallelExecutor(config, folder, hf_config, phases or Phases())
+    kind = DataParallelExecutor if config.data_parallel_size > 1 else TensorParallelExecutor
+    return kind(config, folder, hf_config, phases or Phases())
 
 
 class Executor:
@@ -94,10 +97,10 @@ class TensorParallelExecutor(Executor):
     def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         if dist.is_initialized():
             raise ValueError(
-                "this process is already in a torch.distributed group, and a tensor-parallel engine needs its own:"
+                "this process is already in a torch.distributed group, and an engine of several ranks needs its own:"
                 " shut down the other engine first, or use another process"
             )
-        size = config.tensor_parallel_size
+        size = config.num_ranks
         cpu = (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
         threads = max(1, torch.get_num_threads() // size) if cpu else None
         self._ready = False
@@ -182,6 +185,58 @@ class TensorParallelExecutor(Executor):
         self.check()  # an aborted NCCL collective does not raise, but its result is garbage
 
 
+class DataParallelExecutor(TensorParallelExecutor):
+    """The same processes, each with steps of its own. Ranks that share experts step together."""
+
+    def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
+        super().__init__(config, folder, hf_config, phases)
+        self.shares_experts: bool = self.runner.shares_experts
+        self._idle = idle_step(config.max_num_seqs)
+
+    def launch(self, step: Any) -> Any:
+        raise RuntimeError("data-parallel ranks have steps of their own: use launch_each")
+
+    def launch_each(self, steps: Sequence[StepInput | None]) -> Round:
+        """Start a step on each rank, by rank; None: it has no requests. At least one has some."""
+        given = [step for step in steps if step is not None]
+        made = list(steps)
+        if self.shares_experts:
+            most = max(len(step.input_ids) for step in given)
+            decode = all(len(step.input_ids) == len(step.slots) for step in given)
+            made = [replace(step or self._idle, largest=(most, decode)) for step in steps]
+        with self._together():
+            for worker, step in zip(self._ranks.workers, made[1:], strict=True):
+                if step is not None:
+                    worker.commands.send_bytes(pack(step))
+            own = None if made[0] is None else self.runner.launch(made[0])
+        return Round(self, own, [rank for rank, step in enumerate(made) if rank and step is not None])
+
+
+class Round:
+    """A step in flight on data-parallel ranks, of this process and of workers."""
+
+    def __init__(self, executor: DataParallelExecutor, own: Any, ranks: list[int]):
+        self._executor, self._own, self._ranks = executor, own, ranks
+
+    def sample(self, rank: int, masks: Any) -> None:
+        """Sample the tokens of a rank's masked step; see Pending."""
+        with self._executor._together():
+            if rank:
+                self._executor._ranks.workers[rank - 1].commands.send_bytes(pack(masks))
+            else:
+                self._own.sample(masks)
+
+    def results(self) -> dict[int, StepOutput]:
+        """Wait for the ranks. Rounds are collected in the order of their launches."""
+        executor = self._executor
+        with executor._together():
+            workers = {rank: executor._ranks.workers[rank - 1] for rank in self._ranks}
+            for worker in workers.values():
+                worker.commands.send_bytes(pack(COLLECT))
+            found = {} if self._own is None else {0: self._own.result()}
+            return found | {rank: worker.receive() for rank, worker in workers.items()}
+
+
 class _Checked:
     """A step in flight on all ranks."""
 
@@ -200,22 +255,23 @@ class _Checked:
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
-    size, experts = config.tensor_parallel_size, config.expert_parallel_size
+    size, experts = config.num_ranks, config.expert_parallel_size
     gpus, model = torch.cuda.device_count(), config.model
+    name = "data_parallel_size" if config.data_parallel_size > 1 else "tensor_parallel_size"
     if config.device != "cpu" and 0 < gpus < size:
-        raise ValueError(f"tensor_parallel_size {size} needs {size} GPUs, and there are {gpus}")
+        raise ValueError(f"{name} {size} needs {size} GPUs, and there are {gpus}")
     try:
-        checks.check_ranks(hf_config, size, experts)
-        with parallel.build_as(0, size, experts):
+        checks.check_ranks(hf_config, config.tensor_parallel_size, experts)
+        with as_rank(config, 0):
             build.skeleton(folder, hf_config, torch.float32)
         draft = None if config.speculative_config is None else config.speculative_config.get("model")
         if draft is not None:
             model, folder = draft, weights.resolve(draft)
-            with parallel.build_as(0, size, experts):
+            with as_rank(config, 0):
                 build.skeleton(folder, build.load_config(folder), torch.float32)
     except ValueError as error:
         more = f" with expert_parallel_size {experts}" if experts > 1 else ""
-        raise ValueError(f"tensor_parallel_size {size}{more} does not suit {model}: {error}") from error
+        raise ValueError(f"{name} {size}{more} does not suit {model}: {error}") from error
 
 
-__all__ = ["Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]
+__all__ = ["DataParallelExecutor", "Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]

@@ -361,6 +361,10 @@ class Generate(Runner):
         if media is None and self._only_last(step, inputs):
             more["rows"] = inputs.last_index[: inputs.num_rows]
         tree = step.drafts is not None
+        if step.largest is not None:
+            # The other ranks may run this step as a graph.
+            size = None if self.graphs is None else self.graphs.size_of(*step.largest)
+            metadata = replace(metadata, most_tokens=size or step.largest[0])
         hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, tree, **more)
         logits = self.model.compute_logits(hidden) if "rows" in more else None
         return inputs, Outputs(hidden, logits), metadata

@@ -1,8 +1,9 @@
 """CUDA graphs of steps: decode batches by number of rows, including sampling; mixed batches by number of tokens.
 
-A batch runs in the smallest graph that holds it. The remaining rows are padding: they use the dummy slot, whose block
-is the reserved block 0, and store nothing. A graph serves every context length: its metadata says max_model_len, and
-the kernels choose on the device by the length of each row.
+A batch runs in the smallest graph that holds it, or of data-parallel ranks that share experts, each of their batches.
+The remaining rows are padding: they use the dummy slot, whose block is the reserved block 0, and store nothing. A graph
+serves every context length: its metadata says max_model_len, and the kernels choose on the device by the length of each
+row.
 
 All graphs share one memory pool, so the next graph that runs may overwrite the outputs of the last one. Separate
 logits [256, 128256] for about forty graphs would take 1 GiB.
@@ -133,16 +134,19 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
-        """Run a step. Returns its inputs and outputs with padding, valid until the next run; None if no graph fits."""
-        tokens = len(step.input_ids)
-        decode = tokens == len(step.slots)
+    def size_of(self, tokens: int, decode: bool) -> int | None:
+        """Tokens of the graph for a step, with padding; None if no graph fits."""
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        apart = not decode and self._backend.takes_apart(step, tokens > HIDDEN_TOKENS)
-        if at == len(sizes) or apart:
+        return sizes[at] if at < len(sizes) else None
+
+    def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
+        """Run a step. Returns its inputs and outputs with padding, valid until the next run; None if no graph fits."""
+        tokens, decode = step.largest or (len(step.input_ids), len(step.input_ids) == len(step.slots))
+        size = self.size_of(tokens, decode)
+        if size is None or (not decode and self._backend.takes_apart(step, tokens > HIDDEN_TOKENS)):
             return None
-        key = self._key(sizes[at], decode)
+        key = self._key(size, decode)
         found = self._graphs[key]
         inputs = self._batch.load(step, key[0], key[1], self._packed, found.inputs)
         self._backend.plan_replay(found.metadata, inputs, self._batch.group_table())

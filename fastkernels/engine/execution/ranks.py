@@ -1,4 +1,4 @@
-"""The worker processes of a tensor-parallel engine: start, supervision and end."""
+"""The worker processes of an engine of several ranks: start, supervision and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WorkerTraceback(Exception):
 
 
 class WorkerDied(RuntimeError):
-    """A rank of a tensor-parallel engine ended or failed in a step, and the engine ended with it.
+    """A rank of an engine ended or failed in a step, and the engine ended with it.
 
     traceback is text, empty if the process was killed. The message is one line.
     """

@@ -13,7 +13,7 @@ from fastkernels.core import compile_cache
 from fastkernels.engine.cache.kv_cache import GIB, Limits
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.startup import Phases
-from fastkernels.models.common import build
+from fastkernels.models.common import build, shared_experts
 from fastkernels.overrides.kit import cpu
 
 log = logging.getLogger("fastkernels")
@@ -32,6 +32,7 @@ class Runner(ABC):
     max_model_len: int
     graphs: Any = None  # CUDA graphs, where the runner captures any
     draft_graphs: Any = None  # more of these, of a draft model
+    shares_experts: bool = False  # with other data-parallel ranks
 
     def __init__(
         self, config: EngineConfig, folder: Path, hf_config: Any, rank: int = 0, bind_cache: bool = True,
@@ -46,6 +47,8 @@ class Runner(ABC):
         self.dtype = pick_dtype(config.dtype, hf_config, self.device)
         self._prepare(folder)
         self.model: Any = self._build(folder)
+        if config.data_parallel_size > 1:
+            self.shares_experts = shared_experts.connect(self.model)
         self._mark("weights")
         self._loaded()
         if bind_cache:
@@ -107,7 +110,7 @@ def _device(name: str | None, rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device 'cuda' is not available; use device='cpu'")
     if rank >= torch.cuda.device_count():
-        raise ValueError(f"tensor_parallel_size needs GPU {rank}, and there are {torch.cuda.device_count()}")
+        raise ValueError(f"rank {rank} needs a GPU of its own, and there are {torch.cuda.device_count()}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 

@@ -103,6 +103,8 @@ class StepInput:
     drafts         [B] int32: the last tokens of each row that are drafts; a row samples after each of them, and before
                    the first. None: no row has any
     next_drafts    None: no draft model runs
+    largest        (tokens of the data-parallel rank with the most, whether all these ranks have rows of one query
+                   only). None: no rank waits for another
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -122,6 +124,7 @@ class StepInput:
     sources: StepSources | None = None
     drafts: np.ndarray | None = None
     next_drafts: NextDrafts | None = None
+    largest: tuple[int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,20 @@ class Launcher(Protocol):
     def launch(self, step: StepInput) -> Pending:
         """Start a step without waiting for it. At most two may be in flight."""
         ...
+
+
+def idle_step(dummy: int) -> StepInput:
+    """The step of a data-parallel rank without requests: one token of the dummy slot, which is never read."""
+    one = np.ones(1, dtype=np.int32)
+    return StepInput(
+        np.array([dummy]),
+        one,
+        one,
+        np.array([-1]),
+        np.zeros(1, dtype=np.int64),
+        1,
+        np.empty((0, 3), dtype=np.int32),
+    )
 
 
 def even(rows: int, tokens: int, longest: int) -> np.ndarray:

@@ -76,7 +76,7 @@ def warm_up(runner: Runner) -> None:
         try:
             runner.launch(step).result()
         except torch.OutOfMemoryError as error:
-            if config.tensor_parallel_size > 1:
+            if config.num_ranks > 1:
                 raise  # the ranks are out of step
             log.warning(
                 "a step of %d tokens in %d rows does not fit into memory, and requests may need one: reduce num_blocks,"

@@ -1,8 +1,9 @@
-"""The worker process of one tensor-parallel rank: it runs what rank 0 sends until rank 0 ends.
+"""The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
 main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
-which are not answered, and calls, which are. The second, `life`, closes when the other side ends, which ends the
-worker; a worker that fails writes its error there as (one line, traceback).
+which are not answered, and calls, which are. A data-parallel rank answers COLLECT with the result of its oldest step.
+The second, `life`, closes when the other side ends, which ends the worker; a worker that fails writes its error there
+as (one line, traceback).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,43 +48,59 @@ def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
     """This rank's Runner with its weights, not yet in a process group and without a KV cache."""
     import torch
 
-    from fastkernels.core import parallel
     from fastkernels.engine.runners import runner_class
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     config = setup.config
-    with parallel.build_as(setup.rank, config.tensor_parallel_size, config.expert_parallel_size):
+    with as_rank(config, setup.rank):
         return runner_class(setup.hf_config, setup.folder)(
             config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False, phases=phases
         )
 
 
+def as_rank(config: EngineConfig, rank: int) -> AbstractContextManager[None]:
+    """The context in which the modules of a rank are built."""
+    from fastkernels.core import parallel
+
+    if config.data_parallel_size > 1:
+        return parallel.build_as(0, 1, data=(rank, config.data_parallel_size))
+    return parallel.build_as(rank, config.tensor_parallel_size, config.expert_parallel_size)
+
+
 def join(runner: Any, rendezvous: str) -> None:
     """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
 
-    On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster.
+    On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster. Data-parallel ranks
+    form the group of those that share experts.
     """
     from fastkernels.core import parallel
-    from fastkernels.overrides.collective.measure import choose
+    from fastkernels.overrides.collective.measure import choose, choose_experts
 
     # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead. gloo may use
     # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
-        size = runner.config.tensor_parallel_size
-        parallel.init(runner.rank, size, f"file://{rendezvous}", str(runner.device))
+        size, where = runner.config.num_ranks, f"file://{rendezvous}"
+        if runner.config.data_parallel_size > 1:
+            made = parallel.init_sharing(runner.rank, size, where, str(runner.device))
+            most = choose_experts(made) if runner.shares_experts else -1
+            if most > 0 and not runner.rank:
+                log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
+            return
+        parallel.init(runner.rank, size, where, str(runner.device))
     most = choose(parallel.communicator(parallel.TP))
     if most > 0 and not runner.rank:
         log.info("all-reduce: ours is faster than NCCL up to %d KiB, and is used", most >> 10)
 
 
+COLLECT = "collect"
 ARRAYS = (
     "slots", "query_lens", "seq_lens", "offsets", "input_ids", "block_updates", "state_loads", "state_saves",
 )  # fmt: skip
 
 
 def pack(step: Any) -> bytes:
-    """Serialize a step, or the masks of the last one.
+    """Serialize a step, the masks of the last one, or COLLECT.
 
     Arrays of a StepInput go as bytes: 5 us for 256 rows instead of 41 us (Xeon, 2026-11).
     """
@@ -98,22 +116,23 @@ def pack(step: Any) -> bytes:
         step.sources,
         step.drafts,
         step.next_drafts,
+        step.largest,
     )
     return pickle.dumps((arrays, *more), protocol=5)
 
 
 def unpack(data: tuple[Any, ...]) -> Any:
-    """The step or masks that `pack` serialized, from their unpickled form."""
+    """The object that `pack` serialized, from its unpickled form."""
     if len(data) == 1:
         return data[0]
-    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts = data
+    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, largest = data
     slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
         masked, loads.reshape(-1, 2), saves.reshape(-1, 2), media, sources,
-        drafts, nexts,
+        drafts, nexts, largest,
     )  # fmt: skip
 
 
@@ -135,10 +154,11 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _serve(commands: Connection) -> None:
-    runner = build_runner(pickle.loads(commands.recv_bytes()))
+    setup = pickle.loads(commands.recv_bytes())
+    runner = build_runner(setup)
     keep_objects()
     commands.send(None)
-    pending: Any = None
+    pending: deque[Any] = deque(maxlen=min(setup.config.data_parallel_size, 2))  # others do not collect
     while True:
         command = pickle.loads(commands.recv_bytes())
         if len(command) == 2:
@@ -146,9 +166,11 @@ def _serve(commands: Connection) -> None:
             continue
         received = unpack(command)
         if isinstance(received, TokenMasks):
-            pending.sample(received)
+            pending[-1].sample(received)
+        elif received == COLLECT:
+            commands.send(pending.popleft().result())
         else:
-            pending = runner.launch(received)
+            pending.append(runner.launch(received))
 
 
 def _end_with_parent(life: Connection, parent: int) -> None:

@@ -34,7 +34,7 @@ class StepResult:
 
 
 class EngineCore:
-    """Runs steps. depth: the number of steps in flight.
+    """Runs steps. depth: the number of steps in flight. executor: None if steps are only collected here.
 
     With depth 2, a step is scheduled while the previous one runs and its tokens are unknown. A request that these
     tokens end computes one token too many, which is dropped.
@@ -43,7 +43,7 @@ class EngineCore:
     step before it are known and the masks that follow from them are filled. Its model runs meanwhile.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
+    def __init__(self, scheduler: Scheduler, executor: Launcher | None, depth: int = 1):
         self.scheduler, self.executor, self.depth = scheduler, executor, depth
         self._in_flight: deque[tuple[Batch, Pending]] = deque()
         self._proposing: tuple[Batch, Callable[[], np.ndarray]] | None = None  # a step with a draft model
@@ -57,17 +57,23 @@ class EngineCore:
         self._take_proposed()
         batch = self.scheduler.schedule()
         if batch is not None:
+            assert self.executor is not None
             rows, block_size = self.scheduler.max_num_seqs + 1, self.scheduler.blocks.block_size
             pending = self.executor.launch(make_step(batch, rows, block_size))
             self._in_flight.append((batch, pending))
             if batch.masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
-                pending.sample(_masks(batch, self.scheduler.speculation))
+                pending.sample(masks_of(batch, self.scheduler.speculation))
                 if before is not None:
                     return before
         if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
             return None
         return self._collect_oldest()
+
+    def results(self) -> list[StepResult]:
+        """The same as a list, which DataParallelCore makes of several ranks."""
+        done = self.step()
+        return [] if done is None else [done]
 
     def end(self, requests: Iterable[Request]) -> None:
         """Remove unfinished requests. Results of steps in flight for them are dropped."""
@@ -85,7 +91,7 @@ class EngineCore:
         output = pending.result()
         if output.next_drafts is not None:
             self._proposing = batch, output.next_drafts
-        return self._collect(batch, output)
+        return self.collect(batch, output)
 
     def _take_proposed(self) -> None:
         """Give the requests of the last step the drafts that a model has made meanwhile."""
@@ -96,7 +102,8 @@ class EngineCore:
             if offset >= 0 and request.status is Status.RUNNING:
                 request.proposed = drafts
 
-    def _collect(self, batch: Batch, output: StepOutput) -> StepResult:
+    def collect(self, batch: Batch, output: StepOutput) -> StepResult:
+        """Give the tokens of a step to its requests, and remove those that end."""
         if batch.drafts:
             return self._collect_drafts(batch, output)
         news, ended, constrained = [], [], []
@@ -174,7 +181,7 @@ def _along_paths(tree: DraftTree, batch: Batch, output: StepOutput) -> tuple[lis
 _CHAIN = [[node + 1] for node in range(MOST_DRAFTS + 1)]
 
 
-def _masks(batch: Batch, speculation: Speculation | None) -> TokenMasks:
+def masks_of(batch: Batch, speculation: Speculation | None) -> TokenMasks:
     """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none.
 
     Rows count the sampled tokens: those behind drafts follow that of their request.

@@ -54,6 +54,7 @@ class Request:
     seed                 seed of its noise: params.seed, or chosen by the engine
     priority             lower goes first, as in vLLM
     index                its index among the caller's n sequences
+    rank                 the data-parallel rank that runs it
     constraint           the tokens that it may generate next, if not all
     cache_root           what the names of its blocks begin with: blocks.salt_root of the request's cache_salt
     slot                 its row in the ranks' state while it runs, otherwise -1
@@ -91,6 +92,7 @@ class Request:
     seed: int = 0
     priority: int = 0
     index: int = 0
+    rank: int = field(default=0, kw_only=True)
     constraint: Constraint | None = None
     cache_root: bytes = b""
     media: tuple[MediaItem, ...] = ()

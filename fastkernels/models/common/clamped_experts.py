@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,11 +31,12 @@ class StackedExperts(nn.Module):
     """
 
     expert_map: torch.Tensor | None
+    over_ranks: Callable[..., torch.Tensor] | None = None  # see sparse_moe.Experts
 
     def __init__(self, experts: Experts, hidden: int) -> None:
         super().__init__()
-        size, self.count, total = parallel.get_tp_size(), experts.count, experts.intermediate
-        self.ranks, self.rank, self.first, n, expert_map = own_experts(self.count, size)
+        size, self.num_experts, total = parallel.get_tp_size(), experts.count, experts.intermediate
+        self.ranks, self.rank, self.first, n, expert_map = own_experts(self.num_experts, size)
         self.register_buffer("expert_map", expert_map, persistent=False)
         inner = parallel.divide(total, self.ranks, "intermediate size of an expert")
         if experts.mxfp4:
@@ -68,7 +70,7 @@ class StackedExperts(nn.Module):
             loaded = loaded.flatten(-2)
         elif turned and loaded.dim() == 3 and not (loaded.is_meta and loaded.shape == param.shape):
             loaded = loaded.transpose(1, 2)
-        expected = [self.count, *param.shape[1:]]
+        expected = [self.num_experts, *param.shape[1:]]
         if axis is not None:
             expected[axis] *= self.ranks
         if list(loaded.shape) != expected:
@@ -122,11 +124,16 @@ class ClampedExperts(nn.Module):
         weights, ids, _ = topk_softmax(scores, self.top_k, self.normalize)
         w1, w2, *scales = self.experts.weights()
         e = self.experts
-        out = fused_experts_swigluoai(
-            x, w1, w2, e.gate_up_proj_bias, e.down_proj_bias, weights, ids, *scales, e.expert_map, self.alpha,
-            self.limit,
-        )  # fmt: skip
-        return parallel.all_reduce(out)
+
+        def own(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return fused_experts_swigluoai(
+                x, w1, w2, e.gate_up_proj_bias, e.down_proj_bias, weights, ids, *scales, e.expert_map, self.alpha,
+                self.limit,
+            )  # fmt: skip
+
+        if e.over_ranks is not None:
+            return e.over_ranks(own, x, weights, ids)
+        return parallel.all_reduce(own(x, weights, ids))
 
     def loaded(self, dtype: torch.dtype) -> None:
         """Called once all weights are loaded: a CPU decodes MXFP4 once and not in each step."""

@@ -65,9 +65,13 @@ class ExpertsBesideMlp(nn.Module):
         """The experts' sum for their input x [T, H]. routed: [T, H], the input of the router's projection."""
         weights, ids = self.router(routed)
         e = self.experts
-        return parallel.all_reduce(
-            fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
-        )
+
+        def own(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
+
+        if e.over_ranks is not None:
+            return e.over_ranks(own, x, weights, ids)
+        return parallel.all_reduce(own(x, weights, ids))
 
 
 class LayerInputs(nn.Module):

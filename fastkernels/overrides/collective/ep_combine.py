@@ -14,6 +14,7 @@ from fastkernels.core.communicator import Symmetric
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
+from fastkernels.overrides.collective.ep_dispatch import not_measured
 from fastkernels.overrides.collective.reduce_scatter import reduce_scatter, rows
 from fastkernels.overrides.collective.words import (
     packed,
@@ -126,12 +127,19 @@ def _unsupported(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> st
     return None
 
 
+def _measured(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> str | None:
+    """For groups in which these kernels were measured, see measure.choose_experts."""
+    size = parallel.communicator(group).size
+    return not_measured(x.nbytes // size, group) or _unsupported(x, source, group)
+
+
 ep_combine = define(
     'ep_combine(Tensor x, Tensor source, str group="tp") -> Tensor',
     fake=lambda x, source, group="tp": torch.empty(
         (x.shape[0] // parallel.communicator(group).size, *x.shape[1:]), dtype=x.dtype, device=x.device
     ),
     providers=(
+        Provider("measured", _triton, supports=_measured),
         Provider("composed", _composed, devices=exchange.BOTH),
         Provider("triton", _triton, supports=_unsupported),
         Provider("reference", _reference, devices=exchange.BOTH),

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastkernels.core import parallel
 from fastkernels.core.communicator import Symmetric
-from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.collective import exchange
 from fastkernels.overrides.collective.all_gather import all_gather
@@ -31,6 +31,7 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 
 MOST_IDS = 8192  # of a rank's tokens, which one program holds
 WIDEST = 4096  # words of a row, which one program holds
+ONE_WARP = 32  # experts of a token, see `received`
 
 Dispatched = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -166,6 +167,8 @@ def _dispatch_kernel(
         tl.store(into, is_wanted | (before << 1) | (tl.sum(wanted) << 16), cache_modifier=".wt")
     renewed(table_ptr, calls_ptr, words_at, last, used, part, tokens * each, RANK, SIZE, WORDS, BLOCK)
 
+    # Not [GROUPS]: of 64 scales each of 8 warps would wait for a copy of its own, see `received`.
+    sent = tl.zeros((BLOCK,), tl.int32)
     total, base = 0, 0  # wanted tokens of all ranks, and of those before the peer
     one = tl.arange(0, 1)
     for p in tl.static_range(SIZE):
@@ -184,15 +187,19 @@ def _dispatch_kernel(
         if is_wanted > 0:
             word = received(theirs + head + cols, in_row, failed_ptr, peer, polls)
             if GROUP > 0:
-                got = received(theirs + head + row_words + g, in_scales, failed_ptr, peer, polls)
-                scale = got.to(tl.float32, bitcast=True)
+                sent = received(theirs + head + row_words + cols, cols < groups, failed_ptr, peer, polls)
     to = tl.where(is_wanted > 0, base + before, total + peer * tokens - base + t - before)
     word = tl.where(is_wanted > 0, word, 0)
     # Words of a rank that did not come are no counts, and must not become addresses.
     inside = (to >= 0) & (to < SIZE * tokens)
     tl.store(rows_ptr + to.to(tl.int64) * W + cols, word, mask=in_row & inside)
     if GROUP > 0:
-        tl.store(scales_ptr + to * groups + g, tl.where(is_wanted > 0, scale, 0.0), mask=in_scales & inside)
+        if peer == RANK:
+            scale = tl.where(is_wanted > 0, scale, 0.0)
+            tl.store(scales_ptr + to * groups + g, scale, mask=in_scales & inside)
+        else:
+            theirs_scale = sent.to(tl.float32, bitcast=True)  # zeros if the token is not wanted
+            tl.store(scales_ptr + to * groups + cols, theirs_scale, mask=(cols < groups) & inside)
     tl.store(out_ids_ptr + to * K + k, local, mask=in_ids & inside)
     tl.store(out_weights_ptr + to * K + k, weight, mask=in_ids & inside)
     tl.store(source_ptr + to, tl.where(is_wanted > 0, peer * tokens + t, -1), mask=inside)
@@ -241,10 +248,12 @@ def not_launched(
     itemsize = 1 if quantized else x.element_size()
     if hidden * itemsize % 4 or hidden * itemsize > 4 * WIDEST:
         return f"rows of {hidden * itemsize} bytes: at most {4 * WIDEST}, and a multiple of 4"
-    if quantized and quantized & (quantized - 1):
-        return f"{quantized} channels of a scale are no power of two"
+    if quantized and (quantized & (quantized - 1) or quantized < 4):
+        return f"{quantized} channels of a scale are no power of two from 4 on"
     if not quantized and x.dtype not in exchange.SUMS:
         return f"rows are in float32, bfloat16 or float16, not in {x.dtype}"
+    if k > ONE_WARP:
+        return f"{k} experts of a token: at most {ONE_WARP}"
     if next_power_of_2(max(tokens, 1)) * next_power_of_2(k) > MOST_IDS:
         return f"{tokens} tokens of {k} experts are more than {MOST_IDS} ids"
     groups = hidden // quantized if quantized else 0
@@ -267,6 +276,20 @@ def _unsupported(
     return not_launched(x, topk_ids, topk_weights, group)
 
 
+def _measured(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
+) -> str | None:
+    """For groups in which these kernels were measured, see measure.choose_experts."""
+    return not_measured(x.nbytes, group) or not_launched(x, topk_ids, topk_weights, group)
+
+
+def not_measured(nbytes: int, group: str) -> str | None:
+    """Why the kernels of experts are not used for so many bytes of a rank's tokens."""
+    if nbytes > parallel.communicator(group).faster.get("ep_dispatch", -1):
+        return ForOthers("not measured to be faster in this group")
+    return None
+
+
 def _fake(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Dispatched:
@@ -283,6 +306,7 @@ ep_dispatch = define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     providers=(
+        Provider("measured", _triton, supports=_measured),
         Provider("composed", _composed, devices=exchange.BOTH),
         Provider("triton", _triton, supports=_unsupported),
         Provider("reference", _reference, devices=exchange.BOTH),

@@ -124,6 +124,55 @@ def _prepared(
     return replay
 
 
+def choose_experts(made: Communicator) -> int:
+    """As `choose`, for ep_dispatch and ep_combine against their composed providers; bytes of a rank's tokens."""
+    if made.device.type != "cuda" or made.size == 1 or made.connect() is not None:
+        return -1
+    dispatch, combine = (
+        {p.name: p for p in registry.get(name).op.providers} for name in ("ep_dispatch", "ep_combine")
+    )
+    experts = EXPERTS * made.size
+
+    def made_of(size: int) -> list[torch.Tensor]:
+        tokens = max(1, size // (2 * CHANNELS))
+        x = torch.ones(tokens, size // (2 * tokens), dtype=torch.bfloat16, device=made.device)
+        ids = torch.arange(tokens * EXPERTS, dtype=torch.int32, device=made.device) % experts
+        return [x, ids.view(tokens, EXPERTS), torch.ones(tokens, EXPERTS, device=made.device)]
+
+    def both(provider: str) -> Sum:
+        def run(tensors: Any) -> torch.Tensor:
+            rows, _, _, source = dispatch[provider].fn(*tensors, experts, made.name)
+            summed: torch.Tensor = combine[provider].fn(rows, source, made.name)
+            return summed
+
+        return run
+
+    def fits(size: int) -> bool:
+        x, ids, weights = made_of(size)
+        every = len(x) * made.size
+        rows, source = x.new_empty(every, x.shape[1]), ids.new_empty(every)
+        supports = dispatch["triton"].supports, combine["triton"].supports
+        assert supports[0] is not None and supports[1] is not None
+        return (
+            supports[0](x, ids, weights, experts, made.name) is None
+            and supports[1](rows, source, made.name) is None
+        )
+
+    sizes = [size for size in EXPERT_SIZES if fits(size)]
+    times = _times(made, both("triton"), both("composed"), contextlib.nullcontext, sizes, made_of)
+    most = limit(_slowest(made, times), sizes)
+    if most > 0:
+        made.faster["ep_dispatch"] = most
+    return most
+
+
+def _slowest(made: Communicator, times: Times) -> Times:
+    """The times of the slowest rank."""
+    slowest = torch.tensor(times, dtype=torch.float64, device=made.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=made.process_group)
+    return tuple((ours, theirs) for ours, theirs in slowest.tolist())
+
+
 def choose(made: Communicator) -> int:
     """Use ours in a group of GPUs up to the size for which it is faster than NCCL in all ranks; returns the bytes.
 
@@ -135,9 +184,7 @@ def choose(made: Communicator) -> int:
         return -1
     nccl = next(p.fn for p in registry.get("all_reduce").op.providers if p.name == "nccl")
     times = measure(made, "all_reduce", lambda x: nccl(x, made.name))
-    slowest = torch.tensor(times, dtype=torch.float64, device=made.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=made.process_group)
-    most = limit(tuple((ours, theirs) for ours, theirs in slowest.tolist()))
+    most = limit(_slowest(made, times))
     if most > 0:
         made.faster["all_reduce"] = most
     return most

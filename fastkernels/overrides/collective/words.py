@@ -99,7 +99,12 @@ def renewed(
 
 @triton.jit
 def received(at, mask, failed_ptr, source, polls):
-    """The words at these pointers, as soon as none is empty. After `polls` turns `failed` names their source."""
+    """The words at these pointers, as soon as none is empty. After `polls` turns `failed` names their source.
+
+    There must be at most 32 words, or at least 32 for each warp. Between these, several warps load the same words, each
+    for itself, and count the empty ones in the same place: one that has seen all words would end the wait of another
+    that has not.
+    """
     got = tl.load(at, mask=mask, other=0, volatile=True)
     missing = tl.sum((got == EMPTY).to(tl.int32))
     left = polls

@@ -45,9 +45,13 @@ def own_experts(num_experts: int, ranks: int) -> tuple[int, int, int, int, torch
     """Return this rank's part of the experts of `ranks` ranks: (tp_size, tp_rank, first, count, expert_map).
 
     It has `count` experts from `first` on, and shares their inner size with tp_size - 1 ranks. expert_map
-    [num_experts]: index of each expert on this rank or -1; None if it has all. Raises ValueError for numbers that
-    cannot be divided.
+    [num_experts]: index of each expert on this rank or -1; None if it has all, or if it is a data-parallel rank, which
+    gets numbers of its own experts. Raises ValueError for numbers that cannot be divided.
     """
+    data_rank, data_size = parallel.get_data_rank()
+    if data_size > 1:
+        count = parallel.divide(num_experts, data_size, "experts")
+        return 1, 0, data_rank * count, count, None
     groups = parallel.get_ep_size() if ranks > 1 else 1
     tp_size = parallel.divide(ranks, groups, "tensor-parallel ranks")
     count = parallel.divide(num_experts, groups, "experts")
@@ -91,6 +95,8 @@ class Experts(nn.Module):
 
     expert_map: torch.Tensor | None
     quant_method: Any
+    # Of data-parallel ranks: the sum of all experts by (own experts' function, x, weights, ids)
+    over_ranks: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -203,8 +209,14 @@ class Experts(nn.Module):
     def compute(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of this rank's experts, not yet summed over the ranks."""
-        return self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+        """Return the weighted sum of this rank's experts, not yet summed over the ranks that share the layer.
+
+        Of data-parallel ranks it is the sum of all experts.
+        """
+        if self.over_ranks is None:
+            return self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
+        own = partial(self.quant_method.apply, self)
+        return self.over_ranks(own, hidden_states, topk_weights, topk_ids)
 
     def forward(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor

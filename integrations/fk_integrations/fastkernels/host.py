@@ -48,7 +48,7 @@ class FastKernelsAdapter(Adapter):
     def ranks(self) -> Any:
         import torch.distributed
 
-        alone = self.runner.config.tensor_parallel_size == 1
+        alone = self.runner.config.num_ranks == 1
         return None if alone else torch.distributed.new_group(backend="gloo")
 
     def of(self, op: str) -> HostOp:

@@ -16,6 +16,7 @@ from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches import rank_batches, rank_gates
 from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches, TooMany
 from fk_bench.kernels.judge.clock import call_times, roofline
+from fk_bench.kernels.judge.correctness.cases import Trial, maker
 from fk_bench.kernels.judge.correctness.checks import Wrong
 from fk_bench.kernels.judge.correctness.rank_checks import Lane, RankChecks
 from fk_bench.kernels.judge.correctness.rank_values import Values
@@ -164,7 +165,7 @@ def files() -> Iterator[list[int]]:
 def batches(files: list[int], candidate: Ranks, baseline: Ranks, rounds: int = 5) -> RankBatches:
     spec = registry.get("all_reduce")
     case = Case("odd", {"tokens": 3, "hidden": 40, "ranks": RANKS}, "float16")
-    values = Values(spec, case, 2 * N + SINGLES, "cpu")
+    values = Values(spec, Trial("random", case, maker(spec, case)), 2 * N + SINGLES, "cpu")
     for i, team in enumerate((candidate, baseline)):
         fds = files[RANKS * i : RANKS * (i + 1)]
         team.lane = Lane(team, [Arena(v, 0, fd) for v, fd in zip(values.ranks, fds, strict=True)])  # type: ignore[arg-type]
@@ -279,7 +280,7 @@ def test_link_limits_a_message(clock: Clock) -> None:
 def test_memory_of_a_trusted_side_is_attached() -> None:
     spec = registry.get("all_reduce")
     case = Case("odd", {"tokens": 3, "hidden": 40, "ranks": RANKS}, "float16")
-    values = Values(spec, case, 2, "cpu")
+    values = Values(spec, Trial("random", case, maker(spec, case)), 2, "cpu")
     arena = Arena(values.ranks[0], 2, -1, theirs=True)  # type: ignore[arg-type]
     assert arena.place["theirs"] and not arena.fds
     memory = torch.zeros(arena.place["nbytes"], dtype=torch.uint8)

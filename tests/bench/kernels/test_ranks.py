@@ -22,6 +22,7 @@ from fastkernels import capture as recording
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.collective.all_reduce import all_reduce
+from fastkernels.overrides.collective.ep_dispatch import ep_dispatch
 
 OPTIONS = Options(device="cpu", ranks=2, most=1, cases=("random",), rounds=3, timeout=60)
 HEAD = """
@@ -192,3 +193,32 @@ def test_messages_of_a_run_become_captured_cases(judge: Judge, tmp_path: Path) -
     assert sizes == [(1, 576, 3, 5), (7, 576, 3, 2)] and {t.source for t in found} == {"captured"}
     (row, _) = rows(judge, "all_reduce", dataclasses.replace(options, ranks=2, timed=False))
     assert row.status is Status.OK and row.case["source"] == "captured" and row.case["weight"] == 5
+
+
+ROUTED = [[0, 3], [3, 0], [1, 0], [-1, -1], [2, 3]]
+
+
+def dispatched(rank: int, folder: str) -> None:
+    recording.start(recording.Limits())
+    ids = torch.tensor(ROUTED, dtype=torch.int32)
+    for times in range(3):
+        ep_dispatch(torch.ones(5, 8), ids.roll(times, 0), torch.ones(5, 2), 4, "tp")
+    made = recording.stop()
+    if rank == 0:
+        made.save(f"{folder}/tiny", {"host": "fastkernels", "model": "tiny"})
+
+
+def test_routing_of_a_run_becomes_a_captured_case(tmp_path: Path) -> None:
+    ranks.run(2, dispatched, str(tmp_path))
+    spec = registry.get("ep_dispatch")
+    options = dataclasses.replace(OPTIONS, cases=("captured",), captures=tmp_path, most=0)
+    (trial,) = rank_pair.trials(spec, options)
+    assert trial.case.weight == 3 and trial.case.dims == {
+        "ranks": 2, "tokens": 5, "hidden": 8, "topk": 2, "experts": 4,
+    }  # fmt: skip
+    drawn = [trial.make("cpu", torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    for x, ids, weights, *_ in drawn:
+        assert sorted(ids.tolist()) == sorted(ROUTED) and ids.dtype == torch.int32
+        assert x.std() > 0.1 and weights.std() > 0.1
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+    assert rank_pair.trials(spec, dataclasses.replace(options, ranks=3)) == []  # 4 experts

@@ -135,6 +135,20 @@ def test_graphs_equal_eager_steps(tiny: Path, device: str) -> None:
     assert torch.equal(eager.batch.last_tokens[:8], runner.batch.last_tokens[:8])
 
 
+def test_graph_has_room_for_the_largest_rank(tiny: Path) -> None:
+    """A data-parallel rank runs decodes in the graph of another rank's decodes, or of its prompts."""
+    eager, runner = runner_of(tiny, "cpu", graphs=False), runner_of(tiny, "cpu", graphs=True)
+    driver, found, want = Driver(runner), [], [out.token_ids.tolist() for out in play(eager)]
+    used: list[str] = []
+    for i, step in enumerate(scenario(driver)):
+        tokens, decode = len(step.input_ids), len(step.input_ids) == len(step.slots)
+        largest = (8, True) if decode and i % 2 else (tokens + 5, False)
+        found.append(runner.launch(replace(step, largest=largest)).result().token_ids.tolist())
+        used += ["decode" if largest[1] else "mixed"] * (runner.graphs.size_of(*largest) is not None)
+    assert found == want and runner.graphs.replays == {kind: used.count(kind) for kind in ("decode", "mixed")}
+    assert min(runner.graphs.replays.values()) > 10
+
+
 def masks_of(steps: list[StepInput]) -> list[TokenMasks]:
     """Masks with few tokens for some rows of every other step."""
     draw, found = np.random.default_rng(0), []

@@ -154,6 +154,30 @@ def test_declaration_and_single_rank(name: str) -> None:
     torch.library.opcheck(spec.op.overload, tuple(arguments(spec, case, 1)[0]))
 
 
+def test_kernels_without_peer_access_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is found once, and the next provider runs."""
+    asked = []
+
+    def refuse(*_: Any) -> None:
+        asked.append(1)
+        raise RuntimeError("GPU 0 has no peer access to GPU 1\nat symm_mem.cpp")
+
+    comm = parallel.join("apart", 0, 1)
+    comm.size, comm.device = 2, torch.device("cuda")
+    monkeypatch.setattr(Symmetric, "rendezvous", refuse)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, ids = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int32)
+    for name, args in (
+        ("all_reduce", (x,)), ("all_gather", (x,)), ("ep_dispatch", (x, ids, x[:, :1], 4)),
+        ("ep_combine", (x, ids[:, 0])),
+    ):  # fmt: skip
+        providers = registry.get(name).op.providers
+        (kernel,) = (p for p in providers if p.name == "triton")
+        assert kernel.supports(*args, "apart") == "no symmetric memory: GPU 0 has no peer access to GPU 1"
+        assert any(p.supports is None or p.supports(*args, "apart") is None for p in providers)
+    assert asked == [1]
+
+
 def _bad_experts(rank: int) -> list[str]:
     """Errors of calls that do not fit together; the group can be used afterwards."""
     dispatch, quantized = (registry.get(n).op for n in ("ep_dispatch", "ep_dispatch_fp8"))
@@ -193,8 +217,16 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
 
     assert said(128, 2048) == said(0, 2048) == said(64, 7168) == "None"
     assert "more than a small message" in said(1024, 2048) and "more than 8192 ids" in said(2048, 8)
+    assert "33 experts of a token: at most 32" in said(2, 8, 33)
     assert "multiple of 4" in said(1, 3) and "at most 16384" in said(1, 16384)
     assert "int32" in said(1, 8, ids=torch.int64) and "not in torch.int8" in said(1, 8, x=torch.int8)
+    (measured,) = (p for p in ep_dispatch.ep_dispatch.providers if p.name == "measured")
+    call = torch.empty(2, 8), torch.zeros(2, 8, dtype=torch.int32), torch.empty(2, 8), 8, "refusing"
+    assert "not measured to be faster" in measured.supports(*call)
+    comm.faster["ep_dispatch"] = 64
+    assert measured.supports(*call) is None
+    comm.faster["ep_dispatch"] = 63
+    assert "not measured to be faster" in measured.supports(*call)
     sources = torch.zeros(8192, dtype=torch.int32)
     for rows, width, what in (
         (8192, 8, "at most 4096"),

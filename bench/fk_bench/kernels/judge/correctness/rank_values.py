@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Case, OpSpec
+from fastkernels.core.spec import OpSpec
+from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.errors import Errors, Expected, compare
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import Out, scalable, written_arguments
@@ -50,8 +51,9 @@ class RankSlots:
 class Values:
     """The calls of a case over all ranks. Each rank's values are on its own device, the oracle is on rank 0's."""
 
-    def __init__(self, spec: OpSpec, case: Case, count: int, device: str):
-        self.spec, self.case, self.device = spec, case, device
+    def __init__(self, spec: OpSpec, trial: Trial, count: int, device: str):
+        self.spec, self.case, self.device, self._make = spec, trial.case, device, trial.make
+        case = trial.case
         self.size = int(case.dims[spec.ranks])
         self.places = [place(device, rank) for rank in range(self.size)]
         first = self.draw()
@@ -71,7 +73,7 @@ class Values:
         made = []
         for where in self.places:
             generator = torch.Generator(where).manual_seed(secrets.randbits(62))
-            made.append(self.spec.inputs(self.case, where, generator))
+            made.append(self._make(where, generator))
         for name in self.spec.replicated:
             i = self.spec.position(name)
             for args, where in zip(made[1:], self.places[1:], strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ ROUNDS = {"cpu": (3, 6), "cuda": (5, 30)}  # least and most
 BATCH_S, MOST_CALLS = 4e-3, 256  # GPUs: target seconds of N calls, and the largest N
 SLOWER = 4  # a batch of the slower side may last so many times the target
 HELD_OUT = 2  # cases of unseen sizes
+IDS = "topk_ids"  # the argument with the experts of each token
 
 
 def trials(spec: OpSpec, options: Options) -> list[Trial]:
@@ -56,7 +57,7 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
         held = [replace(c, dims={**c.dims, spec.ranks: options.ranks}) for c in varied]
         found += [Trial("held-out", c, maker(spec, c)) for c in held]
     if not options.task and "captured" in options.cases:
-        found += [Trial("captured", c, maker(spec, c)) for c in _captured(spec, options)]
+        found += _captured(spec, options)
     if not options.task and "random" not in options.cases:
         found = [t for t in found if t.source != "random"]
     found = [t for t in found if not options.names or t.case.name in options.names]
@@ -67,14 +68,43 @@ def trials(spec: OpSpec, options: Options) -> list[Trial]:
     return found
 
 
-def _captured(spec: OpSpec, options: Options) -> list[Case]:
-    """The message sizes of captured runs, with the number of their calls. Values are new: each rank has its own."""
-    found: dict[tuple[Any, ...], Case] = {}
+def _captured(spec: OpSpec, options: Options) -> list[Trial]:
+    """The message sizes of captured runs that so many ranks can have, with the number of their calls.
+
+    Each rank routes its tokens as a captured call of that size did. Other values are new.
+    """
+    cases: dict[tuple[Any, ...], Case] = {}
+    routed: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for captured in captured_cases(spec.name, options.captures):
         case = replace(captured.case, dims={**captured.case.dims, spec.ranks: options.ranks})
+        if not all(r(spec.declaration.sizes(case.dims, case.dtype)) for r in spec.declaration.rules):
+            continue
         key = case.dtype, *case.dims.items()
-        found[key] = replace(case, weight=case.weight + found[key].weight) if key in found else case
-    return sorted(found.values(), key=lambda c: -c.weight)
+        cases[key] = replace(case, weight=case.weight + cases[key].weight) if key in cases else case
+        if IDS in captured.values:
+            routed.setdefault(key, []).append(captured.values[IDS])
+    found = [
+        Trial("captured", case, _routing(spec, case, routed.get(key, []))) for key, case in cases.items()
+    ]
+    return sorted(found, key=lambda t: -t.case.weight)
+
+
+def _routing(
+    spec: OpSpec, case: Case, sets: list[torch.Tensor]
+) -> Callable[[str, torch.Generator], list[Any]]:
+    """A maker of arguments with one of these sets of experts' numbers, its tokens in another order."""
+    make = maker(spec, case)
+    if not sets:
+        return make
+
+    def routed(device: str, generator: torch.Generator) -> list[Any]:
+        args, at = make(device, generator), spec.position(IDS)
+        ids = sets[int(torch.randint(len(sets), (), generator=generator, device=device))].to(device)
+        order = torch.randperm(len(ids), generator=generator, device=device)
+        args[at] = ids[order].to(args[at].dtype)
+        return args
+
+    return routed
 
 
 @dataclass
@@ -199,7 +229,7 @@ class RankPair:
         seen.floor_s, seen.link_gb_per_s = 1e-6 * max(memory, sent), link
 
     def _judge(self, trial: Trial, teams: tuple[Team, ...], seen: Evidence) -> None:
-        values = Values(self.spec, trial.case, SLOTS, self.options.device)
+        values = Values(self.spec, trial, SLOTS, self.options.device)
         checks, own = RankChecks(values), 0.0
         with self._lanes(teams, values) as (candidate, baseline):
             seen.passed_over, seen.estimates = checks.passed_over, checks.estimates
@@ -224,21 +254,21 @@ class RankPair:
                 if seen.checked is not None:
                     seen.checked.errors = checks.errors
         if own:
-            seen.timed = self._batches(trial.case, teams, checks, (seen.chosen.seconds, max(own, 1e-6)))
+            seen.timed = self._batches(trial, teams, checks, (seen.chosen.seconds, max(own, 1e-6)))
 
     def _rounds(self) -> int:
         least, most = ROUNDS[self.options.device]
         return max(least, min(self.options.rounds, most))
 
     def _batches(
-        self, case: Case, teams: tuple[Team, ...], checks: RankChecks, estimates: tuple[float, float]
+        self, trial: Trial, teams: tuple[Team, ...], checks: RankChecks, estimates: tuple[float, float]
     ) -> Timed:
         """GPUs: the times of both sides, in slots of their own. estimates: rough seconds of a call of each."""
         one, fast, slow = checks.values.ranks[0], min(estimates), max(estimates)
         fits = self._sides.memory // max(3 * one.layout.stride + 2 * one.out_bytes, 1) - SINGLES
         wanted = max(2, min(int(BATCH_S / fast), int(SLOWER * BATCH_S / slow), self._most_calls, fits // 2))
         while True:
-            values = Values(self.spec, case, 2 * wanted + SINGLES, self.options.device)
+            values = Values(self.spec, trial, 2 * wanted + SINGLES, self.options.device)
             again = replace(checks, values=values, last=None)
             try:
                 with self._lanes(teams, values, checked=False) as (candidate, baseline):
