@@ -9,8 +9,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fastkernels.core import registry
 from fk_integrations.core.versions import PACKAGE, recorded
@@ -52,6 +54,8 @@ def _default(value: Any) -> str:
         return f"nn.{value.__name__}"  # the name in hosts' sources
     if isinstance(value, (type, FunctionType)):
         return value.__name__
+    if isinstance(value, BuiltinFunctionType) and getattr(torch, value.__name__, None) is value:
+        return f"torch.{value.__name__}"
     return repr(value)
 
 
