@@ -12,8 +12,6 @@ from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fastkernels.core import registry
 from fk_integrations.core.versions import PACKAGE, recorded
 
@@ -54,7 +52,7 @@ def _default(value: Any) -> str:
         return f"nn.{value.__name__}"  # the name in hosts' sources
     if isinstance(value, (type, FunctionType)):
         return value.__name__
-    if isinstance(value, BuiltinFunctionType) and getattr(torch, value.__name__, None) is value:
+    if isinstance(value, BuiltinFunctionType) and value.__module__ == "torch":
         return f"torch.{value.__name__}"
     return repr(value)
 
