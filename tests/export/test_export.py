@@ -113,7 +113,7 @@ def test_standalone_files_run_alone(
 ) -> None:
     """All ops of a host version, each from its own file, in one process; of an older version those that differ."""
     # Files do without PyTorch's attention and the C++ kernels of a CPU, which round otherwise.
-    plain = ("attention_dense", "conv1d_norm_mish", "rms_norm", "silu_and_mul")
+    plain = ("attention_dense", "attention_pair_bias", "conv1d_norm_mish", "rms_norm", "silu_and_mul")
     monkeypatch.setenv("FASTKERNELS_PROVIDER", ",".join(f"{name}:reference" for name in plain))
     for name in plain:
         OPS[name].forget()

@@ -31,6 +31,8 @@ BANNED = (
     "torch_geometric",
     "diffusion_policy_3d",
     "ultralytics",
+    "openfold3",
+    "gsplat",
 )
 SERVERS = ("vllm", "sglang")
 
@@ -828,6 +830,12 @@ def cross_low_rank(ns: Any) -> list[Any]:
     return [filled(ns.LowRankCrossNet(12, 2, 3))(randn(5, 12))]
 
 
+def cross_layer(ns: Any) -> list[Any]:
+    x = randn(5, 12)
+    made = ns.CrossNet(12, 2), ns.VectorCrossNet(12, 2), ns.LowRankMixtureCrossNet(12, 2, 3, 4)
+    return [filled(net)(x) for net in made]
+
+
 def graph_propagate(ns: Any) -> list[Any]:
     edges = torch.tensor([[0, 1, 2, 2, 4], [1, 0, 4, 2, 3]])
     return [
@@ -843,7 +851,9 @@ def conv1d_norm_mish(ns: Any) -> list[Any]:
     ]
 
 
-EXERCISES |= {f.__name__: f for f in (embedding_bag, cross_low_rank, graph_propagate, conv1d_norm_mish)}
+EXERCISES |= {
+    f.__name__: f for f in (embedding_bag, cross_low_rank, cross_layer, graph_propagate, conv1d_norm_mish)
+}
 
 
 def deformable_attention(ns: Any) -> list[Any]:
@@ -897,6 +907,43 @@ def rasterize_gaussians(ns: Any) -> list[Any]:
 EXERCISES |= {
     f.__name__: f for f in (project_gaussians, spherical_harmonics, intersect_tiles, rasterize_gaussians)
 }
+
+
+def attention_pair_bias(ns: Any) -> list[Any]:
+    triangle = filled(ns.TriangleAttention(16, 8, 2))
+    pair = filled(ns.AttentionPairBias(16, 16, 16, 16, 8, 8, 2))
+    conditioned = filled(ns.DiffusionAttentionPairBias(16, 16, 16, 12, 8, 8, 2))
+    a, z, mask = randn(2, 5, 16), randn(2, 5, 5, 8), randn(2, 5) > -1
+    return [
+        triangle(randn(2, 5, 5, 16), randn(2, 5, 5) > -1),
+        pair(a, z, mask),
+        conditioned(a, z, randn(2, 5, 12), mask),
+    ]
+
+
+def triangle_multiplication(ns: Any) -> list[Any]:
+    made = ns.TriangleMultiplicationOutgoing(16, 8), ns.TriangleMultiplicationIncoming(16, 8)
+    return [filled(update)(randn(2, 5, 5, 16), (randn(2, 5, 5) > -1).float()) for update in made]
+
+
+def swiglu_transition(ns: Any) -> list[Any]:
+    return [filled(ns.SwiGLUTransition(16, 2))(randn(2, 5, 16), randn(2, 5))]
+
+
+def outer_product_mean(ns: Any) -> list[Any]:
+    return [filled(ns.OuterProductMean(16, 8, 4))(randn(2, 3, 5, 16), (randn(2, 3, 5) > -1).float())]
+
+
+def conditioned_layer_norm(ns: Any) -> list[Any]:
+    return [filled(ns.AdaLN(16, 12))(randn(2, 5, 16), randn(2, 5, 12))]
+
+
+EXERCISES |= {
+    f.__name__: f
+    for f in (
+        attention_pair_bias, triangle_multiplication, swiglu_transition, outer_product_mean, conditioned_layer_norm,
+    )
+}  # fmt: skip
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -22,6 +22,7 @@ from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail
+from fk_bench.core.signals import signals_raise
 from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
@@ -209,7 +210,8 @@ def mcp_command(
             fail(f'the package {error.name} is not installed: pip install "fastkernels[mcp]"')
         print(f"serving {len(names)} tasks; run: {run}", file=sys.stderr, flush=True)
         try:
-            server.run(**({"transport": "streamable-http", "port": port} if port else {}))
+            with signals_raise():
+                server.run(**({"transport": "streamable-http", "port": port} if port else {}))
         except KeyboardInterrupt:
             print("ended; the best attempts are scored now", file=sys.stderr, flush=True)
         found.close()

@@ -99,6 +99,12 @@ def _cross(x0: T, x: T, v: T, w: T, bias: T) -> T:
     return x0 * (F.linear(F.linear(x, v), w) + bias) + x
 
 
+def _cross_experts(x0: T, x: T, h: T, w: T, bias: T) -> T:
+    """A full-rank layer as torchrec's; the experts of a mixture in one product, where torchrec's has one for each."""
+    inner = F.linear(h[:, 0], w[0]) if len(w) == 1 else torch.einsum("bkr,knr->bn", h, w)
+    return x0 * (inner + bias) + x
+
+
 def _sparse(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
     """Products with a sparse matrix in CSR: cuSPARSE on a GPU, as torch_geometric's spmm has it."""
     with warnings.catch_warnings():
@@ -142,6 +148,7 @@ def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | No
 BASELINES |= {
     "embedding_bag": from_torch(_bags, faults=_beyond_tables),
     "cross_low_rank": (*from_torch(_cross), inductor("cross_low_rank")),
+    "cross_layer": (*from_torch(_cross_experts), inductor("cross_layer")),
     "graph_propagate": (
         *from_torch(_scattered, faults=_beyond_nodes),
         Baseline("cusparse", "library", lambda: _sparse, faults=_beyond_nodes),

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,11 +24,17 @@ from fk_integrations.core.journal import Journal
 SEAM = "library_function"
 
 
+def _function(path: str) -> Any:
+    """Return the library's function at 'module:name', or None."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name, None)
+
+
 class Swapped:
     """One function of the library in whose place ours runs, and its calls."""
 
-    def __init__(self, op: str, target: Target, theirs: Callable[..., Any], strict: bool) -> None:
-        self.op, self.target, self.theirs, self.strict = op, target, theirs, strict
+    def __init__(self, name: str, theirs: Callable[..., Any], strict: bool) -> None:
+        self.name, self.theirs, self.strict = name, theirs, strict
         self.clear()
 
     def clear(self) -> None:
@@ -43,20 +49,37 @@ class Swapped:
                 found = ours(*args, **kwargs)
             except UnsupportedArgument as refused:
                 if self.strict:
-                    raise PatchError(f"{self.target.name}: {refused}, and the patch is strict") from refused
-                self.fallbacks = {**self.fallbacks, str(refused): self.fallbacks.get(str(refused), 0) + 1}
+                    raise PatchError(f"{self.name}: {refused}, and the patch is strict") from refused
+                self._fell_back(str(refused))
                 return self.theirs(*args, **kwargs)
             self.calls += 1
             return found
 
         return run
 
+    def count(self, reason: str) -> Callable[..., Any]:
+        """Make a function that runs the library's, and counts its calls as fallbacks with the reason."""
+
+        @functools.wraps(self.theirs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._fell_back(reason)
+            return self.theirs(*args, **kwargs)
+
+        return run
+
+    def _fell_back(self, reason: str) -> None:
+        self.fallbacks = {**self.fallbacks, reason: self.fallbacks.get(reason, 0) + 1}
+
 
 class FunctionHost:
-    """fastkernels.patch.Host for the library `name`: the target is the module, or its name."""
+    """fastkernels.patch.Host for the library `name`: the target is the module, or its name.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    unserved    {op: {path: what it computes}} of functions like those of the op which ours do not replace. A patch with
+                the op by name counts their calls.
+    """
+
+    def __init__(self, name: str, unserved: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self.name, self._unserved = name, unserved or {}
         self._lock = threading.RLock()
         self._forget()
 
@@ -104,6 +127,9 @@ class FunctionHost:
                 if request.ops is None or op in {*request.ops, *request.candidates}:
                     for target in registry.get(op).targets_for(self.name):
                         self._rows.append(self._put(op, target, request))
+                    if request.ops is not None and op not in request.disable:
+                        found = self._unserved.get(op, {}).items()
+                        self._rows += [self._counted_only(op, path, what) for path, what in found]
         except BaseException:
             self._journal.undo()
             self._forget()
@@ -130,30 +156,44 @@ class FunctionHost:
 
     def _put(self, op: str, target: Target, request: Request) -> tuple[Row, Swapped | None]:
         row = Row(0, op, target.name, 0, "off", provider=Environment.read().provider.get(op, ""), own=True)
-        module, _, name = target.path.partition(":")
-        theirs: Any = getattr(importlib.import_module(module), name, None)
+        theirs = _function(target.path)
         reason = self._why_off(op, target, theirs, request)
         if reason is not None:
             if request.strict and not reason.kind.harmless:
                 raise PatchError(f"{op} ({target.name}): {reason.text}, and the patch is strict")
             row.explain({reason: 0})
             return row, None
-        swapped = Swapped(op, target, theirs, request.strict)
-        ours = swapped.run(registry.target_class(target))
-        holders = [
-            m
-            for key, m in list(sys.modules.items())
-            if m is not None and f"{key}.".startswith(f"{self.name}.")
-        ]
-        for holder in holders:
-            for attribute, value in list(vars(holder).items()):
-                if value is theirs:
-                    self._journal.set_attribute(holder, attribute, ours)
-                    row.modules += 1
+        swapped = Swapped(target.name, theirs, request.strict)
+        row.modules = self._replace(theirs, swapped.run(registry.target_class(target)))
         row.state = "active"
         if op in request.candidates:
             row.candidate = f"function {request.candidates[op]}"
         return row, swapped
+
+    def _counted_only(self, op: str, path: str, what: str) -> tuple[Row, Swapped | None]:
+        """The row of a function that stays the library's."""
+        name, theirs = path.partition(":")[2], _function(path)
+        row = Row(0, op, name, 0, "off", own=True)
+        if theirs is None:
+            row.explain({Reason(Kind.NOT_IN_HOST, f"{self.name} {self.version()} has no {path}"): 0})
+            return row, None
+        reason = f"{what}: {self.name}'s code"
+        swapped = Swapped(name, theirs, strict=False)
+        row.modules = self._replace(theirs, swapped.count(reason))
+        row.explain({Reason(Kind.OTHER_CLASS, reason): row.modules})
+        return row, swapped
+
+    def _replace(self, theirs: Any, ours: Callable[..., Any]) -> int:
+        """Put `ours` in each place where a module of the library holds `theirs`; return how many there are."""
+        places = 0
+        for key, holder in list(sys.modules.items()):
+            if holder is None or not f"{key}.".startswith(f"{self.name}."):
+                continue
+            for attribute, value in list(vars(holder).items()):
+                if value is theirs:
+                    self._journal.set_attribute(holder, attribute, ours)
+                    places += 1
+        return places
 
     def _why_off(self, op: str, target: Target, theirs: Any, request: Request) -> Reason | None:
         version = self.version() or ""

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
@@ -52,6 +52,8 @@ def _default(value: Any) -> str:
         return f"nn.{value.__name__}"  # the name in hosts' sources
     if isinstance(value, (type, FunctionType)):
         return value.__name__
+    if isinstance(value, BuiltinFunctionType) and value.__module__ == "torch":
+        return f"torch.{value.__name__}"
     return repr(value)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +76,34 @@ def test_command_serves_on_standard_streams(tmp_path: Path) -> None:
             return [t["op"] for t in value(await client.call_tool("list_tasks", {}))]
 
     assert sorted(asyncio.run(talk())) == ["rms_norm", OP]
+
+
+@pytest.mark.slow
+def test_command_serves_http_and_scores_when_it_is_ended(tmp_path: Path) -> None:
+    """SIGTERM, with which supervisors end a server, does not cost the final score."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["-m", "fk_bench.cli", "mcp", "--ops", OP, "--case", CASE, "--final", "random", "--rounds", "3"]
+    more = ["--device", "cpu", "--port", str(port), "--out", str(tmp_path / "run")]
+    server = subprocess.Popen([sys.executable, *words, *more], stderr=subprocess.DEVNULL)
+
+    async def talk() -> str:
+        while server.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            await asyncio.sleep(0.2)
+        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+            source = BLOCKS.format(block=4096)
+            return value(await client.call_tool("submit", {"op": OP, "source": source}))["verdict"]
+
+    try:
+        assert asyncio.run(talk()) == "ok"
+    finally:
+        server.terminate()
+        assert server.wait(300) == 0
+    kinds = [r.kind for r in read(tmp_path / "run" / "rows.jsonl")[0]]
+    assert kinds.count("task") == 1 and (tmp_path / "run" / "transcript.html").exists()
 
 
 def test_missing_sdk_names_the_extra(

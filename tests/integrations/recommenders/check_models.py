@@ -14,12 +14,18 @@ from torch_geometric.nn import LGConv, LightGCN
 from torch_geometric.utils import to_torch_coo_tensor, to_torch_csr_tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.models.dlrm import DLRM_DCN
-from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
 
 import fastkernels
 from fastkernels import LLM
 from fastkernels.overrides.recsys.torch_geometric import TorchGeometricLGConv
-from fastkernels.overrides.recsys.torchrec import TorchrecEmbeddingBagCollection, TorchrecLowRankCrossNet
+from fastkernels.overrides.recsys.torchrec import (
+    TorchrecCrossNet,
+    TorchrecEmbeddingBagCollection,
+    TorchrecLowRankCrossNet,
+    TorchrecLowRankMixtureCrossNet,
+    TorchrecVectorCrossNet,
+)
 from fastkernels.patch import PatchError
 
 OPS = ["embedding_bag", "cross_low_rank"]
@@ -169,11 +175,54 @@ def test_dlrm_v2_training_runs_torchrec():
 
 
 @torch.no_grad()
-def test_dlrm_v2_cross_network_built_anew():
-    theirs, x = LowRankCrossNet(24, 3, 5), torch.randn(7, 24)
-    ours = TorchrecLowRankCrossNet(24, 3, 5)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "sizes"),
+    [
+        (LowRankCrossNet, TorchrecLowRankCrossNet, (24, 3, 5)),
+        (CrossNet, TorchrecCrossNet, (24, 3)),
+        (VectorCrossNet, TorchrecVectorCrossNet, (24, 3)),
+        (LowRankMixtureCrossNet, TorchrecLowRankMixtureCrossNet, (24, 3)),
+        (LowRankMixtureCrossNet, TorchrecLowRankMixtureCrossNet, (24, 3, 4, 5)),
+        (LowRankMixtureCrossNet, TorchrecLowRankMixtureCrossNet, (24, 2, 2, 3, torch.nn.Tanh())),
+    ],
+)
+def test_dlrm_v2_cross_networks_of_all_kinds(theirs, ours, sizes):
+    """Built anew and patched, with biases; no samples, NaN and half precision as the host's."""
+    theirs, x = theirs(*sizes), torch.randn(7, 24)
+    for bias in theirs.bias:
+        bias.normal_()
+    ours, want = ours(*sizes), theirs(x)
     ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(x), theirs(x), atol=2e-6, rtol=2e-6)
+    op = "cross_low_rank" if isinstance(theirs, LowRankCrossNet) else "cross_layer"
+    for found in (ours(x), patched(theirs, op, x)):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    assert patched(theirs, op, x[:0]).shape == (0, 24)
+    x[2, 5] = float("nan")
+    torch.testing.assert_close(patched(theirs, op, x), theirs(x), atol=1e-5, rtol=1e-5, equal_nan=True)
+    theirs.bfloat16()
+    x = torch.randn(7, 24).bfloat16()
+    torch.testing.assert_close(patched(theirs, op, x), theirs(x), atol=0.06, rtol=0.06)
+
+
+@torch.no_grad()
+def test_dlrm_v2_cross_networks_with_other_inputs_run_torchrec():
+    for net in (CrossNet(12, 2), VectorCrossNet(12, 2), LowRankMixtureCrossNet(12, 2, 2, 3)):
+        for x, words in (
+            (torch.randn(12), "1 dimensions, not 2"),
+            (torch.randn(3, 12, 2), "3 dimensions, not 2"),
+        ):
+            want = outcome(net, x)
+            with fastkernels.patch(net, ops="cross_layer") as report:
+                found = outcome(net, x)
+                row = next(r for r in report.refresh().rows if r.modules)
+                assert words in next(iter(row.fallbacks)) and not row.calls
+            assert torch.equal(found, want) if isinstance(want, torch.Tensor) else found == want
+        assert outcome(net, torch.randn(3, 13))[0] is RuntimeError
+        with (
+            fastkernels.patch(net, ops="cross_layer"),
+            pytest.raises((RuntimeError, ValueError), match=r"1[23]"),
+        ):
+            net(torch.randn(3, 13))
 
 
 def lightgcn(made):

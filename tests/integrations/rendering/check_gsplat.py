@@ -5,6 +5,7 @@ gsplat's CUDA code does not run on a CPU: what its `rasterization` returns is co
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import gsplat
@@ -195,6 +196,29 @@ def test_refused_calls_run_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(PatchError, match="gradients are not supported"),
     ):
         gsplat.spherical_harmonics(1, dirs, torch.randn(4, 4, 3))
+
+
+def test_flat_gaussians_and_distorted_cameras_are_the_librarys(made: Any) -> None:
+    """gsplat's CUDA code of them cannot run here: the calls have to reach it, and are counted with the reason."""
+    gaussians, views, ks = made
+    names = ("means", "quats", "scales", "opacities")
+    given = [*(getattr(gaussians, n) for n in names), torch.rand(150, 3), views, ks, WIDTH, HEIGHT]
+    unscented = {"packed": False, "with_ut": True, "with_eval3d": True}
+    before = gsplat.rendering.rasterize_to_pixels_2dgs
+    for strict in (False, True):
+        with fastkernels.patch(gsplat, ops=OPS, strict=strict) as report:
+            for call in (gsplat.rasterization_2dgs, functools.partial(gsplat.rasterization, **unscented)):
+                with pytest.raises(Exception, match=r"CUDA|NoneType|cuda"):
+                    call(*given)
+            rows = {r.host_class: r for r in report.refresh().rows if r.state == "off"}
+            assert "2-D Gaussians: gsplat's code" in rows["rasterize_to_pixels_2dgs"].reason
+            counted = {name: sum(row.fallbacks.values()) for name, row in rows.items()}
+            assert counted == {
+                "fully_fused_projection_2dgs": 1, "fully_fused_projection_with_ut": 1,
+                "rasterize_to_pixels_2dgs": 0, "rasterize_to_pixels_eval3d": 0,
+            }  # fmt: skip
+            assert "with_ut" in next(iter(rows["fully_fused_projection_with_ut"].fallbacks))
+    assert gsplat.rendering.rasterize_to_pixels_2dgs is before
 
 
 def test_nothing_is_patched_without_a_request() -> None:

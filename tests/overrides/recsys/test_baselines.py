@@ -19,7 +19,7 @@ from fastkernels.core.baseline import Baseline
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.recsys.production import BASELINES
 
-OURS = ["cross_low_rank", "embedding_bag", "graph_propagate", "top_k_scores"]
+OURS = ["cross_layer", "cross_low_rank", "embedding_bag", "graph_propagate", "top_k_scores"]
 PAIRS = [
     (name, b) for name in OURS for b in BASELINES[name] if not b.modules and b.kind != "compiler"
 ]  # functions of PyTorch, also those for GPUs

@@ -1,0 +1,61 @@
+"""Sizes of the growth of kernels' times, and the plot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from fk_bench.core.rows import Row, Status, Subject
+from support.h200_plan import ROOT
+
+from fastkernels.core import registry
+
+sys.path.insert(0, str(ROOT / "bench"))
+from experiments.growth import growth
+
+
+@pytest.mark.parametrize("op", growth.GROWN)
+def test_last_point_has_ten_times_the_work(op: str) -> None:
+    spec, of = registry.get(op), growth.GROWN[op]
+    first, last = (growth.work(spec, growth.grown(spec, of, f)) for f in (1.0, growth.factors()[-1]))
+    assert 9.5 < last / first < 10.5
+
+
+def row(op: str, provider: str, work: float, us: float, status: Status = Status.OK) -> Row:
+    return Row(
+        run_id="growth", command="growth", status=status, subject=Subject(op=op, provider=provider),
+        case={"kind": "growth", "factor": 1.0, "work": work}, metrics={"time_us_p50": us} if us else {},
+    )  # fmt: skip
+
+
+def test_plot_has_a_panel_for_each_op() -> None:
+    rows = [
+        row(op, p, w, w / 50) for op in ("fused_mlp", "a<b") for p in ("ours", "torch") for w in (1e6, 1e7)
+    ]
+    drawn = growth.plot([*rows, row("failed", "ours", 1e6, 0, Status.FAILED), row("one", "ours", 5.0, 3.0)])
+    found = ElementTree.fromstring(drawn)
+    texts = [e.text for e in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"fused_mlp", "a<b", "one"} <= set(texts) and "failed" not in texts
+    assert len(list(found.iter("{http://www.w3.org/2000/svg}circle"))) == 9
+
+
+def test_plot_without_times_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    monkeypatch.setattr(
+        sys, "argv", ["growth", "--plot", str(tmp_path / "a.svg"), str(tmp_path / "rows.jsonl")]
+    )
+    assert growth.main() == 2 and not (tmp_path / "a.svg").exists()
+
+
+def test_small_sizes_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an earlier call are not measured again."""
+    out = tmp_path / "rows.jsonl"
+    words = ["growth", "--out", str(out), "--device", "cpu", "--tiny", "1e-4", "--ops", "fused_mlp"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert growth.main() == 0
+    first = out.read_text()
+    assert len(first.splitlines()) == 2 * growth.STEPS and growth.main() == 0 and out.read_text() == first
+    monkeypatch.setattr(sys, "argv", [*words[:-1], "rms_norm"])
+    assert growth.main() == 2
