@@ -49,7 +49,7 @@ FAMILIES = {
     "image": Family("latent_cosine", 0.05, ("diffusers",)),
     "detection": Family("mean_ap", 0.2, ("fastkernels", "ultralytics"), {"width": 640, "height": 480}),
     "segmentation": Family("mean_iou", 0.2, ("fastkernels",), {"points": 20000, "side": 8.0}),
-    "speech": Family("word_error_rate", 0.2, ("fastkernels",), {"seconds": 5.0, "new": 24}),
+    "speech": Family("word_logprobs", 0.1, ("fastkernels",), {"seconds": 5.0, "new": 24}),
     "audio": Family("mel_cosine", 0.1, ("fastkernels",), {"words": 2, "voice": 25, "frames": 200}),
     "policy": Family(
         "action_error", 0.1, ("fastkernels",),
@@ -185,11 +185,13 @@ def _ratings(rows: torch.Tensor) -> Ratings:
 def _actions(rows: torch.Tensor) -> Actions:
     """The range of a dimension is that of a run's own actions."""
     values = rows.flatten(1, -2) if rows.dim() > 3 else rows
-    return Actions(values, values.amin((0, 1)), values.amax((0, 1)))
+    low = values.amin((0, 1))
+    return Actions(values, low, torch.maximum(values.amax((0, 1)), low + 1e-6))  # a constant one has no range
 
 
 def _transcripts(rows: torch.Tensor) -> Transcripts:
-    return Transcripts([" ".join(str(int(token)) for token in row) for row in rows])
+    """Of [n, words, 2]: a token and its log probability."""
+    return Transcripts([" ".join(str(int(t)) for t in row) for row in rows[..., 0]], rows[..., 1])
 
 
 # {family: the outputs of answers [n, ...]}

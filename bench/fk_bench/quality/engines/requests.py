@@ -25,16 +25,22 @@ def _heard(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
 
 
 def _transcribed(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
-    """The likeliest tokens: [new] each."""
+    """The likeliest tokens and their log probabilities: [new, 2] each."""
     from fastkernels import SamplingParams
 
     start = llm.llm_engine.hf_config.decoder_start_token_id
     given = [{"prompt_token_ids": [start], "multi_modal_data": {"audio": heard}} for heard, _ in requests]
     params = [
-        SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=n) for _, n in requests
+        SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=n, logprobs=1)
+        for _, n in requests
     ]
     found = llm.generate(given, params, use_tqdm=False)
-    return [np.asarray(o.outputs[0].token_ids, np.float32) for o in found]
+    made = []
+    for output in (o.outputs[0] for o in found):
+        tokens = list(output.token_ids)
+        own = [table[token].logprob for token, table in zip(tokens, output.logprobs, strict=True)]
+        made.append(np.stack((tokens, own), -1).astype(np.float32))
+    return made
 
 
 SPEECH = Sent(_heard, _transcribed)
