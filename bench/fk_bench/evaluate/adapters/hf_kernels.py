@@ -55,7 +55,7 @@ def _layers_of(package: Path) -> Path | None:
 
 
 def _here() -> str:
-    """What a variant's name has to say here: torch213-cu130-x86_64-linux."""
+    """The name of a variant for this machine: torch213-cu130-x86_64-linux."""
     major, minor = torch.__version__.split(".")[:2]
     backend = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
     return f"torch{major}{minor}-{backend}-{platform.machine()}-{platform.system().lower()}"

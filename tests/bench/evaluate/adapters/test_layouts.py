@@ -146,6 +146,29 @@ def test_solution_of_the_library_s_own_model_becomes_the_op(tmp_path):
     torch.testing.assert_close(found["rms_norm"](x, weight, 1e-6), reference("rms_norm")(x, weight, 1e-6)[0])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "def run(A, B):\n    raise RuntimeError('0 active drivers ([]).')\n",
+            "a Triton kernel of the author needs a GPU",
+        ),
+        (
+            "raise OSError('CUDA_HOME environment variable is not set.')\n",
+            "builds a CUDA extension: it needs a GPU",
+        ),
+    ],
+)
+def test_kernel_that_needs_a_gpu_says_so(text, reason, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "gemm.json").write_text(solution("gemm_n63_k128", text, into=False))
+    with pytest.raises((NotImplementedError, candidate.CandidateError), match=reason):
+        functions(tmp_path / "set", tmp_path / "out", "trace")[0]["linear"](
+            torch.randn(7, 128), torch.randn(63, 128)
+        )
+
+
 def test_source_outside_of_a_solution_is_declined(tmp_path):
     document = json.loads(solution("gemm_n63_k128", "", into=False))
     document["sources"][0]["path"] = "../kernel.py"
@@ -207,7 +230,7 @@ def test_variant_of_a_hub_package_fits_the_machine(variant, tmp_path):
     assert names == {"rms_norm.py", "__init__.py", "_ops.py", "layers.py", "metadata.json"}
 
 
-def test_hub_package_without_a_build_for_this_machine_is_declined(tmp_path):
+def test_hub_package_without_a_fitting_build_is_declined(tmp_path):
     folder = hub_package(tmp_path, "torch210-metal-aarch64-darwin")
     with pytest.raises(SetError, match=f"no build for {hf_kernels._here()}; it has torch210-metal"):
         read_set("theirs", folder, tmp_path / "out")
