@@ -82,7 +82,7 @@ def test_triton_kernels_compile_for_unmeasured_chips(
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n.endswith(QUICK_ALONE) else pytest.mark.slow) for n in alone.CALLS]
 )
-def test_kernels_without_a_small_case_compile_for_unmeasured_chips(
+def test_kernels_without_a_case_compile_for_unmeasured_chips(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

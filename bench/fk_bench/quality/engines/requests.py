@@ -53,17 +53,20 @@ class Engine:
         given = {
             **options, "model": model, "gpu": torch.cuda.is_available(), "max_num_seqs": options["batch"],
         }  # fmt: skip
-        self.sizes, self.seeds = options["request"], dict[int, Any]()
+        self.sizes, self.family = options["request"], options["family"]
         self.host: Library | Requests
         if model in MODELS:
             self.host = Library(given)
-        elif options["family"] == "speech":
+        elif self.family == "speech":
             longest = {"max_model_len": int(self.sizes["new"]) + 8, "skip_tokenizer_init": False}
             given["engine_args"] = {**longest, **options["engine_args"]}
             self.host = Requests(given, SPEECH)
         else:
             self.host = Requests(given)
         self.shape: list[int] = []
+        self.chain = ""
+        if self.family == "structure":
+            self.chain = self._request(0)[0]["chains"][0]["sequence"]
 
     @property
     def target(self) -> Any:
@@ -95,16 +98,11 @@ class Engine:
     def _request(self, seed: int) -> Any:
         """Chains are permutations of the first one, so that all have as many atoms."""
         draw = np.random.default_rng(seed)
-        made = self.host.sent.make(self.host.target, self.sizes, draw)  # type: ignore[union-attr]
-        if isinstance(made, tuple) and isinstance(made[0], dict) and "chains" in made[0]:
-            first = self.seeds.setdefault(0, made[0]["chains"][0]["sequence"] if seed == 0 else self._first())
-            letters = "".join(draw.permutation([*first]))
-            return {"chains": [{"sequence": letters}]}, *made[1:]
-        return made
-
-    def _first(self) -> str:
-        made = self.host.sent.make(self.host.target, self.sizes, np.random.default_rng(0))  # type: ignore[union-attr]
-        return str(made[0]["chains"][0]["sequence"])
+        made = self.host.sent.make(self.target, self.sizes, draw)  # type: ignore[union-attr]
+        if self.family != "structure":
+            return made
+        self.chain = self.chain or made[0]["chains"][0]["sequence"]
+        return {"chains": [{"sequence": "".join(draw.permutation([*self.chain]))}]}, *made[1:]
 
     def note(self, file: Path) -> None:
         """Write the shape of one answer."""
