@@ -65,7 +65,7 @@ def _rank(variant: str) -> int | None:
     """0 for a variant that needs no build, 1 for one that does and fits, 2 for Python code of a backend, or None."""
     parts = [p for p in variant.split("-") if not p.startswith("cxx")]
     if parts[:1] == ["torch"]:
-        return {("universal",): 0, ("cpu",): 2, ("cuda",): 2}.get(tuple(parts[1:]))
+        return {"universal": 0, "cpu": 2, "cuda": 2}.get("-".join(parts[1:]))
     return 1 if "-".join(parts) == _here() else None
 
 
