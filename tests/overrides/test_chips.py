@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import ahead
+from support.kernels import ahead, alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.compiler.errors import CompilationError
 
@@ -17,6 +17,8 @@ from fastkernels.overrides.linear import linear_fp8_triton
 
 CAPABILITIES = (80, 100)
 QUICK = {"embedding", "gelu", "l2_norm", "layer_norm"}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUICK_ALONE = ("_mask_kernel", "_known_kernel", "_advance_kernel")
 TRITON = [  # those that share a function with another provider call ops, and have no kernel of their own
     (op.name, p.name)
     for name in registry.op_names() if (op := registry.get(name).op) is not None
@@ -38,16 +40,24 @@ def cases(op: str) -> list[Any]:
 
 
 def launches(op: str, name: str) -> list[ahead.Launch]:
+    """The first launch of each kernel that a small case of the op launches, without float8 if one has none."""
     spec, fn = registry.get(op), provider(op, name).fn
+    found: dict[str, ahead.Launch] = {}
+    float8: dict[str, ahead.Launch] = {}
     problem: Exception | None = None
-    for case in reversed(cases(op)[:6]):  # the first one is often of single numbers
+    for case in cases(op):
         args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
         try:
-            if found := ahead.launched(lambda args=args: fn(*args)):  # type: ignore[misc]
-                return found
+            made = ahead.launched(lambda args=args: fn(*args))  # type: ignore[misc]
         except Exception as error:  # a case that this provider does not support
             problem = error
-    raise AssertionError(f"{op}: no small case launches a kernel of {name}: {problem}")
+            continue
+        for launch in made:
+            small = any(isinstance(a, torch.Tensor) and a.dtype in FLOAT8 for a in launch[1])
+            (float8 if small else found).setdefault(ahead.name_of(launch), launch)
+    found = float8 | found
+    assert found, f"{op}: no small case launches a kernel of {name}: {problem}"
+    return list(found.values())
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted here")
@@ -66,6 +76,31 @@ def test_triton_kernels_compile_for_unmeasured_chips(
             except CompilationError as error:  # float8 on Ampere
                 assert capability == 80 and "fp8e4nv not supported" in str(error)
                 assert declines(op, name, (8, 0), monkeypatch)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted here")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n.endswith(QUICK_ALONE) else pytest.mark.slow) for n in alone.CALLS]
+)
+def test_kernels_without_a_case_compile_for_unmeasured_chips(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {ahead.name_of(launch): launch for launch in ahead.launched(alone.CALLS[name])}
+    for capability in CAPABILITIES:
+        ahead.compile_for(found[name], capability)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_triton_kernel_is_launched_by_a_small_call() -> None:
+    launched = {*alone.CALLS}
+    for op, name in TRITON:
+        launched |= {ahead.name_of(launch) for launch in launches(op, name)}
+    missing = {name for name, inner in ahead.kernels().items() if not inner} - launched
+    assert not missing, (
+        f"no small case of a provider, nor a call of support/kernels/alone.py, launches {missing}"
+    )
 
 
 # Families and ops that were written without a GPU

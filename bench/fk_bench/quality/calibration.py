@@ -10,6 +10,7 @@ import numpy as np
 from fk_bench.quality.metrics.metric import Value
 
 THRESHOLD = 0.9  # the least c of a valid item; a planted fault must stay below it
+SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 
 def correctness(discrepancy: float, noise: float, bound: float) -> float:
@@ -31,6 +32,13 @@ def noise_of(discrepancies: Sequence[float]) -> float:
     if not discrepancies or not all(0 <= d <= 1 for d in discrepancies):
         raise ValueError(f"noise needs discrepancies in [0, 1], got {list(discrepancies)}")
     return float(np.percentile(discrepancies, 95))
+
+
+def fitted_bound(bound: float, noise: float, faults: Mapping[str, float]) -> float:
+    """Return the bound, or a smaller one with which the smallest fault, if it is above the noise, gives c < 0.9."""
+    if faults and (least := min(faults.values())) > noise:
+        return min(bound, noise + SEEN * (least - noise))
+    return bound
 
 
 @dataclass(frozen=True)

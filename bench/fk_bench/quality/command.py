@@ -33,7 +33,8 @@ def quality_command(
         str,
         typer.Argument(
             help="a checkpoint's folder or hub id (default: a tiny random Llama); a public name as llama-3.2-1b, or a"
-            " folder with only a config.json, gets random weights; for timm a name, for diffusers a pipeline's folder"
+            " folder with only a config.json, gets random weights; for timm a name, for diffusers a pipeline's folder;"
+            " SUITE/MODEL as small/dp3 for a model of `fk-bench list workloads`"
         ),
     ] = "",
     sets: Annotated[
@@ -57,6 +58,10 @@ def quality_command(
     new: Annotated[int, typer.Option(help="tokens that are forced after each prompt")] = Extent.new,
     image_size: Annotated[int, typer.Option(help="images: pixels of a side (0: the model's own)")] = 0,
     steps: Annotated[int, typer.Option(help="images: denoising steps")] = Settings.steps,
+    request: Annotated[
+        str,
+        typer.Option(help='JSON of the sizes of a request, such as {"width": 640} (default: the family\'s)'),
+    ] = "",
     engine_args: Annotated[list[str] | None, typer.Option(help="HOST=JSON of more engine arguments")] = None,
     gpu_share: Annotated[
         float, typer.Option(help="share of the GPU's memory for a host")
@@ -102,10 +107,15 @@ def quality_command(
             raise ConfigError("give a model: a name of timm, or a pipeline's folder for diffusers")
         if "timm" in names:
             _check_timm(model)
+        sizes = json_object("--request", request) if request else {}
+        if wrong_size := next(
+            (k for k, v in sizes.items() if not isinstance(v, (int, float)) or v <= 0), None
+        ):
+            raise ConfigError(f"--request: {wrong_size} is {sizes[wrong_size]!r}, give a number above 0")
         settings = {
             host: Settings(
                 machine.absolute(pythons.get(host, sys.executable)), device, "" if dtype == "auto" else dtype, extent,
-                arguments.get(host, {}), gpu_share, image_size, steps, timeout, recalibrate, exact,
+                arguments.get(host, {}), gpu_share, image_size, steps, sizes, {}, timeout, recalibrate, exact,
             )
             for host in names
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,33 @@ import torch
 from fk_bench.core.hub import ModelError
 from fk_bench.quality import text
 from fk_bench.quality.forced import read_rows
-from fk_bench.quality.metrics.outputs import Embeddings, Images, Scores
+from fk_bench.quality.metrics.outputs import (
+    Actions,
+    Detections,
+    Embeddings,
+    Images,
+    Masks,
+    Ratings,
+    Scores,
+    Spectrograms,
+    Structures,
+    Transcripts,
+)
 
 CORPUS = 48  # tokens of a document
 
 
 @dataclass(frozen=True)
 class Family:
-    """bound: of the metric's discrepancy, not of its value. hosts: none, if the models come later."""
+    """bound: of the metric's discrepancy, not of its value.
+
+    request  default sizes of a request to the model's runner (evaluate/run/hosts/sent.py); none: other inputs
+    """
 
     metric: str
     bound: float
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...]
+    request: Mapping[str, float] | None = None
 
 
 FAMILIES = {
@@ -31,14 +47,26 @@ FAMILIES = {
     "embedding": Family("embedding_cosine", 0.1, ("fastkernels", "transformers")),
     "vision": Family("kl", 0.05, ("timm",)),
     "image": Family("latent_cosine", 0.05, ("diffusers",)),
-    "detection": Family("mean_ap", 0.2),
-    "segmentation": Family("mean_iou", 0.2),
-    "speech": Family("word_error_rate", 0.2),
-    "audio": Family("mel_cosine", 0.1),
-    "policy": Family("action_error", 0.1),
-    "structure": Family("rmsd", 0.1),
-    "recommendation": Family("auc", 0.05),
-}
+    "detection": Family("mean_ap", 0.2, ("fastkernels", "ultralytics"), {"width": 640, "height": 480}),
+    "segmentation": Family("mean_iou", 0.2, ("fastkernels",), {"points": 20000, "side": 8.0}),
+    "speech": Family("word_logprobs", 0.1, ("fastkernels",), {"seconds": 5.0, "new": 24}),
+    "audio": Family("mel_cosine", 0.1, ("fastkernels",), {"words": 2, "voice": 25, "frames": 200}),
+    "policy": Family(
+        "action_error", 0.1, ("fastkernels",),
+        {"points": 512, "cameras": 2, "tokens": 8, "width": 224, "height": 224},
+    ),
+    "structure": Family("rmsd", 0.1, ("fastkernels",), {"residues": 48, "recycles": 1, "steps": 8}),
+    "recommendation": Family(
+        "score_error", 0.05, ("fastkernels", "torchrec", "torch_geometric"), {"bag": 8, "items": 200}
+    ),
+}  # fmt: skip
+# Families of our engine's runners, by (runner, inputs).
+RUNNERS = {
+    ("Score", "samples"): "recommendation", ("Score", "nodes"): "recommendation", ("Segment", "points"): "segmentation",
+    ("Act", "points"): "policy", ("Act", "cameras"): "policy", ("Speak", "text"): "audio",
+    ("Fold", "chains"): "structure",
+}  # fmt: skip
+LIBRARIES = {"detector": "detection", "dlrm_dcn": "recommendation", "lightgcn": "recommendation"}
 HOSTS = tuple(dict.fromkeys(host for family in FAMILIES.values() for host in family.hosts))
 
 
@@ -46,6 +74,10 @@ def family_of(model: str, host: str) -> str:
     """The family of a model in a host. Raises ModelError for a model that no metric fits."""
     if host in ("timm", "diffusers"):
         return "vision" if host == "timm" else "image"
+    if model in LIBRARIES:
+        return LIBRARIES[model]
+    if host == "fastkernels" and (found := _of_runner(Path(model))):
+        return found
     architectures = config_of(Path(model)).get("architectures") or [""]
     if str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel", "ModelLM")):
         return "text"
@@ -54,6 +86,25 @@ def family_of(model: str, host: str) -> str:
     raise ModelError(
         f"{model} has {architectures[0] or 'no architecture'}: {host} measures models that generate text"
     )
+
+
+def _of_runner(model: Path) -> str:
+    """The family of a checkpoint whose model of our engine answers requests other than text; '' for others."""
+    from fastkernels.models.common import build, registry
+    from fastkernels.models.common.checkpoint import CheckpointError
+    from fastkernels.models.common.detector import Detector
+
+    try:
+        config = build.load_config(model)
+        found = registry.find(build.architecture_of(config, model), config)
+    except (CheckpointError, LookupError, OSError, ValueError):
+        return ""
+    arch = found.arch
+    if arch.runner == "Generate" and arch.media == ("audio",) and hasattr(config, "decoder_start_token_id"):
+        return "speech"
+    if (arch.runner, arch.inputs) == ("Encode", "images") and issubclass(registry.load(found.path), Detector):
+        return "detection"
+    return RUNNERS.get((arch.runner, arch.inputs), "")
 
 
 def config_of(model: Path) -> dict[str, Any]:
@@ -100,6 +151,9 @@ def outputs(family: str, model: str, extent: text.Extent, folder: Path, run: str
         rows = read_rows(file, len(targets), config_of(Path(model))["vocab_size"])
         return Scores(rows, targets, [len(s["tokens"]) for s in inputs])
     rows = read_rows(file, len(inputs))
+    if FAMILIES[family].request is not None:
+        shape = json.loads((folder / f"{run}.json").read_text())
+        return _ANSWERS[family](rows.unflatten(1, shape))
     if family == "embedding":
         half = len(rows) // 2
         return Embeddings(rows[:half], rows[half:], torch.arange(half))
@@ -108,3 +162,45 @@ def outputs(family: str, model: str, extent: text.Extent, folder: Path, run: str
     latents, pixels = (tuple(shape) for shape in json.loads((folder / f"{run}.json").read_text()))
     size = torch.Size(latents).numel()
     return Images(rows[:, size:].unflatten(1, pixels), rows[:, :size].unflatten(1, latents))
+
+
+MOST = 100  # boxes of an image, as in COCO
+
+
+def _detections(rows: torch.Tensor) -> Detections:
+    """Of [n, boxes, 6]: corners, score and label."""
+    images = []
+    for found in rows:
+        best = found[found[:, 4].argsort(descending=True, stable=True)[:MOST]]
+        images.append({"boxes": best[:, :4], "scores": best[:, 4], "labels": best[:, 5].round().long()})
+    return Detections(images)
+
+
+def _ratings(rows: torch.Tensor) -> Ratings:
+    """The better half of a run's own scores counts as taken."""
+    scores = rows.flatten()
+    return Ratings(scores, (scores > scores.median()).long())
+
+
+def _actions(rows: torch.Tensor) -> Actions:
+    """The range of a dimension is that of a run's own actions."""
+    values = rows.flatten(1, -2) if rows.dim() > 3 else rows
+    low = values.amin((0, 1))
+    return Actions(values, low, torch.maximum(values.amax((0, 1)), low + 1e-6))  # a constant one has no range
+
+
+def _transcripts(rows: torch.Tensor) -> Transcripts:
+    """Of [n, words, 2]: a token and its log probability."""
+    return Transcripts([" ".join(str(int(t)) for t in row) for row in rows[..., 0]], rows[..., 1])
+
+
+# {family: the outputs of answers [n, ...]}
+_ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detection": _detections,
+    "segmentation": lambda rows: Masks(rows.argmax(-1), rows.shape[-1]),
+    "speech": _transcripts,
+    "audio": lambda rows: Spectrograms(rows.mT),
+    "policy": _actions,
+    "structure": lambda rows: Structures(rows[..., :3]),
+    "recommendation": _ratings,
+}

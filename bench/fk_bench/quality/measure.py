@@ -8,6 +8,7 @@ model, host, versions and machine. A set is compared with its own engine before 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -26,13 +27,20 @@ from fk_bench.core import hub, machine
 from fk_bench.core.hub import ModelError
 from fk_bench.offline.host import HostProcess
 from fk_bench.quality import faults, structured, text
-from fk_bench.quality.calibration import Calibration, Quality, noise_of
+from fk_bench.quality.calibration import Calibration, Quality, fitted_bound, noise_of
 from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prepare
 from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
-NEED_LIBRARY = ("embedding", "image")  # families that run and whose metrics come from torchmetrics
-IN_PLACE = ("timm", "diffusers")  # hosts whose faults are planted in a running engine
+NEED_LIBRARY = ("embedding", "image", "detection", "segmentation", "speech", "recommendation")  # torchmetrics
+WEIGHTS = {".safetensors", ".pt", ".pth", ".bin", ".npz", ".ply", ".ckpt", ".msgpack", ".ingp"}
+BY_NAME = (
+    "timm",
+    "diffusers",
+    "ultralytics",
+    "torchrec",
+    "torch_geometric",
+)  # hosts of models without config.json
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Settings:
     gpu_share: float = 0.5
     image_size: int = 0  # 0: the model's own
     steps: int = 4  # of denoising
+    request: Mapping[str, float] = field(default_factory=dict)  # sizes of a request; see Family.request
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of a library's model
     timeout: float = 600.0  # for a start, a run or a patch
     recalibrate: bool = False
     exact: bool = False  # also the distances from float32, by transformers
@@ -68,7 +78,9 @@ class Item:
                 f"metrics of {self.family_name} need torchmetrics: pip install 'fastkernels[quality]'"
             )
         self.name, self.model = model, model
-        if host not in IN_PLACE and not any(Path(model).glob("*.safetensors")):
+        self.answers = self.family.request is not None
+        self.in_place = self.answers or host in BY_NAME  # faults are planted in the running engine
+        if not self.in_place and not any(Path(model).glob("*.safetensors")):
             if self.family_name != "text":
                 raise ModelError(
                     f"{model} has no *.safetensors; random weights are drawn for models of text only"
@@ -91,7 +103,8 @@ class Item:
             "family": self.family_name, "model": model, "folder": str(self.folder), "engine_args": dict(s.engine_args),
             "dtype": s.dtype or machine.fast_dtype(), "batch": extent.batch, "longest": extent.longest,
             "tokens": max(extent.batch * extent.longest, 512), "gpu_share": s.gpu_share, "image_size": s.image_size,
-            "steps": s.steps, "load_format": "dummy" if self.random else "auto",
+            "steps": s.steps, "load_format": "dummy" if self.random else "auto", "requests": self.answers,
+            "request": {**(self.family.request or {}), **s.request}, "arguments": dict(s.arguments),
         }  # fmt: skip
         process = HostProcess(
             self.host, s.python, options, self.folder, script=WORKER, env={**hidden, **(env or {})}, log=log
@@ -104,8 +117,9 @@ class Item:
 
     @property
     def random(self) -> bool:
-        """Whether an image model has random weights: it was not given as a folder with weights."""
-        return self.host in IN_PLACE and not any(Path(self.model).rglob("*.safetensors"))
+        """Whether a model that runs in place has random weights: it was not given as a folder with weights."""
+        kinds = {file.suffix for file in Path(self.model).rglob("*.*")}
+        return self.in_place and not kinds & WEIGHTS
 
     def read(self, run: str) -> Any:
         """The outputs of a run, whose file is removed."""
@@ -164,14 +178,14 @@ class Item:
             reference = running.outputs("reference")
             compare(running, "again")
             compare(running, "batches", order=True)
-            for fault in plants if self.host in IN_PLACE else ():
+            for fault in plants if self.in_place else ():
                 answer = running.ask({"fault": fault})
                 if answer["planted"]:
                     compare(running, fault)
                     running.ask({"fault": ""})
                 elif answer["concerns"]:
                     unplanted[fault] = answer["reason"]
-        for fault in plants if self.host not in IN_PLACE else ():
+        for fault in plants if not self.in_place else ():
             try:
                 faulty = faults.faulty_checkpoint(Path(self.model), fault, self.folder / f"model-{fault}")
             except faults.NoHeads:
@@ -182,11 +196,14 @@ class Item:
             with self.started(str(faulty), fault, fresh if fault == faults.REORDER else None) as running:
                 compare(running, fault)
             shutil.rmtree(faulty)
-        if self.host in IN_PLACE or faults.REORDER in unplanted:
+        if self.in_place or faults.REORDER in unplanted:
             with self.started(self.model, "fresh", fresh) as running:
                 compare(running, "fresh")
         unplanted.pop(faults.REORDER, None)  # no fault
-        return Calibration(noise_of([*noise.values()]), self.family.bound, found, unplanted, noise)
+        own, bound = noise_of([*noise.values()]), self.family.bound
+        if self.answers:  # metrics of tasks are coarse
+            bound = fitted_bound(bound, own, found)
+        return Calibration(own, bound, found, unplanted, noise)
 
 
 def _stamp(file: Path) -> tuple[str, int, int | str]:
@@ -198,6 +215,38 @@ def _stamp(file: Path) -> tuple[str, int, int | str]:
         size,
         hashlib.sha256(file.read_bytes()).hexdigest() if small else file.stat().st_mtime_ns,
     )
+
+
+def of_suite(model: str, host: str, settings: Settings) -> tuple[str, Settings]:
+    """The model and settings for SUITE/MODEL, a model of `fk-bench list workloads`; any other name as it is.
+
+    Raises ModelError for a model that the suite does not have in this host.
+    """
+    from fk_bench.evaluate import checkpoints, suites
+
+    suite, _, name = model.partition("/")
+    if suite not in suites.names() or Path(model).exists():
+        return model, settings
+    found = [e for e in suites.load(suite).entries if e.item.host == host]
+    known = {e.item.model: e for e in found}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3)
+        meant = (
+            f" Did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f" It has {', '.join(sorted(known))}."
+        )
+        raise ModelError(f"the suite {suite} has no model {name!r} in {host}.{meant if known else ''}")
+    entry = known[name]
+    own = entry.model
+    request = {k: v for k, v in own.request.items() if isinstance(v, (int, float))}
+    settings = replace(
+        settings, request={**request, **settings.request}, arguments=own.arguments,
+        dtype=settings.dtype or str(own.config.get("dtype", "")),
+        engine_args={**entry.engine_args, **settings.engine_args},
+    )  # fmt: skip
+    by_name = own.timm or own.named or own.library
+    return by_name or str(checkpoints.folder(own, entry.workload.kind)), settings
 
 
 def folder_of(model: str, folder: Path) -> str:
@@ -246,7 +295,7 @@ def measure(
     """The quality of one item.
 
     model       a checkpoint's folder or hub id; a folder with only a config.json, or a public name, gets random
-                weights; for timm a name, for diffusers a pipeline's folder
+                weights; for timm a name, for diffusers a pipeline's folder; or SUITE/MODEL, see of_suite
     candidates  {op: file}, which alone are patched; None: our own overrides, those of `ops` (None: the default ones)
     device      cpu, cuda; '': the settings'
 
@@ -257,8 +306,10 @@ def measure(
     settings = replace(settings, python=machine.absolute(settings.python))
     if device:
         settings = replace(settings, device=device)
+    name = Path(model).name
+    model, settings = of_suite(model, host, settings)
     with tempfile.TemporaryDirectory(prefix="fk-quality-") as scratch:
-        path = model if host in IN_PLACE else folder_of(model, Path(scratch))
+        path = model if host in BY_NAME else folder_of(model, Path(scratch))
         item = Item(path, host, settings, Path(scratch))
         calibration = item.calibration()
         with item.started(item.model, "set") as running:
@@ -279,4 +330,4 @@ def measure(
             }
         values: dict[str, Value] = {m.name: m.measure(found, reference) for m in of_family(item.family_name)}
     left = {op: why for op, state, why in rows["rows"] if state != "active"}
-    return Quality(Path(model).name, host, item.family.metric, values, calibration, calls, left, exact)
+    return Quality(name, host, item.family.metric, values, calibration, calls, left, exact)

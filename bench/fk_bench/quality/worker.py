@@ -7,7 +7,7 @@ It writes lines of JSON to the original standard output; the host's own output g
                                            {"seconds": s}, with the outputs in NAME.f32 (see `forced`). With
                                            "staggered": true, half of a batch arrives while the rest decodes
     {"patch": null or [ops], "candidates": {op: file} or null}   answered with {"rows": [[op, state, reason]]}
-    {"fault": NAME, or "" to undo it}      plants a fault in place (images); answered with {"planted": bool,
+    {"fault": NAME, or "" to undo it}      plants a fault in place (images, requests); answered with {"planted": bool,
                                            "concerns": bool, "reason": why not}
     {"calls": true}                        answered with {"calls": {op: calls of what the patch put in}}
 """
@@ -32,6 +32,7 @@ class Worker:
         self.inputs = json.loads((self.folder / "inputs.json").read_text())
         self.report: Any = None
         name = "pictures" if options["host"] in ("timm", "diffusers") else options["host"]
+        name = "requests" if options["requests"] else name
         engine = importlib.import_module(f"fk_bench.quality.engines.{name}").Engine
         self.engine = engine(options["model"], options)
 
@@ -91,7 +92,7 @@ def main() -> None:
     os.dup2(2, 1)  # hosts print to standard output
     worker = Worker(options)
     package = importlib.import_module(options["host"])
-    print(json.dumps({"version": package.__version__}), file=answers, flush=True)
+    print(json.dumps({"version": getattr(package, "__version__", "")}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
     worker.engine.close()

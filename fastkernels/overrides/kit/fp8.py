@@ -115,6 +115,15 @@ def empty_outputs(
     return values, scales.transpose(-1, -2)[..., :tokens, :]
 
 
+def column_major(scales: torch.Tensor, wanted: bool, tma_aligned: bool = False) -> torch.Tensor:
+    """Scales [..., T, columns] in the layout of empty_outputs, or as they are if no other one is wanted."""
+    if not wanted or scales.dim() < 2:
+        return scales
+    *batch, tokens, columns = scales.shape
+    padded = -(-tokens // 4) * 4 if tma_aligned else tokens
+    return scales.new_empty((*batch, columns, padded)).transpose(-1, -2)[..., :tokens, :].copy_(scales)
+
+
 def laid_out(
     found: tuple[torch.Tensor, torch.Tensor],
     per_tensor: bool,

@@ -16,6 +16,7 @@ from fastkernels.overrides.kit.fp8 import (
     MIN_ABSMAX,
     ValuesAndScales,
     check,
+    column_major,
     empty_outputs,
     fp8_inverse,
     fp8_refusal,
@@ -50,7 +51,8 @@ def reference(
     A float64 x gives float64 values that are not rounded.
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
-    return quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
+    values, scales = quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
+    return values, column_major(scales, column_major_scales, tma_aligned_scales)
 
 
 @triton.jit

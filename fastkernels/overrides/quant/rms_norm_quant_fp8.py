@@ -14,6 +14,7 @@ from fastkernels.overrides.kit.fp8 import (
     MIN_ABSMAX,
     ValuesAndScales,
     check,
+    column_major,
     empty_outputs,
     fp8_inverse,
     fp8_refusal,
@@ -54,7 +55,7 @@ def reference(
     y = h * torch.rsqrt(h.pow(2).mean(dim=-1, keepdim=True) + eps)
     y = (y * weight.to(acc)).to(x.dtype).to(acc)
     values, scales = quantize_rows(y, scale, group_size, scale_ub, min_absmax, False)
-    return values, scales, residual
+    return values, column_major(scales, column_major_scales, tma_aligned_scales), residual
 
 
 @triton.jit(do_not_specialize=["s_col"])

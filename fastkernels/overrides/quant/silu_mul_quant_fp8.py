@@ -16,6 +16,7 @@ from fastkernels.overrides.kit.fp8 import (
     MIN_ABSMAX,
     ValuesAndScales,
     check,
+    column_major,
     empty_outputs,
     fp8_inverse,
     fp8_refusal,
@@ -47,7 +48,8 @@ def reference(
     d = x.shape[-1] // 2
     y = F.silu(x[..., :d]) * x[..., d:]
     y = y.to(torch.promote_types(y.dtype, torch.float32))
-    return quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
+    values, scales = quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
+    return values, column_major(scales, column_major_scales)
 
 
 @triton.jit(do_not_specialize=["total", "s_col"])

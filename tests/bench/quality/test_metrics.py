@@ -43,7 +43,8 @@ def outputs(family: str, error: float) -> o.Sized:
         return o.Masks(torch.where(noise(1, 8, 8) < error - 1, 0, classes), 5)
     if family == "speech":
         words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-        return o.Transcripts([" ".join(w if i >= 2 * error else "cat" for i, w in enumerate(words))])
+        texts = [" ".join(w if i >= 2 * error else "cat" for i, w in enumerate(words))]
+        return o.Transcripts(texts, torch.full((1, len(words)), -0.1 * error))
     if family == "audio":
         return o.Spectrograms(noise(2, 20, 30).abs() + error * noise(2, 20, 30, seed=1))
     if family == "policy":

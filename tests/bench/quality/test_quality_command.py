@@ -85,13 +85,30 @@ def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[
         (("--python", "vllm"), "HOST=VALUE"),
         (("--dtype", "bf16"), "--dtype 'bf16' is not one of auto, bfloat16"),
         (("--ops", "rmsnorm"), "Did you mean 'rms_norm'"),
+        (
+            ("small/dp4", "--hosts", "fastkernels", "--set", "{set}"),
+            "no model 'dp4' in fastkernels. Did you mean 'dp3'",
+        ),
+        (("small/dp3", "--hosts", "vllm", "--set", "{set}"), "vllm is not installed"),
+        (("small/dp3", "--hosts", "transformers", "--set", "{set}"), "no model 'dp3' in transformers"),
+        (("--request", '{"width": 0}'), "--request: width is 0, give a number above 0"),
+        (("--request", "width"), "--request is not JSON"),
     ],
 )
 def test_bad_input_is_one_line(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = candidates(tmp_path / "set", 1.0)
     with pytest.raises(SystemExit) as ended:
-        main(["quality", *words, "--out", str(tmp_path), "--json"])
+        main(
+            [
+                "quality",
+                *(w.format(set=given) if w == "{set}" else w for w in words),
+                "--out",
+                str(tmp_path),
+                "--json",
+            ]
+        )
     assert ended.value.code in (1, 2) and message in capsys.readouterr().out.splitlines()[-1]
 
 

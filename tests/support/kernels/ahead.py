@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import fastkernels
 from fastkernels.overrides.kit import overlap
 
 TYPES = {
@@ -64,7 +66,32 @@ def launched(call: Callable[[], Any]) -> list[Launch]:
         except Exception:
             if not found:
                 raise
-    return list({launch[0].fn.__name__: launch for launch in reversed(found)}.values())
+    return list({name_of(launch): launch for launch in reversed(found)}.values())
+
+
+def name_of(launch: Launch) -> str:
+    """MODULE:KERNEL, of a module of our package."""
+    fn = launch[0].fn
+    return f"{fn.__module__.removeprefix('fastkernels.')}:{fn.__name__}"
+
+
+def kernels() -> dict[str, bool]:
+    """All functions under `triton.jit` of our package by name, and whether other ones of them call it."""
+    root, found, called = Path(fastkernels.__file__).parent, list[str](), set[str]()
+    for file in sorted(root.rglob("*.py")):
+        module = ".".join(file.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                "triton.jit" in ast.unparse(d) for d in node.decorator_list
+            ):
+                found.append(f"{module}:{node.name}")
+                calls = (c.func for c in ast.walk(node) if isinstance(c, ast.Call))
+                called |= {
+                    f.id if isinstance(f, ast.Name) else f.attr
+                    for f in calls
+                    if isinstance(f, (ast.Name, ast.Attribute))
+                }
+    return {name: name.rpartition(":")[2] in called for name in found}
 
 
 def compile_for(launch: Launch, capability: int) -> Any:

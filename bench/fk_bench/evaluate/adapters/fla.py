@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fk_bench.evaluate.adapters.published import refuse
+from fk_bench.evaluate.adapters.published import need, refuse
 
 PACKAGE = "fla"
 
@@ -54,7 +54,7 @@ def _rms_norm_gated() -> Callable[..., Any]:
         cast_x_before_out_mul=False,
     ):  # fmt: skip
         refuse(group_size=group_size if group_size != x.shape[-1] else None, order=not norm_before_gate)
-        refuse(lack_of_gate=gate is None)
+        need(gate=gate)
         return theirs(
             x, gate, weight, None, activation="swish" if activation == "silu" else activation, eps=eps
         )

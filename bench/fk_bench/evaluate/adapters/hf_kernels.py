@@ -1,15 +1,18 @@
 """Packages of the Hugging Face `kernels` format: layers that replace the forward of a module, without a constructor.
 
-A folder holds such packages, or is one: Python files below build/VARIANT/, with classes in a module `layers`.
+A folder holds such packages, or is one: Python files below build/VARIANT/, with classes in a module `layers`. A variant
+is the package itself, or holds it in a folder of its name.
 """
 
 from __future__ import annotations
 
 import ast
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
@@ -40,26 +43,46 @@ def _packages(folder: Path) -> list[Path]:
 
 
 def _layers_of(package: Path) -> Path | None:
-    """The module `layers` of the variant that needs no special build, else of the first one."""
+    """The module `layers` of the variant for this machine. Raises Unadapted if there is none."""
     variants = sorted(p for p in package.glob("build/*") if p.is_dir())
-    variants.sort(key=lambda p: "universal" not in p.name)
-    files = (
-        f for v in variants for name in ("layers.py", "layers/__init__.py") for f in sorted(v.rglob(name))
-    )
+    ranked = [(rank, p) for p in variants if (rank := _rank(p.name)) is not None]
+    if not ranked:
+        names = ", ".join(p.name for p in variants[:3]) + (", ..." if len(variants) > 3 else "")
+        raise Unadapted(f"has no build for {_here()}; it has {names}")
+    variant = min(ranked)[1]
+    files = (f for name in ("layers.py", "layers/__init__.py") for f in sorted(variant.rglob(name)))
     return next(files, None)
+
+
+def _here() -> str:
+    """The name of a variant for this machine: torch213-cu130-x86_64-linux."""
+    major, minor = torch.__version__.split(".")[:2]
+    backend = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return f"torch{major}{minor}-{backend}-{platform.machine()}-{platform.system().lower()}"
+
+
+def _rank(variant: str) -> int | None:
+    """0 for a variant that needs no build, 1 for one that does and fits, 2 for Python code of a backend, or None."""
+    parts = [p for p in variant.split("-") if not p.startswith("cxx")]
+    if parts[:1] == ["torch"]:
+        return {"universal": 0, "cpu": 2, "cuda": 2}.get("-".join(parts[1:]))
+    return 1 if "-".join(parts) == _here() else None
 
 
 def adapted(folder: Path) -> Iterator[tuple[Path, Adapted | Unadapted]]:
     """Each layer of each package, with the op that it corresponds to, or why there is none."""
     for package in _packages(folder):
-        file = _layers_of(package)
+        try:
+            file = _layers_of(package)
+        except Unadapted as reason:
+            yield package, reason
+            continue
         if file is None:
             yield package, Unadapted("has no module `layers`")
             continue
         top = file.parent.parent if file.name == "__init__.py" else file.parent
-        root = top.parent if (top / "__init__.py").exists() else top
-        files = {str(f.relative_to(root)): f for f in sorted(root.rglob("*")) if f.is_file()}
-        name = str(file.relative_to(root))
+        files = {f"layer_package/{f.relative_to(top)}": f for f in sorted(top.rglob("*")) if f.is_file()}
+        name = f"layer_package/{file.relative_to(top)}"
         ordered = {name: file} | files
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for layer in _classes(file):

@@ -1,4 +1,7 @@
-"""Liger-Kernel's Triton kernels as candidates: the forward functions of `liger_kernel.ops`."""
+"""Liger-Kernel's Triton kernels as candidates: the forward functions of `liger_kernel.ops`.
+
+Their autograd functions, which call them, make each argument contiguous first.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fk_bench.evaluate.adapters.published import refuse
+from fk_bench.evaluate.adapters.published import need, refuse
 
 PACKAGE = "liger_kernel"
 
@@ -20,9 +23,10 @@ def _rms_norm() -> Callable[..., Any]:
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
     def rms_norm(x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True):
-        refuse(residual=residual, var_hidden_size=var_hidden_size, lack_of_weight=weight is None)
+        refuse(residual=residual, var_hidden_size=var_hidden_size)
+        need(weight=weight)
         casting = "llama" if cast_x_before_out_mul else "gemma"
-        return rms_norm_forward(x, weight, eps, 0.0, casting, None)[0]
+        return rms_norm_forward(x.contiguous(), weight, eps, 0.0, casting, None)[0]
 
     return rms_norm
 
@@ -32,7 +36,7 @@ def _gemma_rms_norm() -> Callable[..., Any]:
 
     def gemma_rms_norm(x, weight, eps, residual=None):
         refuse(residual=residual)
-        return rms_norm_forward(x, weight, eps, 1.0, "gemma", None)[0]
+        return rms_norm_forward(x.contiguous(), weight, eps, 1.0, "gemma", None)[0]
 
     return gemma_rms_norm
 
@@ -41,8 +45,8 @@ def _layer_norm() -> Callable[..., Any]:
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
     def layer_norm(x, weight, bias, eps):
-        refuse(lack_of_parameters=weight is None or bias is None)
-        return layer_norm_forward(x, weight, bias, eps)[0]
+        need(weight=weight, bias=bias)
+        return layer_norm_forward(x.contiguous(), weight, bias, eps)[0]
 
     return layer_norm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import sys
@@ -23,9 +24,35 @@ def foreign(file: str, layout: str, op: str, facts: Mapping[str, Any] | None = N
     if layout not in LAYOUTS:
         raise ImportError(f"{file}: layout {layout!r} is none of {', '.join(LAYOUTS)}")
     module = importlib.import_module(f"fk_bench.evaluate.adapters.{layout}")
-    made: Callable[..., Any] = module.bind(sources_folder(Path(file)), op, **(facts or {}))
+    try:
+        made: Callable[..., Any] = module.bind(sources_folder(Path(file)), op, **(facts or {}))
+    except OSError as error:
+        if "CUDA_HOME" not in str(error):
+            raise
+        raise ImportError(
+            "the author's file builds a CUDA extension: it needs a GPU, and nvcc in CUDA_HOME"
+        ) from error
+    import torch
+
+    if not torch.cuda.is_available():
+        made = _without_gpu(made)
     made.__name__ = op
     return made
+
+
+def _without_gpu(made: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose error names the GPU if a Triton kernel of it finds none."""
+
+    @functools.wraps(made)
+    def call(*args: Any) -> Any:
+        try:
+            return made(*args)
+        except RuntimeError as error:
+            if "active driver" not in str(error):
+                raise
+            raise NotImplementedError(f"a Triton kernel of the author needs a GPU: {error}") from error
+
+    return call
 
 
 def import_from(folder: Path, name: str, parents: tuple[str, ...] = (), **provided: ModuleType) -> ModuleType:

@@ -84,8 +84,14 @@ def _extension(name: str, sources: str | Sequence[str], options: dict[str, Any])
 
 
 def _build(folder: Path, name: str, sources: Sequence[str], options: dict[str, Any]) -> Any:
+    import torch
     from torch.utils import cpp_extension
 
+    if any(s.endswith(".cu") for s in sources):
+        if not torch.cuda.is_available():
+            raise ImportError(f"{name} is a CUDA extension: it needs a GPU")
+        if cpp_extension.CUDA_HOME is None:
+            raise ImportError(f"{name} is a CUDA extension: it needs nvcc; set CUDA_HOME")
     if options.pop("need_cutlass", False):
         raise ImportError(f"{name} needs the headers of CUTLASS, which are not among its sources")
     files = [str(folder / s) for s in sources]

@@ -216,14 +216,21 @@ def _same(known: Any, tensor: Any) -> bool:
     )
 
 
-ABSENT = "the published class has no"  # how the message about an option begins
+ABSENT = "the author's kernel has no"  # how the message about an option begins
 
 
 def refuse(**values: Any) -> None:
-    """Raise NotImplementedError for an argument that the published class does not have."""
+    """Raise NotImplementedError for an argument that the author's class or function does not have."""
     for name, value in values.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{ABSENT} {name} (here {value!r})")
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise NotImplementedError(f"{ABSENT} {name} (here {shown})")
+
+
+def need(**values: Any) -> None:
+    """Raise NotImplementedError for an argument that this call lacks and the author's kernel needs."""
+    if lacking := [name for name, value in values.items() if value is None]:
+        raise NotImplementedError(f"{ABSENT} calls without {lacking[0]}")
 
 
 def _in_place(target: Any, result: Any) -> None:
@@ -390,7 +397,8 @@ def _rotary_emb(make: Modules) -> Callable[..., Any]:
     def rotary_emb(
         positions, query, key, head_size, cos_sin_cache, is_neox_style, cast_cache=True, round_products=False
     ):
-        refuse(lack_of_keys=key is None, partial_rotation=cos_sin_cache.shape[-1] != head_size)
+        need(key=key)
+        refuse(partial_rotation=cos_sin_cache.shape[-1] != head_size)
         module = give(
             make(query.device, head_size, 1, 10000.0, is_neox_style=is_neox_style),
             cos_sin_cache=cos_sin_cache,

@@ -102,6 +102,11 @@ def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = Fa
         return CandidateSet(
             name, folder, tuple(SetFile(op, Path(p), Path(p), PLAIN) for op, p in sorted(found.items()))
         )
+    if mixed := [f for f in sorted(folder.glob("*.py")) if registry.known(f.stem)]:
+        raise SetError(
+            f"set {name}: {mixed[0]} is a candidate for {mixed[0].stem}, and the other files of {folder} have the"
+            f" layout {layout!r}; move one of them to a set of its own"
+        )
     chosen, declined = _chosen(name, folder, layout)
     if not chosen:
         reasons = "; ".join(f"{d.path.name}: {d.reason}" for d in declined[:3])

@@ -113,8 +113,10 @@ def eval_command(
             if chosen.device == "cuda" and not machine.machine().gpus:
                 raise ConfigError(f"suite {chosen.name} needs a GPU, and there is none here: use smoke")
             found = [_read_set(text) for text in sets or ()]
-            if len({s.name for s in found}) < len(found):
-                raise ConfigError("--set: two sets of one name")
+            named = [s.name for s in found]
+            if twice := next((n for n in named if named.count(n) > 1), None):
+                folders = " and ".join(str(s.folder) for s in found if s.name == twice)
+                raise ConfigError(f"--set: {folders} are both named {twice!r}; give each another NAME=DIR")
         except (ConfigError, SuiteError, UnknownName, SetError) as error:
             fail(str(error))
         if self_test:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fk_bench.quality.calibration import Calibration, correctness, noise_of
+from fk_bench.quality.calibration import Calibration, correctness, fitted_bound, noise_of
 
 UNITS = {
     "text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error",
@@ -28,7 +28,6 @@ BOUNDS = {
     "images": 0.1,
     "tokens": 0.5,
 }  # discrepancies at which correctness is 0
-SEEN = 9.9  # (bound - noise) / (fault - noise) at most: c of the fault is then below 0.9
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,5 @@ def calibration(
     The bound is the kind's, or less: so that the smallest fault, if it is above the noise, gives c < 0.9.
     """
     noise = noise_of([min(d, 1.0) for d in runs.values()])
-    bound = BOUNDS[kind]
-    if faults and (least := min(faults.values())) > noise:
-        bound = min(bound, noise + SEEN * (least - noise))
+    bound = fitted_bound(BOUNDS[kind], noise, faults)
     return Calibration(noise, bound, dict(faults), dict(unplanted), dict(runs))

@@ -8,7 +8,7 @@ from fk_bench.quality.metrics.outputs import Ratings
 
 class AUC(Metric):
     name = "auc"
-    formula = "probability that a taken item has a higher score than one that was not"
+    formula = "probability that a taken item has a higher score than one that was not; taken are the reference's labels"
     unit = "AUC"
     direction = "higher"
     families = ("recommendation",)
@@ -18,4 +18,4 @@ class AUC(Metric):
 
         # Ranks, with ties: torchmetrics applies a sigmoid to scores outside [0, 1].
         _, ranks = output.scores.unique(return_inverse=True)
-        return float(binary_auroc(ranks.double() / len(ranks), output.labels.long()))
+        return float(binary_auroc(ranks.double() / len(ranks), reference.labels.long()))

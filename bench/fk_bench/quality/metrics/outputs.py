@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ class Sized:
 
     def sizes(self) -> tuple[Any, ...]:
         found: list[Any] = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
             if isinstance(value, torch.Tensor):
                 found.append(tuple(value.shape))
             elif isinstance(value, Sequence):
@@ -23,7 +23,7 @@ class Sized:
         return tuple(found)
 
     def has_nan(self) -> bool:
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        values = [getattr(self, each.name) for each in fields(self)]  # type: ignore[arg-type]
         return any(bool(v.isnan().any()) for v in values if isinstance(v, torch.Tensor))
 
 
@@ -70,7 +70,10 @@ class Masks(Sized):
 
 @dataclass(frozen=True)
 class Transcripts(Sized):
+    """Texts, and the log probability of each of their words: [n, words], 0 behind a text's end."""
+
     texts: Sequence[str]
+    logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fk_bench.evaluate.adapters import hf_kernels
 from fk_bench.evaluate.adapters.sets import SetError, layout_of, read_set
 
 from fastkernels.core import candidate, registry
@@ -20,6 +21,12 @@ def run(x, weight, eps, residual, cast_x_before_out_mul, out, new_residual):
     new_residual.copy_(x + residual)
     h = new_residual.float()
     out.copy_((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight)
+"""
+TRACE_NORM = """
+from torch.nn.functional import rms_norm
+
+def run(hidden_states, weight):
+    return rms_norm(hidden_states, weight.shape, weight, 1e-6)
 """
 KERNELBENCH = """
 import torch
@@ -123,6 +130,45 @@ def test_solution_for_an_upstream_definition_becomes_the_op(tmp_path):
         made["linear"](x, weight, torch.randn(63))
 
 
+def test_solution_of_the_library_s_own_model_becomes_the_op(tmp_path):
+    data = pytest.importorskip("flashinfer_bench.data")
+    stated = {"language": "triton", "target_hardware": ["cuda"], "entry_point": "pkg/main.py::run"}
+    spec = data.BuildSpec(**stated, dependencies=["triton"], destination_passing_style=False)
+    sources = [
+        data.SourceFile(path=f"pkg/{name}.py", content=text)
+        for name, text in {"main": "from .parts import run\n", "parts": TRACE_NORM, "__init__": "#\n"}.items()
+    ]
+    made = data.Solution(name="mine", definition="rmsnorm_h63", author="me", spec=spec, sources=sources)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine.json").write_text(made.model_dump_json())
+    found, _ = functions(tmp_path / "set", tmp_path / "out", "trace")
+    x, weight = torch.randn(5, 63), torch.randn(63)
+    torch.testing.assert_close(found["rms_norm"](x, weight, 1e-6), reference("rms_norm")(x, weight, 1e-6)[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "def run(A, B):\n    raise RuntimeError('0 active drivers ([]).')\n",
+            "a Triton kernel of the author needs a GPU",
+        ),
+        (
+            "raise OSError('CUDA_HOME environment variable is not set.')\n",
+            "builds a CUDA extension: it needs a GPU",
+        ),
+    ],
+)
+def test_kernel_that_needs_a_gpu_says_so(text, reason, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "gemm.json").write_text(solution("gemm_n63_k128", text, into=False))
+    with pytest.raises((NotImplementedError, candidate.CandidateError), match=reason):
+        functions(tmp_path / "set", tmp_path / "out", "trace")[0]["linear"](
+            torch.randn(7, 128), torch.randn(63, 128)
+        )
+
+
 def test_source_outside_of_a_solution_is_declined(tmp_path):
     document = json.loads(solution("gemm_n63_k128", "", into=False))
     document["sources"][0]["path"] = "../kernel.py"
@@ -154,6 +200,46 @@ def test_layer_of_a_hub_package_becomes_the_op(tmp_path):
     with pytest.raises(NotImplementedError, match="residual"):
         made["rms_norm"](x, weight, 1e-5, x.clone())
     assert declined == {"layer Unknown corresponds to no op"}
+
+
+VARIANT = {  # as kernel-builder writes it: the variant is the package, and a folder of its name imports it
+    "__init__.py": "import torch\nfrom ._ops import ops\nfrom . import layers\n__all__ = ['layers']\n",
+    "_ops.py": OPS + "\nops = None\n",
+    "layers.py": LAYERS,
+    "norms/__init__.py": "import ctypes\nimport sys\n",
+    "metadata.json": "{}",
+}
+
+
+def hub_package(folder: Path, *variants: str) -> Path:
+    for variant in variants:
+        for name, text in VARIANT.items():
+            file = folder / "norms" / "build" / variant / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("variant", ["torch-universal", "torch-cuda", hf_kernels._here()])
+def test_variant_of_a_hub_package_fits_the_machine(variant, tmp_path):
+    folder = hub_package(tmp_path / "set", "torch210-metal-aarch64-darwin", variant)
+    made, _ = functions(folder, tmp_path / "out", "hf_kernels")
+    x, weight = torch.randn(5, 63), torch.randn(63)
+    torch.testing.assert_close(made["rms_norm"](x, weight, 1e-5), reference("rms_norm")(x, weight, 1e-5)[0])
+    names = {f.name for f in (tmp_path / "out").rglob("*") if f.is_file() and f.suffix != ".pyc"}
+    assert names == {"rms_norm.py", "__init__.py", "_ops.py", "layers.py", "metadata.json"}
+
+
+def test_hub_package_without_a_fitting_build_is_declined(tmp_path):
+    folder = hub_package(tmp_path, "torch210-metal-aarch64-darwin")
+    with pytest.raises(SetError, match=f"no build for {hf_kernels._here()}; it has torch210-metal"):
+        read_set("theirs", folder, tmp_path / "out")
+
+
+def test_files_of_two_layouts_are_an_error(tmp_path):
+    (hub_package(tmp_path, "torch-universal") / "rms_norm.py").write_text("")
+    with pytest.raises(SetError, match=r"rms_norm\.py is a candidate for rms_norm, and the other files"):
+        read_set("theirs", tmp_path, tmp_path / "out")
 
 
 def test_library_is_a_set_by_its_name(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from fastkernels.models.common import registry
 from fk_bench.evaluate.run.hosts.images import Recorded
 from fk_bench.evaluate.run.hosts.patched import Patched
-from fk_bench.evaluate.run.hosts.sent import SENT
+from fk_bench.evaluate.run.hosts.sent import SENT, Sent
 from fk_bench.evaluate.run.hosts.weights import redraw
 from fk_bench.quality.planting import Planting
 
@@ -18,19 +18,19 @@ FIXED = ("Render",)  # runners whose random weights are a scene already
 
 
 class Requests(Recorded, Patched):
-    """A model of our engine whose runner has an entry in SENT."""
+    """A model of our engine whose runner has an entry in SENT, or else is sent `sent`."""
 
-    def __init__(self, options: dict[str, Any]):
+    def __init__(self, options: dict[str, Any], sent: Sent | None = None):
         super().__init__(options)
         from fastkernels import LLM
 
         self.target = LLM(
-            options["model"], dtype=options["dtype"], load_format="dummy", skip_tokenizer_init=True,
-            max_num_seqs=options["max_num_seqs"], **options["engine_args"],
+            options["model"], dtype=options["dtype"], load_format=options["load_format"],
+            max_num_seqs=options["max_num_seqs"], **{"skip_tokenizer_init": True, **options["engine_args"]},
         )  # fmt: skip
         engine = self.target.llm_engine
-        self.sent = SENT[engine.kind, engine.inputs]
-        if engine.kind not in FIXED:
+        self.sent = sent or SENT[engine.kind, engine.inputs]
+        if options["load_format"] == "dummy" and engine.kind not in FIXED:
             redraw(engine.runner.model)
         self._renew()
         self._requests: list[list[Any]] = []

@@ -200,11 +200,10 @@ class Checks:
         side.stop()
         written = [arena.output_views(s) for s in (0, 1)]
         before = [[v.clone() for v in views] for views in written]
-        if self.mode == "op":
-            for s in (0, 1):
-                for i, a in enumerate(arena.args_of(s)):
-                    for t in layout.tensors(a) if i not in slots.may_change else ():
-                        _flip(t)
+        for s in (0, 1):
+            for i, a in enumerate(arena.args_of(s)):
+                for t in layout.tensors(a) if i not in slots.own else ():
+                    _flip(t)
         arena.poison()
         for s in (0, 1):
             side.ask("copy", out=s)
@@ -238,8 +237,8 @@ class Checks:
 
     @PHASES.of("compare")
     def kept(self, side: RunnerProcess, arena: Arena, slots: Slots, slot: int) -> None:
-        """CPU: the result of a timed call, copied once more after the batch, is the same; a function's also after all
-        inputs of its slot have changed.
+        """CPU: the result of a timed call, copied once more after the batch, is the same, also after all inputs of
+        its slot have changed that the call does not write.
 
         So it is neither a view of an input nor memory that a later call has used. Raises Wrong, RunnerError.
         """
@@ -248,10 +247,9 @@ class Checks:
             return
         side.stop()
         before = [v.clone() for v in views]
-        if self.mode == "op":  # a module may return an argument that it wrote
-            for i, a in enumerate(arena.args_of(slot)):
-                for t in layout.tensors(a) if i not in slots.may_change else ():
-                    _flip(t)
+        for i, a in enumerate(arena.args_of(slot)):
+            for t in layout.tensors(a) if i not in slots.own else ():
+                _flip(t)
         poison(views)
         try:
             side.ask("copy", out=slot)

@@ -81,7 +81,7 @@ def written_arguments(spec: OpSpec) -> list[int]:
 class Out:
     """One output of the call: its place in an output slot.
 
-    contiguous  whether that of a candidate's function must be: the arguments and the reference's result are
+    contiguous  whether a candidate's must be: the arguments and the reference's result are
     """
 
     dtype: torch.dtype
@@ -140,6 +140,7 @@ class Slots:
             written = {*self.spec.activations, *self.spec.mutates}
         self.may_change = written if self.mode == "op" else writable(self.spec, self.cls, first)
         held = weights(self.spec) if self.mode == "module" else frozenset()
+        self.own = self.may_change | held  # what an output may share memory with, and a module's weights
         self._weights = {p: a for p, a in enumerate(first) if p in held}
         if self.recipe is not None:
             self.masters, self.seeds = [], []
@@ -147,8 +148,7 @@ class Slots:
         self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
-        # A host's module may return other strides than its op does: convolutions with channels last
-        plain = self.mode == "op" and all(t.is_contiguous() for t in layout.tensors(first))
+        plain = all(t.is_contiguous() for t in layout.tensors(first))
         self.outs = [
             Out(o.dtype, tuple(o.shape), plain and o.is_contiguous())
             for o in outputs_of(self.spec, first, self.mode)
