@@ -102,11 +102,19 @@ class LLMEngine(Engine):
             _least_tokens(self.hf_config), states, media, cross, self._speculation(),
             limits.border,
         )  # fmt: skip
-        overlap = config.async_scheduling if config.speculative_config is None else False
-        depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
-        self.core = EngineCore(self.scheduler, self.executor, depth)
+        self.core = EngineCore(self.scheduler, self.executor, 2 if self._overlaps() else 1)
         self._measure_drafts(self.scheduler.speculation)
         self._begin()
+
+    def _overlaps(self) -> bool:
+        """Whether two steps are in flight. Raises ValueError if that is requested and not possible."""
+        config, wanted = self.config, self.config.async_scheduling
+        reason = None if config.speculative_config is None else self.runner.serial_drafts
+        if wanted and reason is not None:
+            raise ValueError(
+                f"async_scheduling True is not possible with this speculative_config: {reason}; leave it out"
+            )
+        return reason is None and (self.executor.device.type == "cuda" if wanted is None else wanted)
 
     def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
