@@ -56,7 +56,7 @@ COLUMNS = (
     "start", "tokens", "drafts", "place", "offset", "known", "forced", "own_start", "extra", "before", "slot", "room",
     "unsure",
 )  # fmt: skip
-SLOT, ROOM, UNSURE = map(COLUMNS.index, ("slot", "room", "unsure"))
+TOKENS, SLOT, ROOM, UNSURE = map(COLUMNS.index, ("tokens", "slot", "room", "unsure"))
 
 
 def settle(inputs: Inputs, batch: InputBatch, held: Held, unsure: torch.Tensor | None) -> None:

@@ -322,7 +322,8 @@ class Generate(Runner):
         graphs, nexts = self.graphs, step.next_drafts
         if graphs is None or step.drafts is None or not plan.from_raw or plan.num_logprobs >= 0:
             return None
-        if len(step.prompt_targets) or step.media is not None or int(step.offsets.min()) < 0:
+        decodes = bool((step.query_lens == step.drafts + 1).all()) and int(step.offsets.min()) >= 0
+        if not decodes or len(step.prompt_targets) or step.media is not None:
             return None
         if (found := graphs.run_verify(step)) is None:
             return None
@@ -331,7 +332,7 @@ class Generate(Runner):
         count, rows = len(step.input_ids), len(step.slots)
         tokens, drafter = outputs.tokens[:count], self.drafter
         ids = inputs.input_ids[:count] if self._holds_drafts else None
-        made = GenerateStep(_to_host(tokens), None, {}, self._events[inputs.host_turn], ids)
+        made = GenerateStep(_copied(tokens), None, {}, self._events[inputs.host_turn], ids)
         if drafter is None:
             return made
         if not drafter.eagle:
