@@ -132,7 +132,7 @@ class LLMEngine(Engine):
         """Measure at which numbers of sequences steps with drafts pay."""
         if settings is None or not settings.is_measured:
             return
-        ratios = draft_costs.measure(self.executor, self.config, settings)
+        ratios = draft_costs.measure(self.executor, self.config, settings, self.core.depth)
         if ratios:
             self.scheduler.payoff = Payoff(ratios, settings.depth + 1)
             log.info("%s", self.scheduler.payoff.describe())

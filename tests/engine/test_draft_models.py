@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
 from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
 from support.rerun import Rerun
 from support.tiny import make_scripted, make_tiny, make_tiny_vlm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.execution.attention.base import metadata_of
@@ -391,6 +394,23 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
         LLM(str(eagle), **SMALL)
 
 
+def rerun(llm: LLM) -> Any:
+    """Give an engine graphs without CUDA. Returns its runner."""
+    runner = llm.llm_engine.runner
+    drafter, sizes = runner.drafter, (SMALL["max_num_seqs"], runner.limits.max_model_len, 48)
+    for backend in [runner.backend, *([] if drafter is None else [drafter.backend])]:
+        backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
+    with torch.inference_mode():
+        runner.graphs = Rerun(
+            runner._captured, runner.backend, runner.batch, runner.device, *sizes, drafter, verify=runner.verify
+        )
+        if drafter is not None and not drafter.eagle:
+            runner.draft_graphs = Rerun(
+                runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
+            )
+    return runner
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_graphs_make_the_same_drafts(
@@ -400,18 +420,7 @@ def test_graphs_make_the_same_drafts(
     settings = eagle3(eagle) if method == "eagle3" else draft_model(folder)
     more = {**SMALL, "num_blocks": 100, "async_scheduling": overlap}
     llms = [LLM(str(folder), **more, speculative_config=settings) for _ in range(2)]
-    runner = llms[1].llm_engine.runner
-    drafter, sizes = runner.drafter, (SMALL["max_num_seqs"], runner.limits.max_model_len, 48)
-    for backend in (runner.backend, drafter.backend):
-        backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
-    with torch.inference_mode():
-        runner.graphs = Rerun(
-            runner._captured, runner.backend, runner.batch, runner.device, *sizes, drafter, verify=runner.verify
-        )
-        if method == "draft_model":
-            runner.draft_graphs = Rerun(
-                runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
-            )
+    runner = rerun(llms[1])
     given, each = prompts(5), [params(i, max_tokens=24) for i in range(5)]
     want = results(plain, given, each)
     assert [results(llm, given, each) for llm in llms] == [want, want]
@@ -419,6 +428,118 @@ def test_graphs_make_the_same_drafts(
     assert graphs.drafts == eager.drafts and graphs.accepted == eager.accepted
     replays = runner.graphs.replays
     assert replays["verify"] > 5 and (replays["drafts"] > replays["verify"]) == (method == "draft_model")
+
+
+class Waits(TorchDispatchMode):
+    """Where the engine reads values, or needs sizes that depend on them: on a GPU, it would wait there.
+
+    Providers and the functions with kernels read values on the CPU only.
+    """
+
+    ONLY_CPU = ("overrides/", "models/", "draft_kernels.py", "tree_kernels.py", "step_kernels.py")
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.on_cpu_only = 0
+
+    def note(self, name: str) -> None:
+        frames = traceback.extract_stack()
+        own = [f for f in frames if "/fastkernels/" in f.filename and "/tests/" not in f.filename]
+        if own and any(part in own[-1].filename for part in self.ONLY_CPU):
+            self.on_cpu_only += 1
+        elif own:
+            self.found.append(f"{name}: {Path(own[-1].filename).name}:{own[-1].lineno}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, masks = func._schema.name.split("::")[-1], ()
+        if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            masks = [t for t in args[1] if t is not None and t.dtype == torch.bool]
+        if name in self.NAMES or masks:
+            self.note(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_with_drafts_wait_for_nothing(
+    graphs: bool, folder: Path, eagle: Path, similar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an EAGLE-3 head, a draft model and prompt lookup, with two steps in flight where that is possible."""
+    launch = Generate.launch
+    for settings in (
+        eagle3(eagle),
+        draft_model(similar),
+        {"num_speculative_tokens": 3, "prompt_lookup_min": 1, **ALWAYS},
+    ):
+        has_model = "model" in settings
+        more = {**SMALL, "num_blocks": 100, "async_scheduling": True if has_model else None}
+        llm, mode = LLM(str(folder), **more, speculative_config={"method": "ngram", **settings}), Waits()
+        if graphs:
+            rerun(llm)
+
+        def watched(self: Generate, step: StepInput, mode: Waits = mode) -> Any:
+            with mode:
+                return launch(self, step)
+
+        for name in ("item", "tolist", "cpu"):
+            original = getattr(torch.Tensor, name)
+
+            def noted(self: torch.Tensor, name: str = name, original: Any = original, mode: Waits = mode) -> Any:
+                mode.note(name)
+                return original(self)
+
+            monkeypatch.setattr(torch.Tensor, name, noted)
+        monkeypatch.setattr(Generate, "launch", watched)
+        llm.generate(prompts(4), [params(i, max_tokens=10) for i in range(4)], use_tqdm=False)
+        monkeypatch.undo()
+        assert counts(llm).drafts > 0 and mode.on_cpu_only > 20  # it sees those
+        assert mode.found == []
+
+
+@pytest.mark.gpu
+def test_steps_with_drafts_wait_for_nothing_on_the_gpu(
+    folder: Path, eagle: Path, similar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CUDA's own check, of a launch; two steps are in flight."""
+    launch = Generate.launch
+
+    def watched(self: Generate, step: StepInput) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for eager, settings in itertools.product((True, False), (eagle3(eagle), draft_model(similar))):
+        more = {**SMALL, "num_blocks": 200, "device": "cuda", "dtype": "float32", "enforce_eager": eager}
+        llm = LLM(str(folder), **more, speculative_config=settings)
+        assert llm.llm_engine.core.depth == 2
+        results(llm, prompts(6), params(0))  # compiles
+        monkeypatch.setattr(Generate, "launch", watched)
+        results(llm, prompts(6, seed=1), params(0))
+        monkeypatch.undo()
+
+
+def test_overlapped_eagle_drafts_keep_tokens(
+    folder: Path, plain: LLM, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of drafts is accepted; stop strings, log-probabilities, and constraints that come and go."""
+    given = prompts(8, seed=7)
+    each = [params(i, max_tokens=20) for i in range(8)]
+    want = results(plain, given, each)
+    propose(monkeypatch, [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)])
+    more = {**SMALL, "num_blocks": 15, "async_scheduling": True}
+    llm = LLM(str(folder), **more, speculative_config=eagle3(eagle))
+    assert results(llm, given, each) == want and llm.llm_engine.scheduler.num_preemptions > 0
+    assert 0.2 < counts(llm).accepted / counts(llm).drafts < 0.9 and counts(llm).by_place[2] > 5
+    text = want[2][0][1]
+    each[2] = params(2, max_tokens=20, stop=[text[5:8]])
+    each[4] = params(4, max_tokens=20, min_tokens=12, stop_token_ids=want[4][0][0][6:7], ignore_eos=False)
+    each[5] = params(5, structured_outputs=StructuredOutputsParams(choice=["abcabcabc", "abcabd"]))
+    each[6] = params(6, max_tokens=20, logprobs=1)
+    assert results(llm, given, each) == results(plain, given, each)
+    assert llm.llm_engine.scheduler.cache_usage == 0
 
 
 def test_kernels_equal_pytorch() -> None:
