@@ -18,6 +18,7 @@ from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, resu
 from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
+from support.oracle import filtered
 from support.rerun import Rerun
 from support.tiny import make_scripted, make_tiny, make_tiny_vlm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,11 +59,15 @@ def eagle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def similar(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that often agrees with the target."""
-    made = make_tiny(tmp_path_factory.mktemp("drafts") / "similar", "llama", "float32")
+    return nearly(folder, make_tiny(tmp_path_factory.mktemp("drafts") / "similar", "llama", "float32"))
+
+
+def nearly(folder: Path, made: Path, noise: float = 0.1) -> Path:
+    """Give the checkpoint `made` the weights of the one in `folder`, with noise."""
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     for weight in weights.values():
         weight += (
-            0.1 * weight.std() * torch.empty_like(weight).normal_(generator=generator)
+            noise * weight.std() * torch.empty_like(weight).normal_(generator=generator)
             if weight.dim() > 1
             else 0
         )
@@ -288,6 +293,37 @@ def test_thousand_prompts_keep_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
+def test_many_tokens_behind_drafts_have_the_targets_distribution(
+    overlap: bool, tmp_path: Path, oracle: Any
+) -> None:
+    """Chi-square test of 21,000 tokens: 7,000 sequences of three, of which drafts can be two."""
+    n, params = 7000, SamplingParams(temperature=1.5, top_p=0.9, max_tokens=3, ignore_eos=True, n=7000)
+    target = make_tiny(tmp_path / "target", "llama", "float32", vocab_size=12)
+    draft = nearly(target, make_tiny(tmp_path / "draft", "llama", "float32", vocab_size=12), noise=0.3)
+    more = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 32, "max_waiting": n}
+    llm = LLM(str(target), **more, speculative_config=draft_model(draft), async_scheduling=overlap)
+    prompt, found = [5, 9, 4], torch.zeros(12, 12, 12, dtype=torch.float64)
+    for out in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
+        found[tuple(out.token_ids)] += 1
+    accepted = counts(llm).accepted / counts(llm).drafts
+    assert counts(llm).drafts > n / 2 and 0.2 < accepted < 0.95
+
+    def after(*tokens: int) -> torch.Tensor:
+        return filtered(oracle.logits(target, [*prompt, *tokens])[-1] / 1.5, params)
+
+    second = torch.stack([after(i) for i in range(12)])
+    third = torch.stack([torch.stack([after(i, j) for j in range(12)]) for i in range(12)])
+    expected = n * after()[:, None, None] * second[:, :, None] * third
+    assert found.sum() == n and found[expected == 0].sum() == 0
+    often = expected > 5
+    cells = [(found[often], expected[often]), (found[~often].sum()[None], expected[~often].sum()[None])]
+    chi = sum(float(((a - b) ** 2 / b).sum()) for a, b in cells if b.sum() > 5)
+    free = int(often.sum())
+    assert free > 100 and chi < free + 4 * (2 * free) ** 0.5  # 4 standard deviations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_two_ranks_keep_tokens(
     method: str, overlap: bool, folder: Path, plain: LLM, eagle: Path, similar: Path
@@ -493,7 +529,7 @@ def test_steps_with_drafts_wait_for_nothing(
         monkeypatch.setattr(Generate, "launch", watched)
         llm.generate(prompts(4), [params(i, max_tokens=10) for i in range(4)], use_tqdm=False)
         monkeypatch.undo()
-        assert counts(llm).drafts > 0 and mode.on_cpu_only > 20  # it sees those
+        assert counts(llm).drafts > 0 and mode.on_cpu_only > 10  # it sees those
         assert mode.found == []
 
 
