@@ -122,7 +122,8 @@ class EngineConfig:
                     f" {', '.join(MEDIA)}"
                 )
         if self.speculative_config is not None:
-            if not Speculation.read(self.speculative_config).holds_drafts and self.async_scheduling:
+            holds = Speculation.read(self.speculative_config).holds_drafts
+            if self.async_scheduling and not holds:
                 raise ValueError(
                     "async_scheduling True is not possible with speculative_config of 'ngram' or a tree: a step begins"
                     " with the tokens that the step before it accepts"

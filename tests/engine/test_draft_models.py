@@ -438,7 +438,13 @@ def rerun(llm: LLM) -> Any:
         backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
     with torch.inference_mode():
         runner.graphs = Rerun(
-            runner._captured, runner.backend, runner.batch, runner.device, *sizes, drafter, verify=runner.verify
+            runner._captured,
+            runner.backend,
+            runner.batch,
+            runner.device,
+            *sizes,
+            drafter,
+            verify=runner.verify,
         )
         if drafter is not None and not drafter.eagle:
             runner.draft_graphs = Rerun(
@@ -521,7 +527,9 @@ def test_steps_with_drafts_wait_for_nothing(
         for name in ("item", "tolist", "cpu"):
             original = getattr(torch.Tensor, name)
 
-            def noted(self: torch.Tensor, name: str = name, original: Any = original, mode: Waits = mode) -> Any:
+            def noted(
+                self: torch.Tensor, name: str = name, original: Any = original, mode: Waits = mode
+            ) -> Any:
                 mode.note(name)
                 return original(self)
 

@@ -1,14 +1,15 @@
 """Time decoding with drafts that are accepted by force, against decoding without drafts, in this process.
 
-Weights are random. A line of JSON for each lane, acceptance length and number of sequences: tokens/s, the time of a step,
-and its parts in ms:
+Weights are random. A line of JSON for each lane, acceptance length and number of sequences: tokens/s, the time of a
+step, and its parts in ms:
 
 verification  the target over all tokens of the step
 sampling      logits of these, sampling and the number of accepted drafts
 draft         all passes of the draft model
 host          the rest, in which the device waits
 
-On a GPU, a step is one CUDA graph, and graphs of its parts are timed apart. On the CPU, calls are timed while it decodes.
+On a GPU, a step is one CUDA graph, and graphs of its parts are timed apart. On the CPU, calls are timed while it
+decodes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ SIZES: dict[str, dict[str, Any]] = {  # Llama-3.1-8B's, Llama-3.2-1B's, and a fe
         "tie_word_embeddings": True,
     },
     "small": {
-        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "torch_dtype": "float32", "tie_word_embeddings": True,
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "torch_dtype": "float32", "tie_word_embeddings": True,
     },
 }  # fmt: skip
 ROUNDS = 20  # of a part on a GPU
@@ -116,7 +117,9 @@ class Timer:
         self.spent, self.steps = {}, 0
 
 
-def measure(llm: LLM, timer: Timer, sequences: int, tokens: int, rounds: int) -> tuple[float, float, dict[str, float]]:
+def measure(
+    llm: LLM, timer: Timer, sequences: int, tokens: int, rounds: int
+) -> tuple[float, float, dict[str, float]]:
     """Of the fastest round: seconds, seconds of a step, and on a CPU those of its parts.
 
     A round is so many sequences with so many generated tokens each.
@@ -167,7 +170,9 @@ def parts_of_graphs(llm: LLM, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", default="8b", choices=list(SIZES))
     parser.add_argument("--lanes", default="plain,chain", help="of plain (always the first), chain, tree")

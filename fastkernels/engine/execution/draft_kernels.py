@@ -65,8 +65,8 @@ def settle(inputs: Inputs, batch: InputBatch, held: Held, unsure: torch.Tensor |
     Such a step counts all drafts of the step before as accepted. Positions, lengths, offsets and places in the cache
     become those behind the accepted ones, and ids below 0 the tokens of their slots: see step.SAMPLED and MADE.
 
-    unsure: [B or more] int64: 1 for rows with such drafts. None: the rows and the ids of the step that `held` is of, for
-    a pass over its tokens
+    unsure: [B or more] int64: 1 for rows with such drafts. None: the rows and ids of the step that `held` is of, for a
+    pass over its tokens
     """
     if inputs.input_ids.is_cuda:
         settle_triton(inputs, batch, held, unsure)

@@ -270,7 +270,8 @@ class Graphs:
         for rows in reversed(self._verified):
             tokens, tables = rows * (verify.count + 1), self._tables[:, :rows]
             inputs = dataclasses.replace(
-                self._example(tokens, rows, decode=False, each=verify.count + 1), max_seqlen_q=verify.count + 1
+                self._example(tokens, rows, decode=False, each=verify.count + 1),
+                max_seqlen_q=verify.count + 1,
             )
             try:
                 metadata = with_groups(self._backend.plan_capture(inputs, tables[0]), inputs, tables.unbind())

@@ -92,7 +92,8 @@ def graph_bytes(runner: Runner, step: int) -> int:
     """Bytes of the graphs' pool, which eager steps cannot use.
 
     That is the share of the largest step's bytes for the largest mixed graph, plus the logits of the largest decode
-    graph, or of the largest one that verifies drafts. With tensor parallelism these logits exist three times: this rank's shard, all shards, and sorted.
+    graph, or of the largest one that verifies drafts. With tensor parallelism these logits exist three times: this
+    rank's shard, all shards, and sorted.
     """
     config = runner.config
     if config.enforce_eager:

@@ -76,7 +76,7 @@ class NextDrafts:
     next_ids  [B] int64: the token behind the row's last one, if it is known, or SAMPLED
     room      [B] int32: number of tokens that the row's blocks hold
     forced    [B] int32: drafts to accept, whatever is sampled; None: those that are sampled, too
-    unsure    [B] int32: 1 for rows whose drafts of the step before are unknown to the host, and all counted as accepted;
+    unsure    [B] int32: 1 for rows whose accepted drafts of the step before are unknown, and which count all of them;
               None: there are none
     shown     whether the host reads the drafts
     """

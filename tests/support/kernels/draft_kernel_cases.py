@@ -38,7 +38,10 @@ def problems(device: str = "cpu") -> list[str]:
         got = Rows(*(t.to(device) for t in got))
         held = Held.zeros(size + 1, count, torch.device("cpu"))
         held.shift[:size] = torch.from_numpy(rng.integers(0, 3, size))
-        on_device, last = Held(*(t.to(device, copy=True) for t in held)), torch.zeros(size + 1, dtype=torch.int64)
+        on_device, last = (
+            Held(*(t.to(device, copy=True) for t in held)),
+            torch.zeros(size + 1, dtype=torch.int64),
+        )
         other = last.to(device, copy=True)
         draft_kernels.accept(packed, ids, sampled, want, count, eagle, held, last)
         moved: Any = [t.to(device) for t in (packed, ids, sampled)]
