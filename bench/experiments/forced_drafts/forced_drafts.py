@@ -51,7 +51,8 @@ SIZES: dict[str, dict[str, Any]] = {  # Llama-3.1-8B's, Llama-3.2-1B's, and a fe
     },
     "small": {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "torch_dtype": "float32", "tie_word_embeddings": True,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "torch_dtype": "float32",
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 ROUNDS = 20  # of a part on a GPU
@@ -100,7 +101,7 @@ class Timer:
         run = getattr(owner, name)
 
         class Timed:
-            """What it stands for, with its calls timed."""
+            """The original, with its calls timed."""
 
             def __getattr__(_, attribute: str) -> Any:
                 return getattr(run, attribute)

@@ -13,7 +13,7 @@ from fastkernels.engine.execution.step import MADE, SAMPLED
 
 
 class Held(NamedTuple):
-    """What the device keeps of each slot between two steps with drafts in a chain, [slots] int64 each.
+    """Numbers that the device keeps of each slot between two steps with drafts in a chain, [slots] int64 each.
 
     lag     drafts of its last step that were not accepted. A step that was scheduled before the host knew them counts
             them as tokens
@@ -29,8 +29,8 @@ class Held(NamedTuple):
 
     @staticmethod
     def zeros(slots: int, count: int, device: torch.device) -> Held:
-        numbers = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        return Held(*numbers.unbind(), torch.zeros(slots, count, dtype=torch.int64, device=device))
+        lag, shift, first = torch.zeros(3, slots, dtype=torch.int64, device=device).unbind()
+        return Held(lag, shift, first, torch.zeros(slots, count, dtype=torch.int64, device=device))
 
 
 class Rows(NamedTuple):
@@ -222,7 +222,7 @@ def _settle_kernel(
     tl.store(lens_ptr + row, tl.load(lens_ptr + row) - shift.to(tl.int32))
     tl.store(offsets_ptr + row, tl.load(offsets_ptr + row) - shift)
     last = tl.load(last_ptr + slot)
-    most = COUNT + 1 + AGAIN  # a pass over a step's tokens may have one more
+    most: tl.constexpr = COUNT + 1 + AGAIN  # a pass over a step's tokens may have one more
     if n <= most:
         for i in tl.static_range(most):
             if i < n:

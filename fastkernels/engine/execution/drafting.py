@@ -175,10 +175,8 @@ class Drafter:
         self._rows.slot.fill_(batch.dummy)
         self._drafts = torch.zeros(rows, self.count, dtype=torch.int64, device=device)
         self._packed = torch.zeros(len(COLUMNS), rows, dtype=torch.int64, device=device)
-        self._packed[TOKENS], self._packed[SLOT] = (
-            1,
-            batch.dummy,
-        )  # for capture, which runs before the first step
+        self._packed[TOKENS].fill_(1)  # for capture, which runs before the first step
+        self._packed[SLOT].fill_(batch.dummy)
         self.held = Held.zeros(batch.dummy + 1, self.count, device)
         if self.tree is not None:
             self._children = tables_of(self.tree, self._device).children

@@ -178,7 +178,7 @@ class Generate(Runner):
 
     @property
     def verify(self) -> Verify | None:
-        """What graphs of steps with drafts capture. None: there are no drafts, or they are in trees."""
+        """The function that graphs of steps with drafts capture. None: there are no drafts, or they are in trees."""
         given = self.config.speculative_config
         settings = None if given is None else Speculation.read(given)
         if settings is None or settings.tree is not None:
