@@ -125,11 +125,11 @@ class EngineConfig:
                     f" {', '.join(MEDIA)}"
                 )
         if self.speculative_config is not None:
-            Speculation.read(self.speculative_config)
-            if self.async_scheduling:
+            holds = Speculation.read(self.speculative_config).holds_drafts
+            if self.async_scheduling and not holds:
                 raise ValueError(
-                    "async_scheduling True is not possible with speculative_config: a step begins with the tokens that"
-                    " the step before it accepts"
+                    "async_scheduling True is not possible with speculative_config of 'ngram' or a tree: a step begins"
+                    " with the tokens that the step before it accepts"
                 )
         if self.num_snapshots is not None and self.num_snapshots < 0:
             raise ValueError(f"num_snapshots {self.num_snapshots} is less than 0")

@@ -85,8 +85,7 @@ class LLMEngine(Engine):
             self.audio = AudioReader(self.folder, self.runner.model, self.runner.dtype)
         made = [self._scheduler() for _ in range(config.data_parallel_size)]
         self.blocks = made[0].groups[0] if made[0].groups else None
-        overlap = config.async_scheduling if config.speculative_config is None else False
-        depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
+        depth = 2 if self._overlaps() else 1
         self.core: EngineCore | DataParallelCore
         if len(made) > 1:
             self.scheduler = Schedulers(made, config.max_waiting)
@@ -120,6 +119,16 @@ class LLMEngine(Engine):
             limits.border,
         )  # fmt: skip
 
+    def _overlaps(self) -> bool:
+        """Whether two steps are in flight. Raises ValueError if that is requested and not possible."""
+        config, wanted = self.config, self.config.async_scheduling
+        reason = None if config.speculative_config is None else self.runner.serial_drafts
+        if wanted and reason is not None:
+            raise ValueError(
+                f"async_scheduling True is not possible with this speculative_config: {reason}; leave it out"
+            )
+        return reason is None and (self.executor.device.type == "cuda" if wanted is None else wanted)
+
     def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
         given = self.config.speculative_config
@@ -136,7 +145,7 @@ class LLMEngine(Engine):
         """Measure at which numbers of sequences steps with drafts pay."""
         if settings is None or not settings.is_measured:
             return
-        ratios = draft_costs.measure(self.executor, self.config, settings)
+        ratios = draft_costs.measure(self.executor, self.config, settings, self.core.depth)
         if ratios:
             assert isinstance(self.scheduler, Scheduler)
             self.scheduler.payoff = Payoff(ratios, settings.depth + 1)

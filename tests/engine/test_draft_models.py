@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
 from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
+from support.oracle import filtered
 from support.rerun import Rerun
 from support.tiny import make_scripted, make_tiny, make_tiny_vlm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.execution.attention.base import metadata_of
@@ -54,11 +59,15 @@ def eagle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def similar(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that often agrees with the target."""
-    made = make_tiny(tmp_path_factory.mktemp("drafts") / "similar", "llama", "float32")
+    return nearly(folder, make_tiny(tmp_path_factory.mktemp("drafts") / "similar", "llama", "float32"))
+
+
+def nearly(folder: Path, made: Path, noise: float = 0.1) -> Path:
+    """Give the checkpoint `made` the weights of the one in `folder`, with noise."""
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     for weight in weights.values():
         weight += (
-            0.1 * weight.std() * torch.empty_like(weight).normal_(generator=generator)
+            noise * weight.std() * torch.empty_like(weight).normal_(generator=generator)
             if weight.dim() > 1
             else 0
         )
@@ -76,8 +85,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[StepInput, np.n
         pending = launch(self, step)
         if step.masked:
             return pending
-        drafts = pending.result().next_drafts
-        found.append((step, None if drafts is None else drafts().copy()))
+        output, nexts, drafts = pending.result(), step.next_drafts, None
+        if output.input_ids is not None:
+            step = replace(step, input_ids=output.input_ids)
+        if self.drafter is not None and nexts is not None and nexts.count:
+            drafts = self.drafter.held.drafts[torch.from_numpy(step.slots)].numpy()
+        found.append((step, drafts))
         return pending
 
     monkeypatch.setattr(Generate, "launch", noted)
@@ -155,13 +168,15 @@ def test_drafts_are_those_of_the_equations(
     assert llm.llm_engine.scheduler.prefix_hits == 8 * ((len(prompt) - 1) // 8 - 1)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_tokens_are_those_without_drafts(
-    method: str, folder: Path, plain: LLM, eagle: Path, similar: Path
+    method: str, overlap: bool, folder: Path, plain: LLM, eagle: Path, similar: Path
 ) -> None:
     """Greedy and drawn; the cache is too small for all, so that some are preempted; the second time, prefixes hit."""
     settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
-    drafting = LLM(str(folder), **SMALL, speculative_config=settings)
+    drafting = LLM(str(folder), **SMALL, speculative_config=settings, async_scheduling=overlap)
+    assert drafting.llm_engine.core.depth == 1 + overlap
     given, each = prompts(8), [params(i, max_tokens=16) for i in range(8)]
     want = results(plain, given, each)
     for _ in range(2):
@@ -188,9 +203,11 @@ def test_tokens_are_those_without_drafts(
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
-def test_same_model_as_a_draft_is_always_accepted(folder: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_same_model_as_a_draft_is_always_accepted(overlap: bool, folder: Path) -> None:
     """Also for drawn tokens, whose noise is that of the target's."""
-    llm = LLM(str(folder), **{**SMALL, "num_blocks": 200}, speculative_config=draft_model(folder))
+    more = {**SMALL, "num_blocks": 200, "async_scheduling": overlap}
+    llm = LLM(str(folder), **more, speculative_config=draft_model(folder))
     results(llm, prompts(6), [params(i, max_tokens=12) for i in range(6)])
     assert counts(llm).drafts == counts(llm).accepted > 40
 
@@ -216,10 +233,13 @@ def test_scripted_draft_takes_fewer_steps(tmp_path: Path, made: list[Any]) -> No
 
 def test_forced_acceptance_has_its_length(folder: Path, eagle: Path) -> None:
     """Tokens are then not the target's, and their number in a step is as requested."""
-    for more, want in (({"length": 2.25}, 2.25), ({"rates": [1.0, 0.5, 0.0]}, 2.5), ({"length": 1}, 1.0)):
+    for more, want, overlap in (
+        ({"length": 2.25}, 2.25, False), ({"rates": [1.0, 0.5, 0.0]}, 2.5, True), ({"length": 1}, 1.0, True),
+    ):  # fmt: skip
         forced = {f"synthetic_acceptance_{k}": v for k, v in more.items()}
         own = eagle3(eagle, rejection_sample_method="synthetic", **forced)
-        llm = LLM(str(folder), **{**SMALL, "num_blocks": 200}, speculative_config=own)
+        given = {**SMALL, "num_blocks": 200, "async_scheduling": overlap}
+        llm = LLM(str(folder), **given, speculative_config=own)
         outputs = llm.generate(prompts(6), params(0, max_tokens=40), use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == 40 for o in outputs)
         found = counts(llm)
@@ -242,32 +262,75 @@ def test_drafts_stop_and_go_on_where_too_many_sequences_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("target", ["gemma3_text", "mistral"])
-def test_windows_of_target_and_draft_keep_tokens(target: str, tmp_path: Path, folder: Path) -> None:
+def test_windows_of_target_and_draft_keep_tokens(
+    target: str, overlap: bool, tmp_path: Path, folder: Path
+) -> None:
     """Their blocks are in groups of different windows."""
+    more: dict[str, Any] = {**SMALL, "async_scheduling": overlap}
     own = make_tiny(tmp_path / "target", target, "float32")
     given, each = prompts(4, 3), params(1, max_tokens=12)
     want = results(LLM(str(own), **SMALL), given, each)
     for source in (folder, make_tiny(tmp_path / "mistral", "mistral", "float32")):
-        assert results(LLM(str(own), **SMALL, speculative_config=draft_model(source)), given, each) == want
+        assert results(LLM(str(own), **more, speculative_config=draft_model(source)), given, each) == want
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_thousand_prompts_keep_tokens(method: str, folder: Path, eagle: Path, similar: Path) -> None:
+def test_thousand_prompts_keep_tokens(
+    method: str, overlap: bool, folder: Path, eagle: Path, similar: Path
+) -> None:
     settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
     more = {**SMALL, "num_blocks": 400, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     given, each = prompts(1000, seed=4), [params(i, max_tokens=16) for i in range(1000)]
-    one, two = LLM(str(folder), **more), LLM(str(folder), **more, speculative_config=settings)
+    one, two = (
+        LLM(str(folder), **more, async_scheduling=overlap, speculative_config=own) for own in (None, settings)
+    )
     assert results(two, given, each) == results(one, given, each)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_tokens_behind_drafts_have_the_targets_distribution(
+    overlap: bool, tmp_path: Path, oracle: Any
+) -> None:
+    """Chi-square test of 21,000 tokens: 7,000 sequences of three, of which drafts can be two."""
+    n, params = 7000, SamplingParams(temperature=1.5, top_p=0.9, max_tokens=3, ignore_eos=True, n=7000)
+    target = make_tiny(tmp_path / "target", "llama", "float32", vocab_size=12)
+    draft = nearly(target, make_tiny(tmp_path / "draft", "llama", "float32", vocab_size=12), noise=0.3)
+    more = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 32, "max_waiting": n}
+    llm = LLM(str(target), **more, speculative_config=draft_model(draft), async_scheduling=overlap)
+    prompt, found = [5, 9, 4], torch.zeros(12, 12, 12, dtype=torch.float64)
+    for out in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
+        found[tuple(out.token_ids)] += 1
+    accepted = counts(llm).accepted / counts(llm).drafts
+    assert counts(llm).drafts > n / 2 and 0.2 < accepted < 0.95
+
+    def after(*tokens: int) -> torch.Tensor:
+        return filtered(oracle.logits(target, [*prompt, *tokens])[-1] / 1.5, params)
+
+    second = torch.stack([after(i) for i in range(12)])
+    third = torch.stack([torch.stack([after(i, j) for j in range(12)]) for i in range(12)])
+    expected = n * after()[:, None, None] * second[:, :, None] * third
+    assert found.sum() == n and found[expected == 0].sum() == 0
+    often = expected > 5
+    cells = [(found[often], expected[often]), (found[~often].sum()[None], expected[~often].sum()[None])]
+    chi = sum(float(((a - b) ** 2 / b).sum()) for a, b in cells if b.sum() > 5)
+    free = int(often.sum())
+    assert free > 100 and chi < free + 4 * (2 * free) ** 0.5  # 4 standard deviations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_two_ranks_keep_tokens(method: str, folder: Path, plain: LLM, eagle: Path, similar: Path) -> None:
+def test_two_ranks_keep_tokens(
+    method: str, overlap: bool, folder: Path, plain: LLM, eagle: Path, similar: Path
+) -> None:
     settings = eagle3(eagle) if method == "eagle3" else draft_model(similar)
-    given, each = prompts(6), [params(i) for i in range(6)]
-    with LLM(str(folder), **SMALL, tensor_parallel_size=2, speculative_config=settings) as llm:
+    given, each, more = prompts(6), [params(i) for i in range(6)], {**SMALL, "async_scheduling": overlap}
+    with LLM(str(folder), **more, tensor_parallel_size=2, speculative_config=settings) as llm:
         assert results(llm, given, each) == results(plain, given, each)
         assert counts(llm).accepted > 20 or method == "eagle3"
 
@@ -287,7 +350,7 @@ def test_drafts_on_the_gpu_keep_tokens(
     for _ in range(2):
         assert results(llm, given, params(0)) == results(plain, given, params(0))
     runner = llm.llm_engine.runner
-    assert eager or (runner.graphs.replays["drafts"] > 10 and runner.graphs.replays["mixed"] > 10)
+    assert eager or (runner.graphs.replays["verify"] > 10 and runner.graphs.replays["mixed"] > 1)
     if method == "same":
         assert counts(llm).accepted > 0.9 * counts(llm).drafts
 
@@ -367,27 +430,160 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
         LLM(str(eagle), **SMALL)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_graphs_make_the_same_drafts(method: str, folder: Path, plain: LLM, eagle: Path) -> None:
-    """Graphs without CUDA, of other sizes than the steps."""
-    settings = eagle3(eagle) if method == "eagle3" else draft_model(folder)
-    llms = [LLM(str(folder), **{**SMALL, "num_blocks": 100}, speculative_config=settings) for _ in range(2)]
-    runner = llms[1].llm_engine.runner
+def rerun(llm: LLM) -> Any:
+    """Give an engine graphs without CUDA. Returns its runner."""
+    runner = llm.llm_engine.runner
     drafter, sizes = runner.drafter, (SMALL["max_num_seqs"], runner.limits.max_model_len, 48)
-    for backend in (runner.backend, drafter.backend):
+    for backend in [runner.backend, *([] if drafter is None else [drafter.backend])]:
         backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
     with torch.inference_mode():
-        runner.graphs = Rerun(runner._captured, runner.backend, runner.batch, runner.device, *sizes, drafter)
-        if method == "draft_model":
+        runner.graphs = Rerun(
+            runner._captured,
+            runner.backend,
+            runner.batch,
+            runner.device,
+            *sizes,
+            drafter,
+            verify=runner.verify,
+        )
+        if drafter is not None and not drafter.eagle:
             runner.draft_graphs = Rerun(
                 runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
             )
-    given, each = prompts(5), [params(i, max_tokens=12) for i in range(5)]
+    return runner
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_graphs_make_the_same_drafts(
+    method: str, overlap: bool, folder: Path, plain: LLM, eagle: Path
+) -> None:
+    """Graphs without CUDA, of other sizes than the steps."""
+    settings = eagle3(eagle) if method == "eagle3" else draft_model(folder)
+    more = {**SMALL, "num_blocks": 100, "async_scheduling": overlap}
+    llms = [LLM(str(folder), **more, speculative_config=settings) for _ in range(2)]
+    runner = rerun(llms[1])
+    given, each = prompts(5), [params(i, max_tokens=24) for i in range(5)]
     want = results(plain, given, each)
     assert [results(llm, given, each) for llm in llms] == [want, want]
     eager, graphs = map(counts, llms)
     assert graphs.drafts == eager.drafts and graphs.accepted == eager.accepted
-    assert runner.graphs.replays["drafts"] > 5 and runner.graphs.replays["mixed"] > 2
+    replays = runner.graphs.replays
+    assert replays["verify"] > 5 and (replays["drafts"] > replays["verify"]) == (method == "draft_model")
+
+
+class Waits(TorchDispatchMode):
+    """Where the engine reads values, or needs sizes that depend on them: on a GPU, it would wait there.
+
+    Providers and the functions with kernels read values on the CPU only.
+    """
+
+    ONLY_CPU = ("overrides/", "models/", "draft_kernels.py", "tree_kernels.py", "step_kernels.py")
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.on_cpu_only = 0
+
+    def note(self, name: str) -> None:
+        frames = traceback.extract_stack()
+        own = [f for f in frames if "/fastkernels/" in f.filename and "/tests/" not in f.filename]
+        if own and any(part in own[-1].filename for part in self.ONLY_CPU):
+            self.on_cpu_only += 1
+        elif own:
+            self.found.append(f"{name}: {Path(own[-1].filename).name}:{own[-1].lineno}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, masks = func._schema.name.split("::")[-1], ()
+        if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            masks = [t for t in args[1] if t is not None and t.dtype == torch.bool]
+        if name in self.NAMES or masks:
+            self.note(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_with_drafts_wait_for_nothing(
+    graphs: bool, folder: Path, eagle: Path, similar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an EAGLE-3 head, a draft model and prompt lookup, with two steps in flight where that is possible."""
+    launch = Generate.launch
+    for settings in (
+        eagle3(eagle),
+        draft_model(similar),
+        {"num_speculative_tokens": 3, "prompt_lookup_min": 1, **ALWAYS},
+    ):
+        has_model = "model" in settings
+        more = {**SMALL, "num_blocks": 100, "async_scheduling": True if has_model else None}
+        llm, mode = LLM(str(folder), **more, speculative_config={"method": "ngram", **settings}), Waits()
+        if graphs:
+            rerun(llm)
+
+        def watched(self: Generate, step: StepInput, mode: Waits = mode) -> Any:
+            with mode:
+                return launch(self, step)
+
+        for name in ("item", "tolist", "cpu"):
+            original = getattr(torch.Tensor, name)
+
+            def noted(
+                self: torch.Tensor, name: str = name, original: Any = original, mode: Waits = mode
+            ) -> Any:
+                mode.note(name)
+                return original(self)
+
+            monkeypatch.setattr(torch.Tensor, name, noted)
+        monkeypatch.setattr(Generate, "launch", watched)
+        llm.generate(prompts(4), [params(i, max_tokens=10) for i in range(4)], use_tqdm=False)
+        monkeypatch.undo()
+        assert counts(llm).drafts > 0 and mode.on_cpu_only > 10  # it sees those
+        assert mode.found == []
+
+
+@pytest.mark.gpu
+def test_steps_with_drafts_wait_for_nothing_on_the_gpu(
+    folder: Path, eagle: Path, similar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CUDA's own check, of a launch; two steps are in flight."""
+    launch = Generate.launch
+
+    def watched(self: Generate, step: StepInput) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for eager, settings in itertools.product((True, False), (eagle3(eagle), draft_model(similar))):
+        more = {**SMALL, "num_blocks": 200, "device": "cuda", "dtype": "float32", "enforce_eager": eager}
+        llm = LLM(str(folder), **more, speculative_config=settings)
+        assert llm.llm_engine.core.depth == 2
+        results(llm, prompts(6), params(0))  # compiles
+        monkeypatch.setattr(Generate, "launch", watched)
+        results(llm, prompts(6, seed=1), params(0))
+        monkeypatch.undo()
+
+
+def test_overlapped_eagle_drafts_keep_tokens(
+    folder: Path, plain: LLM, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of drafts is accepted; stop strings, log-probabilities, and constraints that come and go."""
+    given = prompts(8, seed=7)
+    each = [params(i, max_tokens=20) for i in range(8)]
+    want = results(plain, given, each)
+    propose(monkeypatch, [[*g, *w[0][0]] for g, w in zip(given, want, strict=True)])
+    more = {**SMALL, "num_blocks": 15, "async_scheduling": True}
+    llm = LLM(str(folder), **more, speculative_config=eagle3(eagle))
+    assert results(llm, given, each) == want and llm.llm_engine.scheduler.num_preemptions > 0
+    assert 0.2 < counts(llm).accepted / counts(llm).drafts < 0.9 and counts(llm).by_place[2] > 5
+    text = want[2][0][1]
+    each[2] = params(2, max_tokens=20, stop=[text[5:8]])
+    each[4] = params(4, max_tokens=20, min_tokens=12, stop_token_ids=want[4][0][0][6:7], ignore_eos=False)
+    each[5] = params(5, structured_outputs=StructuredOutputsParams(choice=["abcabcabc", "abcabd"]))
+    each[6] = params(6, max_tokens=20, logprobs=1)
+    assert results(llm, given, each) == results(plain, given, each)
+    assert llm.llm_engine.scheduler.cache_usage == 0
 
 
 def test_kernels_equal_pytorch() -> None:

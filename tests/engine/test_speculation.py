@@ -151,7 +151,7 @@ def test_one_slow_step_at_start_does_not_turn_drafts_off(
     """Kernels compile in the first steps, and another process takes the time of one that is measured."""
     slow = iter([9.0, 9.0, 0.1, 4.0])
     monkeypatch.setattr(
-        draft_costs, "_run", lambda executor, step: next(slow, 0.1 + 0.02 * (step.drafts is not None))
+        draft_costs, "_run", lambda executor, step, depth: next(slow, 0.1 + 0.02 * (step.drafts is not None))
     )
     llm_engine = engines[1].llm_engine
     ratios = draft_costs.measure(llm_engine.executor, llm_engine.config, Speculation.read(NGRAM))

@@ -59,6 +59,8 @@ def propose(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
                 siblings = next(kids for kids in children if node in kids)
                 if text[at] not in {int(drafts[row, kid - 1]) for kid in siblings}:
                     drafts[row, node - 1] = text[at]
+        if self.tree is None:
+            self.held.drafts[self._rows.slot[:rows]] = drafts
         return drafts
 
     monkeypatch.setattr(Drafter, "chain", chain)

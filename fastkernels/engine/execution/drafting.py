@@ -26,7 +26,18 @@ from fastkernels.core.layer_state import KVSpec, StateSpec
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend
 from fastkernels.engine.execution.attention.ops import OpsBackend
-from fastkernels.engine.execution.draft_kernels import Rows, accept, advance
+from fastkernels.engine.execution.draft_kernels import (
+    COLUMNS,
+    ROOM,
+    SLOT,
+    TOKENS,
+    UNSURE,
+    Held,
+    Rows,
+    accept,
+    advance,
+    settle,
+)
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs, Staging
 from fastkernels.engine.execution.step import SAMPLED, NextDrafts, StepInput
 from fastkernels.engine.execution.tree_kernels import accept_tree, tables_of
@@ -163,6 +174,10 @@ class Drafter:
         self._rows = Rows(*torch.zeros(len(Rows._fields), rows, dtype=torch.int64, device=device).unbind())
         self._rows.slot.fill_(batch.dummy)
         self._drafts = torch.zeros(rows, self.count, dtype=torch.int64, device=device)
+        self._packed = torch.zeros(len(COLUMNS), rows, dtype=torch.int64, device=device)
+        self._packed[TOKENS].fill_(1)  # for capture, which runs before the first step
+        self._packed[SLOT].fill_(batch.dummy)
+        self.held = Held.zeros(batch.dummy + 1, self.count, device)
         if self.tree is not None:
             self._children = tables_of(self.tree, self._device).children
             self.path = torch.zeros(rows, self.tree.depth, dtype=torch.int64, device=device)
@@ -187,7 +202,7 @@ class Drafter:
         """
         more = self._more(step)
         ends = np.cumsum(step.query_lens)
-        ids = np.insert(np.maximum(step.input_ids, 0), ends[more > 0], 0)
+        ids = np.insert(step.input_ids, ends[more > 0], 0)
         lens, keys = step.query_lens + more, step.seq_lens + more
         return StepInput(step.slots, lens, keys, step.offsets, ids, 0, step.block_updates[:0])
 
@@ -205,11 +220,8 @@ class Drafter:
             self.count, np.full(rows, SAMPLED, np.int64), np.full(rows, self.longest, np.int32), None
         )
 
-    def accept(self, step: StepInput, ids: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Find which drafts of a step the target has sampled, too, for the passes that follow.
-
-        ids: [T] of the step; tokens: what it sampled: one before the first draft of each row, and one behind each
-        """
+    def load(self, step: StepInput) -> None:
+        """Copy to the device what `settle` and `accept` read of a step."""
         given, rows, size = self._next_of(step), len(step.slots), len(self._out)
         drafts = np.zeros(rows, np.int64) if step.drafts is None else step.drafts.astype(np.int64)
         lens, more = step.query_lens.astype(np.int64), self._more(step).astype(np.int64)
@@ -217,20 +229,39 @@ class Drafter:
             np.cumsum(lens) - lens, lens, drafts, np.cumsum(drafts + 1) - (drafts + 1), np.maximum(step.offsets, 0),
             given.next_ids, np.full(rows, -1) if given.forced is None else given.forced,
             np.cumsum(lens + more) - (lens + more), more, step.seq_lens - lens, step.slots, given.room,
+            np.zeros(rows, np.int64) if given.unsure is None else given.unsure,
         )  # fmt: skip
 
         def fill(buffer: np.ndarray) -> None:
             packed = buffer.reshape(len(columns), size)
             for out, column in zip(packed, columns, strict=True):
                 out[:rows], out[rows:] = column, column[0]
-            packed[-2, rows:], packed[-1, rows:] = self._batch.dummy, 0
+            packed[SLOT, rows:], packed[ROOM, rows:], packed[UNSURE, rows:] = self._batch.dummy, 0, 0
 
-        packed = self._staging.copy(len(columns) * size, fill).view(len(columns), size)
+        self._staging.copy(len(columns) * size, fill, self._packed.view(-1))
+
+    def settle(self, inputs: Inputs) -> None:
+        """Correct the inputs of the step that was loaded last; see draft_kernels.settle. Can be captured."""
         if self.tree is None:
-            accept(packed, ids, tokens, self._rows, self.count, self.eagle)
+            settle(inputs, self._batch, self.held, self._packed[UNSURE])
+
+    def settle_again(self, inputs: Inputs) -> None:
+        """The same for the pass over what `extended` makes of it."""
+        if self.tree is None:
+            settle(inputs, self._batch, self.held, None)
+
+    def accept(self, ids: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Find which drafts of the loaded step the target has sampled, too, for the passes that follow.
+
+        ids: [T] of the step; tokens: what it sampled: one before the first draft of each row, and one behind each. Can
+        be captured.
+        """
+        if self.tree is None:
+            last = self._batch.last_tokens
+            accept(self._packed, ids, tokens, self._rows, self.count, self.eagle, self.held, last)
             return
         order = self._order[: len(ids)]
-        accept_tree(packed, ids, tokens, self._rows, self.path, order, self._children)
+        accept_tree(self._packed, ids, tokens, self._rows, self.path, order, self._children)
 
     def first(self, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """The pass over the tokens of a step, or of what `extended` makes of it. Returns its output [rows, H].
@@ -277,6 +308,11 @@ class Drafter:
                 out, hidden = self._forward(ids, at, hidden, metadata)
             ids = sampling(self.model.compute_logits(out), *drawing, own.offset + (i + 1))
             self._drafts[:rows, i] = ids
+        self.held.drafts.index_copy_(0, own.slot, self._drafts[:rows])
+        return self._drafts[:rows]
+
+    def made(self, rows: int) -> torch.Tensor:
+        """[rows, count]: what `chain` has made."""
         return self._drafts[:rows]
 
     def _tables(self, own: Rows, longest: int) -> list[torch.Tensor]:

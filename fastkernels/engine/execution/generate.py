@@ -21,8 +21,8 @@ from fastkernels.engine.cache.state_cache import StateCache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
 from fastkernels.engine.execution.cross_states import CrossStates
 from fastkernels.engine.execution.drafting import Drafter, DraftSource
-from fastkernels.engine.execution.graphs import Graphs, Outputs
-from fastkernels.engine.execution.input_batch import InputBatch, Inputs
+from fastkernels.engine.execution.graphs import Graphs, Outputs, Verify
+from fastkernels.engine.execution.input_batch import InputBatch, Inputs, Staging
 from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.memory_profile import activation_bytes, media_bytes
 from fastkernels.engine.execution.packed_weights import pack_weights
@@ -168,13 +168,33 @@ class Generate(Runner):
         )  # the old graphs' memory must outlive the capture of the new ones
         sizes = self.config.max_num_seqs, self.limits.max_model_len, self.config.max_num_batched_tokens
         self.graphs = Graphs(
-            self._captured, self.backend, self.batch, self.device, *sizes, self.drafter
-        )  # fmt: skip
+            self._captured, self.backend, self.batch, self.device, *sizes, self.drafter, verify=self.verify
+        )
         if self.drafter is not None and not self.drafter.eagle:
             self.draft_graphs = Graphs(
                 self._draft_captured, self.drafter.backend, self.batch, self.device, *sizes, decode=False
             )
         del old
+
+    @property
+    def verify(self) -> Verify | None:
+        """The function that graphs of steps with drafts capture. None: there are no drafts, or they are in trees."""
+        given = self.config.speculative_config
+        settings = None if given is None else Speculation.read(given)
+        if settings is None or settings.tree is not None:
+            return None
+        return Verify(settings.num_speculative_tokens, self._verified)
+
+    @property
+    def serial_drafts(self) -> str | None:
+        """The reason why a step with drafts waits for the one before; None: two of them can be in flight."""
+        if not self._holds_drafts or self.drafter is None:
+            return "the host makes these drafts, or reads the tree that they are in"
+        if self.state_layers:
+            return "the layers of this model keep a recurrent state"
+        backends = self.backend, self.drafter.backend
+        names = [backend.name for backend in backends if backend.reads_lengths]
+        return f"attention {names[0]!r} reads the lengths of sequences on the host" if names else None
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> GenerateStep | MaskedStep:
@@ -184,9 +204,11 @@ class Generate(Runner):
             if self.features is not None:
                 self.batch.set_shifts(step.new_rows)
         slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
-        if step.drafts is not None:
-            of, inside = _each_draft(step.drafts)
-            slots, offsets = slots[of], offsets[of] + self._depths[inside]
+        places = None if step.drafts is None else _each_draft(step.drafts)
+        if places is not None:
+            slots, offsets = slots[places[0]], offsets[places[0]] + self._depths[places[1]]
+        if self.drafter is not None and step.next_drafts is not None and step.next_drafts.unsure is not None:
+            offsets = np.maximum(offsets - self.drafter.count, 0)  # at least so many tokens are generated
         plan = self.sampler.plan(slots, offsets, step.masked)
         self.batch.update(step.block_updates)
         if step.sources is not None and self.cross is not None:
@@ -195,13 +217,20 @@ class Generate(Runner):
             self.states.copy(step.state_loads)
         if self.border:
             self._pass_borders(step)
+        if self.drafter is not None:
+            self.drafter.load(step)
+        whole = self._verify_in_graph(step, plan)
+        if whole is not None:
+            if self.states is not None:
+                self.states.copy(step.state_saves)
+            return whole
         inputs, outputs, metadata = self._run(step)
         if self.states is not None:
             self.states.copy(step.state_saves)
         rows = inputs.num_rows
         hidden, logits, drawn = outputs
-        if step.drafts is not None:
-            verify = self._verify(hidden, step, plan, slots, offsets, self._events[inputs.host_turn])
+        if places is not None:
+            verify = self._verify(hidden, step, plan, inputs, slots, places)
 
             @torch.inference_mode()
             def choose(masks: TokenMasks | None) -> GenerateStep:
@@ -257,29 +286,83 @@ class Generate(Runner):
             self.model.at_border(slot + 1, end, following, tables)
 
     def _verify(
-        self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, slots: np.ndarray, offsets: np.ndarray,
-        event: torch.cuda.Event | None,
+        self, hidden: torch.Tensor, step: StepInput, plan: SamplePlan, inputs: Inputs, slots: np.ndarray,
+        places: tuple[np.ndarray, np.ndarray],
     ) -> Callable[[TokenMasks | None], tuple[GenerateStep, torch.Tensor]]:  # fmt: skip
         """A function that samples after each draft, and before the first one of each row.
 
-        It returns the tokens on the device, too.
+        It returns the tokens on the device, too. places: (row, number within its row) of each.
         """
         assert step.drafts is not None
-        of, inside = _each_draft(step.drafts)
+        of, inside = places
         at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
-        rows, own_slots, own_offsets = (
-            x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
-            for x in (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (at, slots, offsets))
-        )
+        numbers = (at, slots, of, self._depths[inside])
+
+        def fill(buffer: np.ndarray) -> None:
+            for out, values in zip(buffer.reshape(len(numbers), -1), numbers, strict=True):
+                out[:] = values
+
+        packed = self._verify_staging.copy(len(numbers) * len(at), fill)
+        rows, own_slots, rows_of, depths = packed.view(len(numbers), -1).unbind()
+        own_offsets = inputs.offsets.index_select(0, rows_of) + depths
         logits = self.model.compute_logits(hidden.index_select(0, rows))
+        ids = inputs.input_ids[: len(step.input_ids)] if self._holds_drafts else None
+        event = self._events[inputs.host_turn]
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
 
         def sample(masks: TokenMasks | None) -> tuple[GenerateStep, torch.Tensor]:
             banned = None if masks is None else to_device(masks, self.device)
             tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan, None, banned)
-            return GenerateStep(_to_host(tokens), logprobs, prompt, event), tokens
+            return GenerateStep(_to_host(tokens), logprobs, prompt, event, ids), tokens
 
         return sample
+
+    def _verify_in_graph(self, step: StepInput, plan: SamplePlan) -> GenerateStep | None:
+        """Run a step with drafts as one graph with its sampling, and with EAGLE, the next drafts; None if none fits."""
+        graphs, nexts = self.graphs, step.next_drafts
+        if graphs is None or step.drafts is None or not plan.from_raw or plan.num_logprobs >= 0:
+            return None
+        decodes = bool((step.query_lens == step.drafts + 1).all()) and int(step.offsets.min()) >= 0
+        if not decodes or len(step.prompt_targets) or step.media is not None:
+            return None
+        if (found := graphs.run_verify(step)) is None:
+            return None
+        inputs, outputs = found
+        assert outputs.tokens is not None
+        count, rows = len(step.input_ids), len(step.slots)
+        tokens, drafter = outputs.tokens[:count], self.drafter
+        ids = inputs.input_ids[:count] if self._holds_drafts else None
+        made = GenerateStep(_copied(tokens), None, {}, self._events[inputs.host_turn], ids)
+        if drafter is None:
+            return made
+        if not drafter.eagle:
+            return self._propose(made, step, inputs, None, tokens)
+        if nexts is None or (nexts.count and nexts.shown):
+            made.add_drafts(drafter.made(rows))
+        return made
+
+    def _verified(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
+        """The function that a graph of a step captures in which each row has drafts, or one token.
+
+        With EAGLE it goes on to the drafts of the next step. A draft model that reads tokens only has one token more in
+        its first pass.
+        """
+        drafter = self.drafter
+        if drafter is not None:
+            drafter.settle(inputs)
+        ids, _ = begin(inputs, tables, self.batch, self.sampler)
+        hidden = self._forward(ids, inputs, metadata, tree=False)
+        logits = self.model.compute_logits(hidden)
+        # Each token's place in its row
+        starts, at = inputs.cu_seqlens_q, torch.arange(len(ids), device=self.device)
+        row = torch.searchsorted(starts[1:], at, right=True).clamp_max_(len(inputs.slots) - 1)
+        offsets = inputs.offsets.index_select(0, row) + at - starts.index_select(0, row)
+        tokens = sampling(logits, *self.sampler.drawing(inputs.token_slots), offsets)
+        if drafter is not None and drafter.eagle:
+            drafter.accept(inputs.input_ids, tokens)
+            drafter.first(inputs, metadata)
+            drafter.chain(len(inputs.slots), self.limits.max_model_len)
+        return Outputs(hidden, None, tokens)
 
     def _propose(
         self, made: GenerateStep, step: StepInput, inputs: Inputs, metadata: AttentionMetadata | None,
@@ -290,7 +373,7 @@ class Generate(Runner):
         if drafter is None:
             return made
         rows = len(step.slots)
-        drafter.accept(step, inputs.input_ids, tokens)
+        drafter.accept(inputs.input_ids, tokens)
         if self.tree is not None and step.drafts is not None:
             self._keep_paths(step, inputs)
         if not drafter.eagle:
@@ -303,7 +386,9 @@ class Generate(Runner):
         if count or step.next_drafts is None:
             longest = min(int(step.seq_lens.max()) + drafter.count + 1, drafter.longest)
             drafts = None if self.graphs is None else self.graphs.run_chain(rows)
-            made.add_drafts(drafter.chain(rows, longest) if drafts is None else drafts)
+            drafts = drafter.chain(rows, longest) if drafts is None else drafts
+            if step.next_drafts is None or step.next_drafts.shown:
+                made.add_drafts(drafts)
         return made
 
     def _keep_paths(self, step: StepInput, inputs: Inputs) -> None:
@@ -331,6 +416,7 @@ class Generate(Runner):
         if self.draft_graphs is not None and self.draft_graphs.run(step) is not None:
             return
         inputs = self.batch.load(step, unread=True)
+        self.drafter.settle_again(inputs)
         tables = self.batch.rows_tables(inputs)
         metadata = with_groups(self.drafter.backend.plan(inputs, tables[0]), inputs, tables)
         self.drafter.first(inputs, metadata)
@@ -338,6 +424,7 @@ class Generate(Runner):
     def _draft_captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph of that pass captures."""
         assert self.drafter is not None
+        self.drafter.settle_again(inputs)
         begin(inputs, tables, self.batch, self.sampler)
         return Outputs(self.drafter.first(inputs, metadata))
 
@@ -351,6 +438,8 @@ class Generate(Runner):
         if found is not None:
             return *found, None
         inputs = self.batch.load(step)
+        if self.drafter is not None:
+            self.drafter.settle(inputs)
         tables = self.batch.rows_tables(inputs)
         metadata = with_groups(self.backend.plan(inputs, tables[0]), inputs, tables)
         more: dict[str, Any] = {}
@@ -381,6 +470,8 @@ class Generate(Runner):
         again for the others. For a mixed batch it ends at the hidden states: few rows are at the end of their prompt,
         and the LM head would run for all of them.
         """
+        if self.drafter is not None:
+            self.drafter.settle(inputs)
         ids, drawing = begin(inputs, tables, self.batch, self.sampler)
         hidden = self._forward(ids, inputs, metadata, tree=not inputs.decode_only)
         if not inputs.decode_only:
@@ -500,6 +591,8 @@ class Generate(Runner):
         given = None if config.speculative_config is None else Speculation.read(config.speculative_config)
         tree = None if given is None else given.tree
         self._depths = np.arange(MOST_DRAFTS + 1) if tree is None else np.array(tree.depths)
+        self._holds_drafts = given is not None and given.holds_drafts
+        self._verify_staging = Staging(self.device)
         self.batch = InputBatch(
             self.device, config.max_num_seqs, max_model_len, config.block_size, groups, tree is not None
         )
@@ -540,8 +633,10 @@ class GenerateStep:
         logprobs: LogprobsTensors | None,
         prompt: Mapping[int, list[LogprobsTensors]],
         event: torch.cuda.Event | None,
+        input_ids: torch.Tensor | None = None,
     ):
         self._tokens, self._event = tokens, event
+        self._input_ids = None if input_ids is None else _copied(input_ids)
         self._logprobs = None if logprobs is None else _parts_to_host(logprobs)
         self._prompt = {row: [_parts_to_host(p) for p in parts] for row, parts in prompt.items()}
         self._drafts: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -550,7 +645,7 @@ class GenerateStep:
 
     def add_drafts(self, drafts: torch.Tensor) -> None:
         """Start copying the next step's drafts [B, count]. `result` does not wait for them."""
-        copied = _to_host(drafts) if drafts.is_cuda else drafts.clone()
+        copied = _copied(drafts)
         event = torch.cuda.Event() if drafts.is_cuda else None
         if event is not None:
             event.record()
@@ -573,7 +668,8 @@ class GenerateStep:
             prompt[row] = TokenLogprobs(*joined)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
         drafts = None if self._drafts is None else self._next_drafts
-        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt, drafts)
+        ids = None if self._input_ids is None else self._input_ids.numpy()
+        return StepOutput(self._tokens.numpy().copy(), logprobs, prompt, drafts, ids)
 
 
 class MaskedStep:
@@ -590,6 +686,11 @@ class MaskedStep:
     def result(self) -> StepOutput:
         assert self._step is not None, "sample() comes first"
         return self._step.result()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, of a tensor that the next steps overwrite."""
+    return _to_host(tensor) if tensor.is_cuda else tensor.clone()
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

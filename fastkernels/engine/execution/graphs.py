@@ -32,6 +32,8 @@ log = logging.getLogger("fastkernels")
 MAX_MIXED_TOKENS = 2048
 # A step with more tokens hides its launches; it runs eagerly where attention is faster that way
 HIDDEN_TOKENS = 1024
+# Of a step with drafts in one graph, which computes the logits of all its tokens
+MAX_VERIFIED_TOKENS = 512
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -46,12 +48,30 @@ def mixed_sizes(max_tokens: int) -> list[int]:
     return [s for s in sizes if s <= max_tokens]
 
 
+def verify_sizes(count: int, max_num_seqs: int, max_tokens: int) -> list[int]:
+    """Rows of the graphs of steps with up to `count` drafts of each: 1, 2, 4, 8, and multiples of 8 from there."""
+    most = min(max_tokens, MAX_VERIFIED_TOKENS) // (count + 1)
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    return sorted({min(size, max_num_seqs) for size in sizes if min(size, max_num_seqs) <= most})
+
+
+class Verify(NamedTuple):
+    """Graphs of steps in which each row has drafts or one token, and samples after all of its tokens.
+
+    count  most drafts of a row
+    run    run(inputs, metadata, tables) is captured
+    """
+
+    count: int
+    run: Callable[[Inputs, AttentionMetadata, torch.Tensor], Outputs]
+
+
 class Outputs(NamedTuple):
     """The model's outputs of a step.
 
     hidden  [T, H] of all tokens, or [B, H] of those whose logits are there
     logits  [B, V] of rows with one query, if the graph computes them, or of each row's last token
-    tokens  [B] int64: sampled from the raw logits; None without logits
+    tokens  [B] int64: sampled from the raw logits; None without logits. [T] of a graph that verifies drafts
     """
 
     hidden: torch.Tensor
@@ -93,6 +113,7 @@ class Graphs:
     drafts  a draft model. EAGLE's first pass over a step's tokens has a graph for each of the step's graphs, and the
             chain of passes that follows has one for each number of rows
     decode  False: every step has a row with more than one query
+    verify  None: no step has drafts in a chain
     """
 
     def __init__(
@@ -106,7 +127,9 @@ class Graphs:
         max_tokens: int,
         drafts: Drafts | None = None,
         decode: bool = True,
+        verify: Verify | None = None,
     ):
+        self._verify = verify
         self._drafts, self._chains = drafts, dict[int, tuple[Callable[[], None], torch.Tensor]]()
         self._last: _Graph | None = None  # that has run
         self._forward, self._backend, self._batch = forward, backend, batch
@@ -115,12 +138,19 @@ class Graphs:
             decode_sizes(max_num_seqs) if decode else [],
             mixed_sizes(min(max_tokens, backend.most_mixed)),
         )
-        most = max([*self._decode, *self._mixed])
+        self._verified = (
+            []
+            if verify is None or verify.count >= max_model_len
+            else verify_sizes(verify.count, max_num_seqs, min(max_tokens, backend.most_mixed))
+        )
+        wide = 0 if verify is None else (verify.count + 1) * max(self._verified, default=0)
+        most = max([*self._decode, *self._mixed, wide])
         self._packed = torch.zeros(
             packed_words(most, max_num_seqs, batch.arrays), dtype=torch.int64, device=device
         )
         self._tables = torch.zeros(batch.groups, max_num_seqs, batch.width, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._verifying: dict[int, _Graph] = {}  # by rows
         self._prepare()
         self.replays = {"decode": 0, "mixed": 0}
         with torch.inference_mode():
@@ -129,6 +159,8 @@ class Graphs:
             self._decode = self._capture_all(self._decode, decode=True)
             if drafts is not None:
                 self._capture_chains(drafts)
+            if verify is not None:
+                self._capture_verifying(verify)
             self._finish()
 
     def __len__(self) -> int:
@@ -153,6 +185,25 @@ class Graphs:
         found.replay()
         self.replays["decode" if decode else "mixed"] += 1
         self._last = found
+        return inputs, found.outputs
+
+    def run_verify(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
+        """Run a step whose rows all sample after each of their tokens, of which there are at most Verify.count + 1.
+
+        Returns its inputs and outputs with padding, valid until the next run; None if no graph fits.
+        """
+        rows = len(step.slots)
+        at = bisect.bisect_left(self._verified, rows)
+        if self._verify is None or at == len(self._verified):
+            return None
+        size = self._verified[at]
+        found = self._verifying[size]
+        tokens = size * (self._verify.count + 1)
+        inputs = self._batch.load(step, tokens, size, self._packed, found.inputs)
+        self._backend.plan_replay(found.metadata, inputs, self._batch.group_table())
+        found.replay()
+        self.replays["verify"] = self.replays.get("verify", 0) + 1
+        self._last = None
         return inputs, found.outputs
 
     def run_first(self) -> None:
@@ -218,6 +269,33 @@ class Graphs:
             replay, _ = self._record(lambda: None, run)
             self._chains[rows] = replay, made[0]
 
+    def _capture_verifying(self, verify: Verify) -> None:
+        """Graphs of steps with drafts. If attention cannot be captured, there are none."""
+        for rows in reversed(self._verified):
+            tokens, tables = rows * (verify.count + 1), self._tables[:, :rows]
+            inputs = dataclasses.replace(
+                self._example(tokens, rows, decode=False, each=verify.count + 1),
+                max_seqlen_q=verify.count + 1,
+            )
+            try:
+                metadata = with_groups(self._backend.plan_capture(inputs, tables[0]), inputs, tables.unbind())
+                if self._drafts is not None and self._drafts.eagle:
+                    self._drafts.backend.plan_capture(inputs, tables[0])
+            except CannotCapture as reason:
+                log.info("no CUDA graphs for steps with drafts: %s", reason)
+                self._verified = []
+                return
+
+            def plan(metadata: AttentionMetadata = metadata, inputs: Inputs = inputs) -> None:
+                self._backend.plan_replay(metadata, inputs, self._batch.group_table())
+
+            def run(
+                inputs: Inputs = inputs, metadata: AttentionMetadata = metadata, tables: torch.Tensor = tables
+            ) -> Outputs:
+                return verify.run(inputs, metadata, tables)
+
+            self._verifying[rows] = _Graph(*self._record(plan, run), inputs, metadata)
+
     def _prepare(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         # Shared by all graphs: cuBLAS keeps a workspace for every stream.
@@ -251,10 +329,13 @@ class Graphs:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # memory of the eager runs
 
-    def _example(self, tokens: int, rows: int, decode: bool) -> Inputs:
-        """Inputs of the dummy slot in the static buffer, with host numbers that bound those of every replay."""
-        lens = np.ones(rows, dtype=np.int32)
-        if not decode:
+    def _example(self, tokens: int, rows: int, decode: bool, each: int = 0) -> Inputs:
+        """Inputs of the dummy slot in the static buffer, with host numbers that bound those of every replay.
+
+        each: tokens of every row; 0: as the size says
+        """
+        lens = np.full(rows, max(each, 1), dtype=np.int32)
+        if not decode and not each:
             # At least one row has more than one query, so there are fewer rows than tokens. No row is longer than its
             # block table allows; the rest is padding.
             lens = even(min(rows, tokens - 1), tokens, self._max_model_len)

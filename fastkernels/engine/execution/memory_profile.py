@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import GIB
-from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS
+from fastkernels.engine.execution.graphs import MAX_MIXED_TOKENS, verify_sizes
 from fastkernels.engine.execution.media_features import MediaFeatures
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import PromptTargets, StepInput, even
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.scheduling.speculation import Speculation
 
 # Bytes added to the measured peak for the allocator and for graphs, in addition to `graph_bytes`
 SLACK = 1 << 30
@@ -91,12 +92,18 @@ def graph_bytes(runner: Runner, step: int) -> int:
     """Bytes of the graphs' pool, which eager steps cannot use.
 
     That is the share of the largest step's bytes for the largest mixed graph, plus the logits of the largest decode
-    graph. With tensor parallelism these logits exist three times: this rank's shard, all shards, and sorted.
+    graph, or of the largest one that verifies drafts. With tensor parallelism these logits exist three times: this
+    rank's shard, all shards, and sorted.
     """
     config = runner.config
     if config.enforce_eager:
         return 0
     copies = 1 if config.tensor_parallel_size == 1 else 3
-    logits = copies * config.max_num_seqs * runner.hf_config.vocab_size * runner.dtype.itemsize
+    rows = config.max_num_seqs
+    if config.speculative_config is not None:
+        count = Speculation.read(config.speculative_config).num_speculative_tokens
+        sizes = verify_sizes(count, rows, config.max_num_batched_tokens)
+        rows = max(rows, (count + 1) * max(sizes, default=0))
+    logits = copies * rows * runner.hf_config.vocab_size * runner.dtype.itemsize
     most = config.max_num_batched_tokens
     return logits + step * min(MAX_MIXED_TOKENS, most) // most

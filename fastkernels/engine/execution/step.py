@@ -15,6 +15,7 @@ import numpy as np
 from fastkernels.engine.sampling.rows import NewRow, TokenMasks
 
 SAMPLED = -1  # as an input id: the token that this slot sampled last
+MADE = SAMPLED - 1  # as an input id: the slot's first draft; the i-th one after it is MADE - i
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
 
 
@@ -75,12 +76,17 @@ class NextDrafts:
     next_ids  [B] int64: the token behind the row's last one, if it is known, or SAMPLED
     room      [B] int32: number of tokens that the row's blocks hold
     forced    [B] int32: drafts to accept, whatever is sampled; None: those that are sampled, too
+    unsure    [B] int32: 1 for rows whose accepted drafts of the step before are unknown, and which count all of them;
+              None: there are none
+    shown     whether the host reads the drafts
     """
 
     count: int
     next_ids: np.ndarray
     room: np.ndarray
     forced: np.ndarray | None = None
+    unsure: np.ndarray | None = None
+    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class StepInput:
     seq_lens       [B] int32: keys of each row, including this step's
     offsets        [B] int64: tokens generated before this step (index of the noise; for min_tokens); -1: the prompt
                    is not complete, and the sampled token is ignored
-    input_ids      [T] int64: token ids, or SAMPLED
+    input_ids      [T] int64: token ids, SAMPLED, or drafts that the slots hold: MADE and less
     num_decodes    rows with one query
     block_updates  [U, 3] int32: (row, column, block) to write into the block tables; a slot's row in group g of the
                    layers is g * (max_num_seqs + 1) + slot
@@ -145,13 +151,15 @@ class StepOutput:
     """token_ids [B] int64, invalid where the prompt is not complete; logprobs if a row requested them; prompt_logprobs
     by row. A row with drafts has one token more for each, row after row.
 
-    next_drafts: waits for the drafts [B, count] int64 of the next step; None: there are none
+    next_drafts: waits for the drafts [B, count] int64 of the next step; None: there are none, or they are not shown
+    input_ids: [T] int64 of the step, if it had drafts that the host did not know
     """
 
     token_ids: np.ndarray
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     next_drafts: Callable[[], np.ndarray] | None = None
+    input_ids: np.ndarray | None = None
 
 
 class Pending(Protocol):

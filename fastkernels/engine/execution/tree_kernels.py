@@ -48,7 +48,7 @@ def accept_tree(
     if ids.is_cuda:
         accept_tree_triton(packed, ids, sampled, out, path, order, children)
         return
-    start, n, drafts, place, offset, known, forced, _, _, before, slot, room = packed.unbind()
+    start, n, drafts, place, offset, known, forced, _, _, before, slot, room, _ = packed.unbind()
     root, node, free = start + n - drafts - 1, torch.zeros_like(n), forced < 0
     going = torch.ones_like(free)
     for depth in range(path.shape[1]):

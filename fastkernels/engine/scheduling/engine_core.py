@@ -39,6 +39,9 @@ class EngineCore:
     With depth 2, a step is scheduled while the previous one runs and its tokens are unknown. A request that these
     tokens end computes one token too many, which is dropped.
 
+    Drafts that stay on the device do not keep a step from being scheduled early: see NextDrafts.unsure. While a request
+    with a constraint runs, steps with drafts run one after the other, since its masks follow from its drafts.
+
     A step with constrained rows (Batch.masked) is launched like any other, but samples only once the tokens of the
     step before it are known and the masks that follow from them are filled. Its model runs meanwhile.
     """
@@ -54,6 +57,8 @@ class EngineCore:
 
     def step(self) -> StepResult | None:
         """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
+        if self._in_flight and self._is_serial():
+            return self._collect_oldest()
         self._take_proposed()
         batch = self.scheduler.schedule()
         if batch is not None:
@@ -86,6 +91,12 @@ class EngineCore:
         self.scheduler.remove_all()
         self.scheduler.reset_cache()
 
+    def _is_serial(self) -> bool:
+        """Whether the next step needs the drafts of the one in flight on the host."""
+        if self.scheduler.speculation is None:
+            return False
+        return any(request.constraint is not None for request in self.scheduler.running)
+
     def _collect_oldest(self) -> StepResult:
         batch, pending = self._in_flight.popleft()
         output = pending.result()
@@ -98,6 +109,8 @@ class EngineCore:
         if self._proposing is None:
             return
         (batch, wait), self._proposing = self._proposing, None
+        if self._in_flight:
+            return  # a step after that one makes others
         for request, offset, drafts in zip(batch.requests, batch.offsets, wait().tolist(), strict=True):
             if offset >= 0 and request.status is Status.RUNNING:
                 request.proposed = drafts
@@ -126,7 +139,10 @@ class EngineCore:
 
     def _collect_drafts(self, batch: Batch, output: StepOutput) -> StepResult:
         """The same for a step with drafts: tokens up to the first that differs from the draft in its place."""
-        settings, all_drafts = self.scheduler.speculation, batch.drafts
+        settings = self.scheduler.speculation
+        if output.input_ids is not None:
+            batch.drafts = _read_drafts(batch, output.input_ids)
+        all_drafts = batch.drafts
         if settings is not None and settings.tree is not None:
             all_drafts, output = _along_paths(settings.tree, batch, output)
         news, ended, counts, first = [], [], dict[int, int](), 0
@@ -136,7 +152,8 @@ class EngineCore:
             first += len(drafts) + 1
             if batch.offsets[row] < 0 or request.status is Status.FINISHED:
                 continue
-            request.num_inflight -= 1
+            request.num_inflight -= 1 + len(batch.drafts[row])
+            request.num_unsure -= len(batch.drafts[row])
             sampled, expected = tokens[at:first], drafts
             if batch.forced:
                 expected = drafts[: batch.forced[row]]
@@ -161,6 +178,12 @@ class EngineCore:
         if ended:
             self.scheduler.remove(ended)
         return StepResult(batch, output, news, counts)
+
+
+def _read_drafts(batch: Batch, input_ids: np.ndarray) -> list[list[int]]:
+    """The drafts of each row, from the tokens of the step."""
+    ids, ends = input_ids.tolist(), np.cumsum(batch.counts).tolist()
+    return [ids[end - len(drafts) : end] for end, drafts in zip(ends, batch.drafts, strict=True)]
 
 
 def _along_paths(tree: DraftTree, batch: Batch, output: StepOutput) -> tuple[list[list[int]], StepOutput]:

@@ -61,7 +61,8 @@ class Request:
     block_tables         KV blocks of its first num_computed_tokens tokens, by group of layers
     block_hashes         names of its first full blocks, computed on demand
     num_computed_tokens  tokens in the cache once the launched steps have ended; reset to 0 by a preemption
-    num_inflight         tokens being sampled by launched steps, at most 2
+    num_inflight         tokens being sampled by launched steps, all drafts included
+    num_unsure           drafts of launched steps, which may be rejected
     num_named_blocks     blocks of its tables that the prefix cache knows
     epoch                that of the prefix cache at its last admission; see BlockManager
     next_unseen          number of computed tokens at which windows leave another block behind
@@ -75,7 +76,7 @@ class Request:
     media                of its prompt, in order
     positions            [3, media_end] int64 of its first tokens, with media; shift: see media.MediaPrompt
     source               what its encoder reads; cross_blocks: the blocks of that
-    lookup               of drafts; proposed: drafts that a model made after the last step
+    lookup               of drafts; proposed: drafts that a model makes after the last step, or MADE and less
     restores             whether the next step begins with the copy of its recurrent state
     drafts               of the step being scheduled
     num_released         media of which all tokens are computed; num_held: media that it holds, after those
@@ -110,6 +111,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_inflight: int = 0
+    num_unsure: int = 0
     num_named_blocks: int = 0
     epoch: int = 0
     next_unseen: int = sys.maxsize

@@ -8,7 +8,8 @@ Requests are ordered by arrival plus priority times AGING: a lower priority numb
 When blocks run out, the last running request is preempted: it loses its blocks, keeps its generated tokens and its
 place in the order, and is recomputed (or found in the prefix cache) when it is admitted again.
 
-With two steps in flight, a request may be scheduled while its last token is being sampled: see `num_inflight`.
+With two steps in flight, a request may be scheduled while its last token is being sampled: see `num_inflight`. If that
+step has drafts, all of them count as accepted until it is collected: see `num_unsure`.
 
 Some layers keep a state of each sequence instead of the keys of its tokens. The state of a running sequence is in the
 slot after its own number. The prefix cache has snapshots of states for these layers, and chunks of a prompt end where a
@@ -34,6 +35,7 @@ from fastkernels.engine.cache.blocks import BlockManager, BlockNames, PrefixCach
 from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
+from fastkernels.engine.execution.step import MADE
 from fastkernels.engine.scheduling.ngrams import Lookup
 from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
@@ -63,6 +65,8 @@ class Batch:
     drafts   of each request, which follow its known tokens; empty if no request has any
     forced   how many of these are accepted, whatever is sampled; empty: those that are sampled, too
     num_next drafts of each request that a model makes after the step; None: there is no such model
+    unsure   whether each request has drafts in the step before whose tokens are unknown
+    shows_drafts  whether the host reads the drafts that a model makes
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -80,6 +84,8 @@ class Batch:
     drafts: list[list[int]] = field(default_factory=list)
     forced: list[int] = field(default_factory=list)
     num_next: int | None = None
+    unsure: list[bool] = field(default_factory=list)
+    shows_drafts: bool = True
 
     @property
     def masked(self) -> bool:
@@ -137,6 +143,7 @@ class Scheduler:
         self.payoff: Payoff | None = None  # of drafts, once it is measured
         self._chance = random.Random(0)  # of synthetic acceptance
         self._num_drafts = 0  # of the step being scheduled
+        self.holds_drafts = speculation is not None and speculation.holds_drafts
         self.least_tokens = least_tokens
         self.groups, self.states, self.media = groups, states, media
         self._caches: list[PrefixCache] = [*groups]
@@ -221,7 +228,7 @@ class Scheduler:
         """
         self._planned, self._preempted, self._loads, self._saves = {}, False, [], []
         for request in self.running:
-            if request.num_computed_tokens >= request.next_unseen:
+            if request.num_computed_tokens - request.num_unsure >= request.next_unseen:
                 self._free_unseen(request)
             if request.unnamed:
                 self._name_snapshots(request)
@@ -248,6 +255,7 @@ class Scheduler:
         requests = ones + more
         counts = [planned[r] for r in requests]
         starts = [r.num_computed_tokens for r in requests]
+        unsure = [r.num_unsure > 0 for r in requests] if self.speculation is not None else []
         offsets = [self._advance(r, n) for r, n in zip(requests, counts, strict=True)]
         batch = Batch(
             requests, starts, counts, offsets, admitted, len(ones), self._loads, self._saves
@@ -255,6 +263,7 @@ class Scheduler:
         if self._readers:
             self._give_media(batch)
         if self.speculation is not None:
+            batch.unsure = unsure
             self._give_drafts(self.speculation, batch)
         if self._sources:
             batch.sources, self._sources = self._sources, []
@@ -343,9 +352,9 @@ class Scheduler:
         assert settings is not None
         if request.params.needs_penalties:  # which depend on the tokens before
             return 0
-        known = request.num_known_tokens
+        left = request.max_tokens - len(request.output_token_ids) - request.num_inflight - 1
         most = min(
-            settings.num_speculative_tokens, request.max_tokens - len(request.output_token_ids) - 1,
+            settings.num_speculative_tokens, left,
             self.max_num_batched_tokens - len(self.running) - self._num_drafts,
         )  # fmt: skip
         if most < 1:
@@ -355,7 +364,7 @@ class Scheduler:
         else:
             request.lookup = request.lookup or Lookup(settings)
             drafts = request.lookup.propose(request.prompt_token_ids, request.output_token_ids, most)
-        if not self._reserve(request, known + len(drafts)):
+        if not self._reserve(request, request.num_tokens + len(drafts)):
             return 0
         request.drafts = drafts
         self._num_drafts += len(drafts)
@@ -385,8 +394,12 @@ class Scheduler:
                 batch.forced = [self._forced(settings, len(drafts)) for drafts in batch.drafts]
         if settings.has_model:
             batch.num_next = settings.num_speculative_tokens if self._drafts_now(settings) else 0
-            for request in batch.requests:
-                request.proposed = []
+            held = list(range(MADE, MADE - batch.num_next, -1)) if self.holds_drafts else []
+            for request, offset in zip(batch.requests, batch.offsets, strict=True):
+                request.proposed = held if offset >= 0 else []
+            # The masks of a constrained request follow from its drafts.
+            constrained = any(r.constraint is not None for r in batch.requests)
+            batch.shows_drafts = constrained or not self.holds_drafts
 
     def _forced(self, settings: Speculation, drafts: int) -> int:
         drawn = self._chance.random()
@@ -397,7 +410,9 @@ class Scheduler:
 
         agreed  drafts that the model accepts: more than `kept` where the sequence ends before them
         """
-        if self.states is not None and kept < drafts:
+        if request.status is not Status.RUNNING:
+            pass  # preempted meanwhile: it computes all its tokens again
+        elif self.states is not None and kept < drafts:
             request.num_computed_tokens -= drafts + 1
             request.restores = True
         else:
@@ -452,7 +467,7 @@ class Scheduler:
 
     def _free_unseen(self, request: Request) -> None:
         """Free the blocks that no window sees from the next token on. Those without a name wait for it."""
-        computed, reach = request.num_computed_tokens, sys.maxsize
+        computed, reach = request.num_computed_tokens - request.num_unsure, sys.maxsize
         for i, group in self._windowed:
             table = request.block_tables[i]
             unseen = group.num_unseen(computed)
@@ -575,7 +590,8 @@ class Scheduler:
         generated = len(request.output_token_ids) + request.num_inflight
         if computed < len(request.prompt_token_ids) + generated:
             return -1
-        request.num_inflight += 1
+        request.num_inflight += 1 + len(request.drafts)
+        request.num_unsure += len(request.drafts)
         return generated
 
     def _hold_media(self, request: Request, start: int, count: int) -> int:

@@ -141,6 +141,11 @@ class Speculation:
         """Whether a model makes the drafts."""
         return "model" in METHODS[self.method]
 
+    @property
+    def holds_drafts(self) -> bool:
+        """Whether drafts stay on the device: a model makes them, in a chain."""
+        return self.has_model and self.tree is None
+
     @cached_property
     def tree(self) -> DraftTree | None:
         """The tree of the drafts; None if each has one child at most."""

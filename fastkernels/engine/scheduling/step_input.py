@@ -34,8 +34,9 @@ def make_step(batch: Batch, num_slots: int, block_size: int = 1) -> StepInput:
             ids.append(_last_token(request))
         else:
             drafts = batch.drafts[row] if batch.drafts else []
-            end = batch.starts[row] + batch.counts[row] - len(drafts)
-            ids += request.token_ids(batch.starts[row], end) + drafts
+            start, end = batch.starts[row], batch.starts[row] + batch.counts[row] - len(drafts)
+            known = request.token_ids(start, end)
+            ids += [*known, *[SAMPLED] * (end - start - len(known)), *drafts]
         for group, table in enumerate(request.block_tables):
             if len(table.blocks) > table.num_sent or table.num_freed > table.num_freed_sent:
                 _send(table, group * num_slots + request.slot, updates, long)
@@ -69,7 +70,9 @@ def _next_drafts(batch: Batch, count: int, block_size: int) -> NextDrafts:
         ids.append(behind[0] if behind else SAMPLED)
         room.append(min(len(table.blocks) for table in request.block_tables) * block_size)
     forced = np.array(batch.forced, np.int32) if batch.forced else None
-    return NextDrafts(count, np.array(ids, np.int64), np.array(room, np.int32), forced)
+    unsure = np.array(batch.unsure, np.int32) if any(batch.unsure) else None
+    ids_known, rooms = np.array(ids, np.int64), np.array(room, np.int32)
+    return NextDrafts(count, ids_known, rooms, forced, unsure, batch.shows_drafts)
 
 
 def _send(table: BlockTable, row: int, updates: list[tuple[int, int, int]], long: list[np.ndarray]) -> None:

@@ -27,7 +27,7 @@ def problems(device: str = "cpu") -> list[str]:
         "place": (drafts + 1).cumsum() - drafts - 1, "offset": rng.integers(0, 50, size),
         "known": np.where(drafts == 0, rng.integers(-1, 9, size), -1), "forced": forced,
         "own_start": tokens.cumsum() - tokens, "extra": np.zeros(size), "before": rng.integers(0, 20, size),
-        "slot": rng.permutation(size), "room": rng.integers(5, 40, size),
+        "slot": rng.permutation(size), "room": rng.integers(5, 40, size), "unsure": np.zeros(size),
     }  # fmt: skip
     packed = torch.from_numpy(np.stack([columns[name] for name in COLUMNS]).astype(np.int64))
     ids, sampled = (torch.from_numpy(rng.integers(0, 3, n)) for n in (tokens.sum(), (drafts + 1).sum()))

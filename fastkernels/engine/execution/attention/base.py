@@ -32,6 +32,9 @@ class AttentionBackend(ABC):
 
     name: str
     most_mixed: int = 2048  # tokens of the largest mixed batch in a graph
+    reads_lengths: bool = (
+        False  # whether `plan` reads the rows' lengths on the host, which must be exact then
+    )
 
     @abstractmethod
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:

@@ -24,6 +24,7 @@ class FlashInferBackend(AttentionBackend):
     """
 
     name = "flashinfer"
+    reads_lengths = True
 
     def __init__(self, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
         self._layer, self._device, self._dtype = layers[0], device, dtype

@@ -34,6 +34,7 @@ class MlaBackend(AttentionBackend):
     Raises ValueError for an unsupported provider.
     """
 
+    reads_lengths = True
     most_mixed = 1024  # outside graphs, more tokens hide their launches and expand their keys
 
     def __init__(
