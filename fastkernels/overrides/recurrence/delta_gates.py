@@ -102,7 +102,8 @@ def _reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: floa
 
 
 delta_gates = define(
-    "delta_gates(Tensor dt, Tensor b, Tensor rate, Tensor bias, bool logarithm=False, float low=0.0) -> (Tensor, Tensor)",
+    "delta_gates(Tensor dt, Tensor b, Tensor rate, Tensor bias, bool logarithm=False, float low=0.0)"
+    " -> (Tensor, Tensor)",
     fake=lambda dt, b, *rest: (
         torch.empty(dt.shape, dtype=torch.float32, device=dt.device),
         torch.empty(b.shape, dtype=b.dtype, device=b.device),

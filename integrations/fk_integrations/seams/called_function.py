@@ -23,7 +23,8 @@ class CalledFunction(Seam):
     """Gives the modules that call the function, in any of their methods, methods that call ours.
 
     A method may call it as a global name, or import it when it runs. A call that ours refuses runs the host's, a
-    fallback. The function itself stays: other callers share it. `host_class` is that function. It comes last, because other ops replace modules whole, by their class.
+    fallback. The function itself stays: other callers share it. `host_class` is that function. It comes last, because
+    other ops replace modules whole, by their class.
     """
 
     order = 1
@@ -31,8 +32,9 @@ class CalledFunction(Seam):
     tallies = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
-        kinds = {kind for kind in {type(m) for m in adapter.modules(model)} if host_class in callers(kind)}
-        return [m for m in adapter.modules(model) if type(m) in kinds]
+        found = list(adapter.callers(model))
+        kinds = {kind for kind in {type(m) for m in found} if host_class in callers(kind)}
+        return [m for m in found if type(m) in kinds]
 
     def passed_over(self, model: Any, host_class: Any, known: Callable[[str], bool]) -> list[Reason]:
         ours = [kind for m in model.modules() if hasattr(kind := type(m), "fastkernels")]

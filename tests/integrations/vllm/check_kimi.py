@@ -7,6 +7,8 @@ unpatched until `apply`, with its two other functions for GPUs (initial states, 
 import pytest
 import torch
 import torch.nn.functional as F
+from fk_integrations.patching.apply import apply
+from fk_integrations.vllm.host import VllmAdapter
 from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -17,8 +19,6 @@ from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from fastkernels.patch import Request
-from fk_integrations.patching.apply import apply
-from fk_integrations.vllm.host import VllmAdapter
 
 HEADS, SIZE, WIDTH, HIDDEN = 3, 16, 4, 48
 PREFIX = "model.layers.0.self_attn"
