@@ -244,12 +244,9 @@ def _by_head(module: Any) -> bool:
     return "KDA" not in type(module).__name__
 
 
-for _function in (
-    sglang_fused_sigmoid_gating_delta_rule_update,
-    sglang_fused_sigmoid_gating_delta_rule_update_0_5_17,
-    sglang_fused_sigmoid_gating_delta_rule_update_0_5_16,
-):
-    _function.applies = _by_head  # type: ignore[attr-defined]
+sglang_fused_sigmoid_gating_delta_rule_update.applies = _by_head  # type: ignore[attr-defined]
+sglang_fused_sigmoid_gating_delta_rule_update_0_5_17.applies = _by_head  # type: ignore[attr-defined]
+sglang_fused_sigmoid_gating_delta_rule_update_0_5_16.applies = _by_head  # type: ignore[attr-defined]
 
 
 def _packed(
