@@ -324,7 +324,7 @@ class _Import:
     name: str
 
     def found(self, function: FunctionType) -> Any:
-        """What the name stands for in the module, if that is loaded."""
+        """The value of the name in the module; None if that is not loaded."""
         module = sys.modules.get(self.file(function))
         return None if module is None else vars(module).get(self.name)
 
