@@ -82,6 +82,8 @@ class Target:
     def of_a_model(self) -> bool:
         """Whether only some models have this class: one of torch, or of a serving host's file for one model."""
         shared = self.host in ("transformers", "diffusers")  # their ".models." has all classes
+        if self.seam == "called_function":  # layers of other files may import it
+            return False
         return self.host == "torch" or (not shared and ".models." in self.path)
 
     @property

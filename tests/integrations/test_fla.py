@@ -18,10 +18,15 @@ CHECK = Path(__file__).parent / "fla" / "check_models.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_models_of_flash_linear_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "chosen"), [("0.6.0", ""), ("0.5.2", "undone and DeltaNet and not Gated")], ids=["new", "old"]
+)
+def test_models_of_flash_linear_attention(version: str, chosen: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "PYTEST"))}
-    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), str(library_path()), kept.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(ROOT / "tests"), str(library_path(version)), kept.get("PYTHONPATH")])
+    )
     kept |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", str(CHECK)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q", "-k", chosen, str(CHECK)]
     done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

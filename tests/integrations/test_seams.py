@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
+from fk_integrations.live import live_class
 from fk_integrations.patching import seam_interface
 from fk_integrations.patching.seam_interface import Seam, Swap
 
@@ -111,3 +114,72 @@ def test_subclass_of_a_dispatching_class_runs(own: bool) -> None:
 
 def test_every_seam_is_a_subclass_of_seam() -> None:
     assert all(isinstance(seam_interface.find(name), Seam) for name in seam_interface.names())
+
+
+IMPORTING = """
+import math
+
+
+def local(x):
+    return x
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x, other=False):
+        if other:
+            from {other} import scaled
+        else:
+            from {file} import scaled
+
+        def inner(y):
+            return local(y)
+
+        return inner(scaled(x)) + math.floor(0.5)
+
+
+class Same(Layer):
+    def forward(self, x):
+        from {file} import scaled
+
+        return scaled(x)
+"""
+
+
+@pytest.fixture
+def importing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A file whose layers import a function when they run, from one of two files by an argument."""
+
+    def loaded(name: str, source: str) -> Any:
+        module = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(source, vars(module))
+        return module
+
+    scaled = "def scaled(x):\n    return {} * x\n"
+    files = {name: f"fastkernels_tests_{name}" for name in ("file", "other", "layers")}
+    loaded(files["other"], scaled.format(3))
+    functions = loaded(files["file"], scaled.format(2))
+    layers = loaded(files["layers"], "import torch\n" + IMPORTING.format(**files))
+    return functions, layers
+
+
+def test_imports_inside_methods_get_ours(importing: Any) -> None:
+    functions, layers = importing
+    theirs = functions.scaled
+    module, same = layers.Layer(), layers.Same()
+    assert live_class.callers(layers.Layer)[theirs] == ("forward",)
+    found = live_class.calling_class(layers.Layer, theirs, lambda x: 10 * x)
+    journal = Journal()
+    journal.set_class(module, found)
+    x = torch.ones(1)
+    assert (module(x).item(), module(x, other=True).item(), same(x).item()) == (10, 3, 2)
+    assert functions.scaled is theirs
+    journal.undo()
+    assert type(module) is layers.Layer and module(x).item() == 2
+
+
+def test_functions_inside_methods_get_ours(importing: Any) -> None:
+    _, layers = importing
+    found = live_class.calling_class(layers.Layer, layers.local, lambda x: -x)
+    both = live_class.calling_class(found, importing[0].scaled, lambda x: 5 * x)
+    assert found()(torch.ones(1)).item() == -2 and both()(torch.ones(1)).item() == -5

@@ -715,7 +715,20 @@ def _of_vllm() -> dict[str, dict[str, Any]]:
             "mixed_qkv": randn(2, 56), "a": randn(2, 4), "b": randn(2, 4), "scale": 0.5, **_GATES,
             "initial_state": randn(4, 4, 6, 8), "out": torch.zeros(2, 1, 4, 6), "ssm_state_indices": _SLOTS,
         },
+        "chunk_kda_with_fused_gate": {
+            **_of_kda(), "raw_g": randn(1, 5, 4, 8), "raw_beta": randn(1, 5, 4), "A_log": randn(4) / 9,
+            "g_bias": randn(32), "initial_state": randn(2, 4, 6, 8), "output_final_state": True, "lower_bound": -5.0,
+        },
+        "fused_recurrent_kda_packed_decode": {
+            "mixed_qkv": randn(2, 88), "raw_g": randn(1, 2, 4, 8), "raw_beta": randn(1, 2, 4), "A_log": randn(4) / 9,
+            "dt_bias": randn(32), "lower_bound": None, "initial_state": randn(4, 4, 6, 8), "state_indices": _SLOTS,
+        },
     }  # fmt: skip
+
+
+def _of_kda() -> dict[str, Any]:
+    given = {"q": randn(1, 5, 4, 8), "k": randn(1, 5, 4, 8) / 3, "v": randn(1, 5, 4, 6)}
+    return {**given, "cu_seqlens": _BORDERS, "use_qk_l2norm_in_kernel": True}
 
 
 def _of_fla() -> dict[str, dict[str, Any]]:
@@ -740,8 +753,28 @@ def _of_fla() -> dict[str, dict[str, Any]]:
 
 
 def _of_sglang() -> dict[str, dict[str, Any]]:
-    vllm = _of_vllm()
-    return {name: vllm[name] for name in ("causal_conv1d_fn", "causal_conv1d_update", "ssd")}
+    vllm, packed = _of_vllm(), "fused_recurrent_gated_delta_rule_packed_decode"
+    same = ("causal_conv1d_fn", "causal_conv1d_update", "ssd", packed)
+    pool = {"initial_state_source": randn(4, 4, 6, 8), "initial_state_indices": _SLOTS}
+    gates = {"A_log": randn(4) / 9, "dt_bias": randn(32)}
+    rows = {n: t for n, t in _packed().items() if n in ("q", "k", "v", "cu_seqlens")}
+    return {name: vllm[name] for name in same} | {
+        "mamba_chunk_scan_combined": {
+            "x": randn(1, 5, 4, 6), "dt": randn(1, 5, 4), "B": randn(1, 5, 2, 8), "C": randn(1, 5, 2, 8),
+            "chunk_size": 4, "cu_seqlens": _BORDERS, "initial_states": randn(2, 4, 6, 8),
+            "out": torch.zeros(1, 5, 4, 6), "return_varlen_states": True, **_MAMBA2,
+        },
+        "fused_sigmoid_gating_delta_rule_update": {
+            **rows, **_GATES, **_STEPS, **pool, "softplus_beta": 1.0, "softplus_threshold": 20.0,
+        },
+        "fused_recurrent_kda_packed_decode": {
+            **vllm[packed], **gates, "mixed_qkv": randn(2, 88), "a": randn(2, 32),
+        },
+        "chunk_kda": {
+            **_of_kda(), **gates, "g": randn(1, 5, 4, 8), "beta": randn(1, 5, 4), "beta_is_raw": True,
+            "initial_state": randn(4, 4, 6, 8), "initial_state_indices": _SLOTS,
+        },
+    }  # fmt: skip
 
 
 _RECURRENCES = {"transformers": _of_transformers, "vllm": _of_vllm, "sglang": _of_sglang, "fla": _of_fla}

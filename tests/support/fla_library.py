@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGES = ("flash-linear-attention==0.6.0", "fla-core==0.6.0", "einops==0.8.2")
+PACKAGES = ("flash-linear-attention", "fla-core")
 
 
-def library_path() -> Path:
+def library_path(version: str = "0.6.0") -> Path:
     """The folder of the packages, without their dependencies; installs them first if they are not in the cache."""
-    return installed("fla-0.6.0", PACKAGES)
+    return installed(f"fla-{version}", [*(f"{name}=={version}" for name in PACKAGES), "einops==0.8.2"])
 
 
 def installed(name: str, packages: Sequence[str]) -> Path:

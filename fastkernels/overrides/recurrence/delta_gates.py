@@ -1,9 +1,13 @@
 """Decays and step sizes of gated delta nets (arXiv 2412.06464) and of Kimi's (arXiv 2510.26692), of their projections.
 
-g = rate softplus(dt + bias), the logarithm of the decay;  beta = sigmoid(b)
+g = rate softplus(dt + bias), the logarithm of the decay, or low sigmoid(-rate (dt + bias)) with a bound low < 0
+
+beta = sigmoid(b)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,22 +35,24 @@ def _check(dt: T, b: T, rate: T, bias: T) -> None:
                  bias=(bias, tuple(dt.shape[1:]), "[H] or [H, K], as dt"))  # fmt: skip
 
 
-def reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> tuple[T, T]:
+def reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
     """dt: [T, H] or [T, H, K]; b: [T, H]; rate: [H], or with `logarithm` the logarithm of its absolute value.
 
-    bias: [H] or [H, K]. Computed in at least float32. Returns g in that dtype, and beta in b's dtype.
+    bias: [H] or [H, K]; low: the bound of g, 0 for none. Computed in at least float32. Returns g in that dtype, and
+    beta in b's dtype.
     """
     _check(dt, b, rate, bias)
     acc = torch.promote_types(dt.dtype, torch.float32)
     rates = -rate.to(acc).exp() if logarithm else rate.to(acc)
-    steps = F.softplus(dt.to(acc) + bias.to(acc))
-    return rates.view(-1, *[1] * (dt.dim() - 2)) * steps, b.to(acc).sigmoid().to(b.dtype)
+    rates, steps = rates.view(-1, *[1] * (dt.dim() - 2)), dt.to(acc) + bias.to(acc)
+    g = low * (-rates * steps).sigmoid() if low else rates * F.softplus(steps)
+    return g, b.to(acc).sigmoid().to(b.dtype)
 
 
-@triton.jit(do_not_specialize=["COUNT"])
+@triton.jit(do_not_specialize=["COUNT", "LOW"])
 def _delta_gates_kernel(
-    dt_ptr, b_ptr, rate_ptr, bias_ptr, g_ptr, beta_ptr, COUNT, H, K, dt_t, b_t,
-    LOGARITHM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    dt_ptr, b_ptr, rate_ptr, bias_ptr, g_ptr, beta_ptr, COUNT, H, K, dt_t, b_t, LOW,
+    LOGARITHM: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # The first programs have the numbers b, too: there are at least as many numbers dt.
     follow(OVERLAP)
@@ -58,13 +64,17 @@ def _delta_gates_kernel(
     rate = tl.load(rate_ptr + col // K, mask=inside, other=0.0).to(tl.float32)
     if LOGARITHM:
         rate = -tl.exp(rate)
-    tl.store(g_ptr + at, rate * softplus(dt), mask=inside)
+    if BOUNDED:
+        g = LOW / (1.0 + tl.exp(rate * dt))
+    else:
+        g = rate * softplus(dt)
+    tl.store(g_ptr + at, g, mask=inside)
     inside = at < COUNT * H
     b = tl.load(b_ptr + at // H * b_t + at % H, mask=inside, other=0.0).to(tl.float32)
     tl.store(beta_ptr + at, (1.0 / (1.0 + tl.exp(-b))).to(beta_ptr.dtype.element_ty), mask=inside)
 
 
-def _supports_triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> str | None:
+def _supports_triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> str | None:
     if dt.dim() == 3 and dt.stride(1) != dt.shape[2] and dt.shape[1] > 1:
         return f"dt has stride {dt.stride(1)} between its heads, not {dt.shape[2]}"
     if not bias.is_contiguous() or not rate.is_contiguous():
@@ -72,7 +82,7 @@ def _supports_triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> 
     return unsupported(dt, b, others=(rate, bias))
 
 
-def _triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> tuple[T, T]:
+def _triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
     _check(dt, b, rate, bias)
     g = torch.empty(dt.shape, dtype=torch.float32, device=dt.device)
     beta = torch.empty(b.shape, dtype=b.dtype, device=b.device)
@@ -80,18 +90,20 @@ def _triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> tuple[T, 
         tokens, heads = b.shape
         launch_kernel(
             _delta_gates_kernel, (cdiv(g.numel(), BLOCK),), dt, b, rate, bias, g, beta, tokens, heads,
-            g.numel() // b.numel(), dt.stride(0), b.stride(0), LOGARITHM=logarithm, BLOCK=BLOCK, num_warps=4,
+            g.numel() // b.numel(), dt.stride(0), b.stride(0), low, LOGARITHM=logarithm, BOUNDED=low != 0.0,
+            BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return g, beta
 
 
-def _reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False) -> tuple[T, T]:
-    g, beta = reference(dt, b, rate, bias, logarithm)
+def _reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
+    g, beta = reference(dt, b, rate, bias, logarithm, low)
     return g.float(), beta.contiguous()
 
 
 delta_gates = define(
-    "delta_gates(Tensor dt, Tensor b, Tensor rate, Tensor bias, bool logarithm=False) -> (Tensor, Tensor)",
+    "delta_gates(Tensor dt, Tensor b, Tensor rate, Tensor bias, bool logarithm=False, float low=0.0)"
+    " -> (Tensor, Tensor)",
     fake=lambda dt, b, *rest: (
         torch.empty(dt.shape, dtype=torch.float32, device=dt.device),
         torch.empty(b.shape, dtype=b.dtype, device=b.device),
@@ -119,7 +131,7 @@ def _model(name: str, keys: int, tokens: tuple[int, ...]) -> tuple[Case, ...]:
     return tuple(Case(f"{name}_{n}", {"tokens": n, **dims}, weight=1, tags=("model",)) for n in tokens)
 
 
-def _odd(name: str, tokens: int, heads: int, keys: int, dtype: str, **more: bool) -> Case:
+def _odd(name: str, tokens: int, heads: int, keys: int, dtype: str, **more: Any) -> Case:
     dims = {
         "tokens": tokens,
         "heads": heads,
@@ -148,6 +160,7 @@ SPEC = OpSpec(
         Tensor("rate", "heads", "float32", values=_rates),
         Tensor("bias", _by_gate(""), "float32"),
         Scalar("logarithm", default=False),
+        Scalar("low", default=0.0),
     ),
     outputs=(Tensor("g", _by_gate("tokens "), "float32"), Tensor("beta", "tokens heads")),
     axes={
@@ -164,6 +177,7 @@ SPEC = OpSpec(
         _odd("odd_63", 63, 3, 1, "bfloat16", logarithm=True),
         _odd("channels_5", 5, 3, 20, "float32", logarithm=True),
         _odd("channels_7", 7, 2, 33, "bfloat16"),
+        _odd("bounded_9", 9, 3, 20, "bfloat16", logarithm=True, low=-5.0),
         _odd("half", 40, 6, 1, "float16"),
         _odd("empty", 0, 4, 1, "bfloat16"),
     ),

@@ -221,15 +221,18 @@ def _delta(
     return out.to(q.dtype), last
 
 
-def _gate(g: T, A_log: T | None, dt_bias: T | None, given: bool) -> T:
-    """The logarithm of the decays, from their inputs [B, T, H] or [B, T, H, K] if the kernel is to compute it."""
+def _gate(g: T, A_log: T | None, dt_bias: T | None, given: bool, low: float | None = None) -> T:
+    """The logarithm of the decays, from their inputs [B, T, H] or [B, T, H, K] if the kernel is to compute it.
+
+    low: its bound; see delta_gates
+    """
     if not given:
         return g
     if A_log is None:
         raise UnsupportedArgument("use_gate_in_kernel needs A_log; use the host's own function")
     heads = A_log.float().exp().view(-1, *[1] * (g.dim() - 3))
     x = g.float() if dt_bias is None else g.float() + dt_bias.float().view(g.shape[2:])
-    return -heads * F.softplus(x)
+    return -heads * F.softplus(x) if low is None else low * (heads * x).sigmoid()
 
 
 def fla_chunk_gated_delta_rule(
@@ -373,11 +376,11 @@ def _no_decay(v: T) -> T:
 def _chunk_kda(
     q: T, k: T, v: T, g: T, beta: T, scale: float | None, initial: T | None, final: bool, normalize: bool,
     gate: bool, sigmoid: bool, negative: bool, v_first: bool, cu_seqlens: T | None, others: dict[str, Any],
-    **refused: Any,
+    low: float | None, **refused: Any,
 ) -> tuple[T, T | None]:  # fmt: skip
     unset("chunk_kda", **refused)
     v_first = _v_first("chunk_kda", v_first, others)
-    g = _gate(g, others.get("A_log"), others.get("dt_bias"), gate)
+    g = _gate(g, others.get("A_log"), others.get("dt_bias"), gate, low)
     beta = _step_sizes("chunk_kda", beta, sigmoid, negative)
     return _delta(kda, q, k, v, g, beta, scale, initial, final, v_first, cu_seqlens, normalize)
 
@@ -409,8 +412,7 @@ def fla_chunk_kda_0_5(
     return _chunk_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, kwargs,
-        lower_bound=lower_bound if use_gate_in_kernel else None,
-        return_intermediate_states=return_intermediate_states, cp_context=cp_context,
+        lower_bound, return_intermediate_states=return_intermediate_states, cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -442,13 +444,12 @@ def fla_chunk_kda(
     """chunk_kda: q, k [B, T, H, K]; g [B, T, H, K]; v [B, T, H, V]; beta [B, T, H].
 
     With use_gate_in_kernel, g has the inputs of the decays, A_log [H] and dt_bias [H K] their parameters. Raises
-    UnsupportedArgument for bounded gates, states inside of sequences, context parallelism and use_graph.
+    UnsupportedArgument for states inside of sequences, context parallelism and use_graph.
     """
     return _chunk_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, kwargs,
-        lower_bound=lower_bound if use_gate_in_kernel else None,
-        return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph,
+        lower_bound, return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph,
     )  # fmt: skip
 
 
@@ -472,11 +473,10 @@ def fla_fused_recurrent_kda(
     cu_seqlens: torch.LongTensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """fused_recurrent_kda: see fla_chunk_kda. Raises UnsupportedArgument for bounded gates."""
+    """fused_recurrent_kda: see fla_chunk_kda."""
     name = "fused_recurrent_kda"
-    unset(name, lower_bound=lower_bound if use_gate_in_kernel else None)
     v_first = _v_first(name, state_v_first, kwargs)
-    g = _gate(g, A_log, dt_bias, use_gate_in_kernel)
+    g = _gate(g, A_log, dt_bias, use_gate_in_kernel, lower_bound)
     beta = _step_sizes(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(kda, q, k, v, g, beta, scale, initial_state, output_final_state, v_first, cu_seqlens,
                   use_qk_l2norm_in_kernel)  # fmt: skip
@@ -664,6 +664,8 @@ _RECURRENT_SIMPLE = "ops.simple_gla.fused_recurrent:fused_recurrent_simple_gla"
 
 TARGETS = {
     "causal_conv1d": (
+        _called("modules.conv.causal_conv1d:causal_conv1d", _OLD),
+        _called("modules.conv.triton.ops:causal_conv1d_update", _OLD),
         _called("modules.causal_conv1d.ops:causal_conv1d", _NEW),
         _called("modules.causal_conv1d.ops:causal_conv1d_update", _NEW),
     ),

@@ -1,8 +1,8 @@
 """Packed sequences and their slots of state, step by step: what the references of this family share.
 
 Tokens of all sequences are packed: sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]. Its state is row
-slots[i] of `state`; it begins at zero where fresh[i] is set. Slot 0 is for padding: such a sequence begins at zero and
-writes no state. Rows past the last sequence have unspecified outputs.
+slots[i] of `state`; it begins at zero where fresh[i] is set. Slots 0 and below are for padding: such a sequence begins
+at zero and writes no state. Rows past the last sequence have unspecified outputs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def rows_of(cu_seqlens: T) -> tuple[T, T]:
 
 def begin(state: T, slots: T, fresh: T, dtype: torch.dtype) -> T:
     """The states [B, ...] at which the sequences begin."""
-    found = state[slots.long()].to(dtype)
-    zero = (fresh | (slots == 0)).view(-1, *[1] * (state.dim() - 1))
+    found = state[slots.clamp(min=0).long()].to(dtype)
+    zero = (fresh | (slots <= 0)).view(-1, *[1] * (state.dim() - 1))
     return torch.where(zero, torch.zeros_like(found), found)
 
 

@@ -15,6 +15,7 @@ from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus_only, unset
 from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
+from fastkernels.overrides.recurrence.kda import kda
 from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
@@ -500,15 +501,142 @@ def vllm_chunk_gated_delta_rule(
     With cu_seqlens [N + 1], B is 1 and sequences are packed. Returns the outputs, also copied to core_attn_out, and
     with output_final_state the states [N, H, V, K] in float32. Borders of chunks are ignored.
     """
-    heads, size = v.shape[-2:]
-    first = None if initial_state is None else initial_state.transpose(2, 3)
-    batch = batch_of(v, first, heads, k.shape[-1], size, cu_seqlens=cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = gated_delta_rule(*batch.rows(q, k, v, g, beta), *batch.tail, scale, use_qk_l2norm_in_kernel)
-    out = batch.unpacked(out)
+    given = (q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
+    out, last = _chunks(gated_delta_rule, *given)
     if core_attn_out is not None:
         core_attn_out.reshape(-1)[: out.numel()].copy_(out.reshape(-1))
-    return out, batch.state.transpose(2, 3).contiguous() if output_final_state else None
+    return out, last
+
+
+def _chunks(
+    op: Any, q: T, k: T, v: T, g: T, beta: T, scale: float | None, initial: T | None, final: bool,
+    cu_seqlens: T | None, normalize: bool,
+) -> tuple[T, T | None]:  # fmt: skip
+    """A delta rule of a batch or of packed sequences; states [N, H, V, K]."""
+    heads, size = v.shape[-2:]
+    first = None if initial is None else initial.transpose(2, 3)
+    batch = batch_of(v, first, heads, k.shape[-1], size, cu_seqlens=cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = batch.unpacked(op(*batch.rows(q, k, v, g, beta), *batch.tail, scale, normalize))
+    return out, batch.state.transpose(2, 3).contiguous() if final else None
+
+
+def _kda_gates(g: T, beta: T, A_log: T, bias: T | None, low: float | None) -> tuple[T, T]:
+    """The logarithm of the decays [B, T, H, K], and the step sizes [B, T, H], of Kimi's layers."""
+    if bias is None:
+        raise UnsupportedArgument("kda: g_bias=None is not supported; use the host's own function")
+    dt, shape = g.flatten(0, 1), g.shape
+    found, steps = delta_gates(
+        dt, beta.flatten(0, 1), A_log.reshape(-1), bias.view(shape[2:]), True, low or 0.0
+    )
+    return found.view(shape), steps.view(shape[:3])
+
+
+def vllm_chunk_kda_with_fused_gate_0_26(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    raw_g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    g_bias: torch.Tensor | None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """chunk_kda_with_fused_gate before 0.32, whose beta has the step sizes; see vllm_chunk_kda_with_fused_gate."""
+    g, _ = _kda_gates(raw_g, beta, A_log, g_bias, None)
+    return _chunks(kda, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens,
+                   use_qk_l2norm_in_kernel)  # fmt: skip
+
+
+def vllm_chunk_kda_with_fused_gate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    raw_g: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    g_bias: torch.Tensor | None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    lower_bound: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """chunk_kda_with_fused_gate: q, k, v [1, T, H, K]; raw_g [1, T, H, K], raw_beta [1, T, H], of the projections.
+
+    A_log [H]; g_bias [H K]; initial_state [N, H, K, K] in the order of values and keys; cu_seqlens [N + 1]. With
+    lower_bound, decays are at least exp(lower_bound). Returns the outputs, also copied to `out`, and with
+    output_final_state the states. Raises UnsupportedArgument without g_bias.
+    """
+    g, beta = _kda_gates(raw_g, raw_beta, A_log, g_bias, lower_bound)
+    found, last = _chunks(kda, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens,
+                          use_qk_l2norm_in_kernel)  # fmt: skip
+    return found if out is None else out.copy_(found), last
+
+
+def vllm_fused_recurrent_kda_0_26(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    inplace_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    ssm_state_indices: torch.LongTensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fused_recurrent_kda before 0.32: q, k, v, g [1, T, H, K], g the logarithm of the decay; beta [1, T, H].
+
+    Overwrites initial_state [S, H, K, K] in the slots ssm_state_indices [B]; cu_seqlens [B + 1]. Returns the outputs
+    and initial_state. Raises UnsupportedArgument without beta or slots, and for states that are not in place.
+    """
+    name = "fused_recurrent_kda"
+    if beta is None or not inplace_final_state or cu_seqlens is None or initial_state is None:
+        raise UnsupportedArgument(
+            f"{name}: no beta, no cu_seqlens or inplace_final_state={inplace_final_state}"
+        )
+    slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
+    tail = initial_state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return kda(q[0], k[0], v[0], g[0], beta[0], *tail, scale, use_qk_l2norm_in_kernel)[None], initial_state
+
+
+def vllm_fused_recurrent_kda_packed_decode(
+    mixed_qkv: torch.Tensor,
+    raw_g: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    initial_state: torch.Tensor,
+    state_indices: torch.Tensor,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fused_recurrent_kda_packed_decode: one token of each sequence, mixed_qkv [B, 2 H K + H V].
+
+    raw_g [1, B, H, K], raw_beta [1, B, H]; A_log [H]; dt_bias [H K]. Overwrites initial_state [S, H, V, K] in the slots
+    state_indices [B]. Returns the outputs [1, B, H, V], in `out` if given, and initial_state.
+    """
+    slots = slots_of("fused_recurrent_kda_packed_decode", state_indices, mixed_qkv.shape[0])
+    _, heads, size, keys = initial_state.shape
+    q, k, v = mixed_qkv.split([heads * keys, heads * keys, heads * size], 1)
+    q, k, v = q.unflatten(1, (heads, keys)), k.unflatten(1, (heads, keys)), v.unflatten(1, (heads, size))
+    g, beta = _kda_gates(raw_g, raw_beta, A_log, dt_bias, lower_bound)
+    tail = initial_state.transpose(2, 3), each(mixed_qkv), slots, none(slots)
+    found = kda(q, k, v, g[0], beta[0], *tail, keys**-0.5 if scale is None else scale, True)[None]
+    return found if out is None else out.copy_(found), initial_state
 
 
 class VllmChunkGatedDeltaRule_0_26(nn.Module):
@@ -579,6 +707,7 @@ _CONV, _CPU = f"{_MAMBA}ops.causal_conv1d:", f"{_MAMBA}ops.cpu.causal_conv1d:"
 _SSD = f"{_MAMBA}ops.ssd_combined:mamba_chunk_scan_combined_varlen"
 _UPDATE = f"{_MAMBA}ops.ssu_dispatch:selective_state_update"
 _CHUNKS = f"{_MAMBA}gdn.qwen_gdn_linear_attn:ChunkGatedDeltaRule"
+_KDA, _KDA_0_26 = "vllm.models.kimi_k3.nvidia.ops.third_party.kda.", f"{_FLA}kda:"
 _PACKED = "fused_recurrent_gated_delta_rule_packed_decode"
 
 TARGETS = {
@@ -611,6 +740,16 @@ TARGETS = {
         _called(
             f"{_FLA}fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update",
             "vllm_fused_sigmoid_gating_delta_rule_update",
+        ),
+    ),
+    "kda": (
+        _called(f"{_KDA_0_26}chunk_kda_with_fused_gate", "vllm_chunk_kda_with_fused_gate_0_26", "<0.32"),
+        _called(f"{_KDA_0_26}fused_recurrent_kda", "vllm_fused_recurrent_kda_0_26", "<0.32"),
+        _called(f"{_KDA}chunk:chunk_kda_with_fused_gate", "vllm_chunk_kda_with_fused_gate", ">=0.32"),
+        _called(
+            f"{_KDA}fused_recurrent:fused_recurrent_kda_packed_decode",
+            "vllm_fused_recurrent_kda_packed_decode",
+            ">=0.32",
         ),
     ),
 }

@@ -64,6 +64,10 @@ class Adapter:
         """The modules of a model in which seams look for a host's classes, each once."""
         return model.modules()  # type: ignore[no-any-return]
 
+    def callers(self, model: Any) -> Iterable[Any]:
+        """The modules, and the host's other objects, whose methods call functions that ours replace."""
+        return self.modules(model)
+
     def compiled(self, model: Any) -> Iterable[Any]:
         """The modules inside of compiled code, whose calls run no method of theirs."""
         return ()

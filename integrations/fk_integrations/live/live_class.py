@@ -7,7 +7,9 @@ import dis
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, update_wrapper
+from importlib.util import resolve_name
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -32,6 +34,7 @@ _CALLS = "fastkernels_calls"  # of classes that call a function of ours
 _PLAIN = "fastkernels_plain"  # of these classes: their methods without what counts them
 PREPARED = "_fastkernels_prepared"  # the names that a candidate's `prepare` has added to an object
 _NO_NAMES: frozenset[str] = frozenset()
+_SHORT = 256  # names of a function that an instruction of two bytes can read
 
 
 def live_class(
@@ -286,24 +289,81 @@ def _note(op: str, reason: str) -> None:
         found.note(reason)
 
 
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of the functions inside it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _codes(value)
+
+
+def _renamed(code: CodeType, names: set[str], new: str) -> CodeType:
+    """The code, with functions inside it, with another name in the place of these."""
+    inside = tuple(_renamed(c, names, new) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_names=tuple(new if n in names else n for n in code.co_names), co_consts=inside)
+
+
 @cache
 def _only_global(code: CodeType) -> tuple[str, ...]:
-    """The names that the code loads as globals and uses in no other way."""
+    """The names that the code, with functions inside it, loads as globals and uses in no other way."""
     kinds: dict[str, set[str]] = {}
-    for step in dis.get_instructions(code):
-        if step.argval in code.co_names:
-            kinds.setdefault(step.argval, set()).add(step.opname)
+    for part in _codes(code):
+        for step in dis.get_instructions(part):
+            if step.argval in part.co_names:
+                kinds.setdefault(step.argval, set()).add(step.opname)
     return tuple(name for name, how in kinds.items() if how == {"LOAD_GLOBAL"})
 
 
-def called(cls: type, method: str = "forward") -> dict[str, Any]:
-    """{name: function} of the global functions that a method of the class calls by name."""
+@dataclass(frozen=True)
+class _Import:
+    """`from module import name` inside a function; `offset` is that of the instruction that reads the name."""
+
+    offset: int
+    module: str
+    level: int
+    name: str
+
+    def found(self, function: FunctionType) -> Any:
+        """The value of the name in the module; None if that is not loaded."""
+        module = sys.modules.get(self.file(function))
+        return None if module is None else vars(module).get(self.name)
+
+    def file(self, function: FunctionType) -> str:
+        if not self.level:
+            return self.module
+        return resolve_name("." * self.level + self.module, function.__globals__["__package__"])
+
+
+@cache
+def _imports(code: CodeType) -> tuple[_Import, ...]:
+    """The names that the code imports when it runs. Code with names enough for longer instructions has none."""
+    found: list[_Import] = []
+    steps, names, module = list(dis.get_instructions(code)), (), ("", 0)
+    for at, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            names, module = steps[at - 1].argval or (), (step.argval, steps[at - 2].argval)
+        elif step.opname == "IMPORT_FROM" and step.argval in names and len(code.co_names) < _SHORT:
+            found.append(_Import(step.offset, *module, step.argval))
+    return tuple(found)
+
+
+def calls(cls: type, method: str = "forward") -> list[tuple[str, str, Any]]:
+    """(module, name in it, function) of the functions that a method of the class calls by name.
+
+    These are global names of its file, and names that it imports when it runs from modules that are loaded.
+    """
     forward = plain_function_of(cls, method)
     if not isinstance(forward, FunctionType):
-        return {}
-    names = _only_global(forward.__code__)
-    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in names}
-    return {name: value for name, value in found.items() if plain_function(value) is not None}
+        return []
+    known = forward.__globals__
+    found = [(known.get("__name__", ""), name, known.get(name)) for name in _only_global(forward.__code__)]
+    found += [(i.file(forward), i.name, i.found(forward)) for i in _imports(forward.__code__)]
+    return [each for each in found if plain_function(each[2]) is not None]
+
+
+def called(cls: type, method: str = "forward") -> dict[str, Any]:
+    """{name: function} of `calls`."""
+    return {name: function for _, name, function in calls(cls, method)}
 
 
 def _plain_method(cls: type, name: str) -> Any:
@@ -320,13 +380,13 @@ def plain_function_of(cls: type, method: str) -> Any:
 
 
 def callers(cls: type) -> dict[Any, tuple[str, ...]]:
-    """{global function: the methods of the class that call it by name}. Of inherited methods, forward alone counts."""
+    """{function: the methods of the class that call it by name}. Of inherited methods, forward alone counts."""
     own = list(itertools.takewhile(is_ours, cls.__mro__))
     own.append(cls.__mro__[len(own)])
     names = [n for base in own for n, value in vars(base).items() if isinstance(value, FunctionType)]
     found: dict[Any, tuple[str, ...]] = {}
     for name in dict.fromkeys([*names, "forward"]):
-        for function in called(cls, name).values():
+        for function in dict.fromkeys(function for _, _, function in calls(cls, name)):
             found[function] = (*found.get(function, ()), name)
     return found
 
@@ -368,6 +428,7 @@ def calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[str, ...] = (
     If `counted_function` made `ours`, it counts for the object whose method calls it.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
+    A method that imports `theirs` when it runs imports the new name from the same module.
     """
     return _calling_class(cls, theirs, ours, tuple((n, _plain_method(cls, n)) for n in methods))
 
@@ -377,9 +438,15 @@ def _calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[tuple[str, A
     new, plain = f"_fastkernels_{ours.__name__}", {}
     for method, decorated in methods:
         old = host_function(decorated)
-        names = {name for name, value in called(cls, method).items() if value is theirs}
-        code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
-        old.__globals__[new] = ours
+        names = {n for n in _only_global(old.__code__) if old.__globals__.get(n) is theirs}
+        code = old.__code__
+        if names:
+            code = _renamed(code, names, new)
+            old.__globals__[new] = ours
+        if imports := [i for i in _imports(old.__code__) if i.found(old) is theirs]:
+            code = _importing(code, imports, new)
+            for each in imports:
+                setattr(sys.modules[each.file(old)], new, ours)
         function = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
         function.__kwdefaults__ = old.__kwdefaults__
         update_wrapper(function, old)
@@ -394,6 +461,14 @@ def _calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[tuple[str, A
         _PLAIN: plain,
     }
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
+
+
+def _importing(code: CodeType, imports: list[_Import], name: str) -> CodeType:
+    """The code with another name at these imports. Each keeps its place, since one byte has the number of a name."""
+    steps = bytearray(code.co_code)
+    for each in imports:
+        steps[each.offset + 1] = len(code.co_names)
+    return code.replace(co_code=bytes(steps), co_names=(*code.co_names, name))
 
 
 def called_function_of(cls: type) -> Any:

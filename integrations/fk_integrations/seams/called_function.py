@@ -8,12 +8,11 @@ from typing import Any
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.live.live_class import (
-    called,
     callers,
     calling_class,
+    calls,
     inference_only,
     or_theirs,
-    plain_function_of,
     until_replaced,
 )
 from fk_integrations.live.tally import counted_function
@@ -23,8 +22,9 @@ from fk_integrations.patching.seam_interface import Seam, Swap
 class CalledFunction(Seam):
     """Gives the modules that call the function, in any of their methods, methods that call ours.
 
-    A call that ours refuses runs the host's, a fallback. The function itself stays: other models of the same file
-    share it. `host_class` is that function. It comes last, because other ops replace modules whole, by their class.
+    A method may call it as a global name, or import it when it runs. A call that ours refuses runs the host's, a
+    fallback. The function itself stays: other callers share it. `host_class` is that function. It comes last, because
+    other ops replace modules whole, by their class.
     """
 
     order = 1
@@ -32,8 +32,9 @@ class CalledFunction(Seam):
     tallies = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
-        kinds = {kind for kind in {type(m) for m in adapter.modules(model)} if host_class in callers(kind)}
-        return [m for m in adapter.modules(model) if type(m) in kinds]
+        found = list(adapter.callers(model))
+        kinds = {kind for kind in {type(m) for m in found} if host_class in callers(kind)}
+        return [m for m in found if type(m) in kinds]
 
     def passed_over(self, model: Any, host_class: Any, known: Callable[[str], bool]) -> list[Reason]:
         ours = [kind for m in model.modules() if hasattr(kind := type(m), "fastkernels")]
@@ -46,8 +47,7 @@ class CalledFunction(Seam):
         ours: Any = or_theirs(theirs, swap.ours, swap.op)
         methods = callers(cls)[theirs]
         if op := swap.differentiable:
-            name = next(n for n, function in called(cls, methods[0]).items() if function is theirs)
-            file = plain_function_of(cls, methods[0]).__globals__["__name__"]
+            file, name = next((f, n) for f, n, function in calls(cls, methods[0]) if function is theirs)
             ours = until_replaced(theirs, inference_only(theirs, ours, op), op, name, file)
         if swap.tally is not None:
             ours = counted_function(ours)

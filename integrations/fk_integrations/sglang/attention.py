@@ -19,6 +19,7 @@ from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+LINEAR = "sglang.srt.layers.attention.linear."
 PROMPTS = ("EXTEND", "MIXED")
 MODES = ("DECODE", *PROMPTS)
 NO_DECODE = "a batch with more than one token of a sequence"
@@ -86,6 +87,18 @@ def backends(runner: Any) -> list[Any]:
         found.append(backend)
         for value in vars(backend).values():
             todo += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def linear_backends(runner: Any) -> list[Any]:
+    """The runner's backends of linear attention, the dispatchers of their kernels and the kernels, each once."""
+    found: list[Any] = []
+    todo = [b for b in backends(runner) if type(b).__module__.startswith(LINEAR)]
+    while todo:
+        each = todo.pop(0)
+        if not any(each is f for f in found):
+            found.append(each)
+            todo += [v for v in vars(each).values() if type(v).__module__.startswith(LINEAR)]
     return found
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.in_process import UNDO_FIRST
 from fk_integrations.patching.relatives import relatives
 from fk_integrations.sglang import host_ops, own_kernels
-from fk_integrations.sglang.attention import backends
+from fk_integrations.sglang.attention import backends, linear_backends
 
 log = logging.getLogger("fastkernels")
 NO_GRAPHS = (
@@ -78,6 +78,12 @@ class SglangAdapter(Adapter):
     def dispatchers(self) -> list[Any]:
         arguments = getattr(self.model_runner, "server_args", None)
         return self.communicators() if getattr(arguments, "enable_dp_attention", False) else []
+
+    def callers(self, model: Any) -> Iterator[Any]:
+        """Also the backends of linear attention and their kernel objects, which the model runner holds."""
+        yield from self.modules(model)
+        if self.model_runner is not None:
+            yield from linear_backends(self.model_runner)
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         return relatives(self, op, model)

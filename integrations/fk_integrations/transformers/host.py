@@ -24,7 +24,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.lookalikes import PACKAGES, first_package, no_op
-from fk_integrations.live.live_class import called, called_function_of, callers
+from fk_integrations.live.live_class import called_function_of, callers, calls
 from fk_integrations.patching.in_process import InProcessHost
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
@@ -89,12 +89,11 @@ class TransformersAdapter(Adapter):
         layouts = {repeats(k) for k in tables}
         found: dict[str, Target] = {}
         for method in dict.fromkeys(name for names in callers(cls).values() for name in names):
-            for name, function in called(cls, method).items():
+            for file, name, function in calls(cls, method):
                 for target in listed:
                     fits = op != "rotary_emb" or layouts == {"pairs" if target.cls in OF_PAIRS else "halves"}
                     if fits and function_semantics(function) in known(target.path):
-                        path = f"{cls.__module__}:{name}"
-                        found.setdefault(name, replace(target, path=path))
+                        found.setdefault(name, replace(target, path=f"{file}:{name}"))
         return list(found.values())
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:

@@ -233,8 +233,11 @@ class VllmAdapter(Adapter):
 
 def _rebound(target: Target) -> bool:
     """Whether vLLM's file gives another function this name on this platform, as for the CPU; that has a target, too."""
-    found = seam_interface.host_class(target) if target.seam == "called_function" else None
-    return found is not None and found.__name__ != target.path.partition(":")[2]
+    file, _, name = target.path.partition(":")
+    if target.seam != "called_function" or file not in sys.modules:  # not loaded: no file has its name yet
+        return False
+    found = seam_interface.host_class(target)
+    return found is not None and found.__name__ != name
 
 
 # In a worker process

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.kda.gate import naive_kda_lowerbound_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 from fla.ops.retention.naive import naive_retention
 
@@ -172,5 +173,25 @@ def test_unsupported_arguments_are_named():
     q, k, v = drawn((3, 16), (3, 16), (3, 8))
     with pytest.raises(UnsupportedArgument, match="reverse=True"):
         ours.fla_fused_recurrent_retention(q, k, v, reverse=True)
-    with pytest.raises(UnsupportedArgument, match=r"lower_bound=-5\.0"):
-        ours.fla_chunk_kda(q, k, v, q, q[..., 0], use_gate_in_kernel=True, lower_bound=-5.0)
+    with pytest.raises(UnsupportedArgument, match="return_intermediate_states=True"):
+        ours.fla_chunk_kda(q, k, v, q, q[..., 0], return_intermediate_states=True)
+
+
+def test_bounded_gates_equal_the_librarys():
+    q, k, v, g, beta = drawn((3, 16), (3, 16), (3, 8), (3, 16), (3,))
+    k, rate, bias = k / k.norm(dim=-1, keepdim=True), torch.rand(3), torch.randn(48)
+    decays = naive_kda_lowerbound_gate(g, rate, bias, -5.0)
+    more = {"output_final_state": True}
+    found = ours.fla_chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta.sigmoid(),
+        use_gate_in_kernel=True,
+        lower_bound=-5.0,
+        A_log=rate,
+        dt_bias=bias,
+        **more,
+    )
+    check(found, naive_recurrent_kda(q, k, v, decays, beta.sigmoid(), **more))

@@ -1,4 +1,4 @@
-"""Functions of SGLang's Mamba 2 layers against its Triton kernels, in the interpreter: no CPU build has the layers."""
+"""SGLang's functions for recurrent layers against its kernels, in Triton's interpreter: no CPU build has the layers."""
 
 import contextlib
 
@@ -23,6 +23,10 @@ def interpreted(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    from sglang.kernels.ops.attention.fla import fused_recurrent
+    from triton import language as tl
+
+    monkeypatch.setattr(fused_recurrent, "exp", lambda x: tl.exp(x))  # the interpreter replaces tl.exp alone
     monkeypatch.setattr(torch.cpu, "device", lambda index: contextlib.nullcontext(), raising=False)
 
 
@@ -67,3 +71,118 @@ def test_convolutions_equal_sglangs():
     want = causal_conv1d_fn(prompts, weight, bias, theirs, borders, [3, 4], slots, has, "silu")
     given = (prompts, weight, bias, borders, slots, has, states, "silu")
     same(ours.sglang_causal_conv1d_fn(*given, seq_lens_cpu=[3, 4]), want, states, theirs)
+
+
+class Backend:
+    """Holds a kernel object as SGLang's backends of linear attention do."""
+
+    __module__ = "sglang.srt.layers.attention.linear.tests"
+
+    def __init__(self, kernel):
+        self.kernel_dispatcher = kernel
+
+    def init_cuda_graph_state(self):
+        raise NotImplementedError
+
+
+def patched(kernel, ops):
+    from types import SimpleNamespace
+
+    from fk_integrations.patching.apply import apply
+    from fk_integrations.sglang.scheduler import SglangAdapter
+
+    from fastkernels.patch import Request
+
+    arguments = SimpleNamespace(pp_size=1, tp_size=1)
+    runner = SimpleNamespace(attn_backend=Backend(kernel), server_args=arguments, device="cpu")
+    return apply(SglangAdapter(runner), torch.nn.Linear(1, 1), Request("patch", ops=ops))
+
+
+HEADS, SIZE = 2, 16
+
+
+def drawn(channels, batch=3):
+    torch.manual_seed(0)
+    width = HEADS * SIZE
+    a = torch.randn(batch, width if channels else HEADS)
+    rates = {"A_log": torch.rand(HEADS), "dt_bias": torch.randn(width if channels else HEADS)}
+    return (
+        torch.randn(batch, 3 * width),
+        a,
+        torch.randn(batch, HEADS),
+        rates,
+        torch.randn(6, HEADS, SIZE, SIZE),
+    )
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_kernel_object_is_patched_proved_and_undone(op):
+    """A packed decode of SGLang's own kernel, patched and after undo, on a pool with a padded row."""
+    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+    from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+
+    kind = TritonKDAKernel if op == "kda" else TritonGDNKernel
+    kernel = kind()
+    mixed, a, b, rates, pool = drawn(op == "kda")
+
+    def decode(states):
+        sizes = {"num_v_heads": HEADS, "head_v_dim": SIZE}
+        given = {**rates, **sizes, "scale": SIZE**-0.5, "ssm_states": states, "cache_indices": SLOTS}
+        return kernel.packed_decode(mixed, a, b, **given)[0]
+
+    theirs, states, again = pool.clone(), pool.clone(), pool.clone()
+    want = decode(theirs)
+    report = patched(kernel, (op,))
+    found = decode(states)
+    same(found[[0, 2]], want[[0, 2]], states, theirs)
+    rows = {r["host_class"]: r for r in report.report() if r["modules"]}
+    row = next(r for name, r in rows.items() if name.endswith("packed_decode"))
+    assert (row["calls"], row["proof"], row["fallbacks"]) == (1, "calls", {})
+    report.undo()
+    assert type(kernel) is kind and torch.equal(decode(again)[[0, 2]], want[[0, 2]])
+
+
+def test_prompts_of_kda_equal_its_decodes():
+    """A prompt of a patched kernel object against one of SGLang's own decodes after another."""
+    from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+
+    kernel = TritonKDAKernel()
+    mixed, a, b, rates, pool = drawn(True, batch=9)
+    q, k, v = (x.unflatten(1, (HEADS, SIZE))[None] for x in mixed.split(HEADS * SIZE, 1))
+    theirs, states, want = pool.clone(), pool.clone(), []
+    one = {"cache_indices": SLOTS[:1], "ssm_states": theirs, "query_start_loc": torch.tensor([0, 1])}
+    for t in range(9):
+        parts = [x[:, t : t + 1] for x in (q, k, v)]
+        want.append(kernel.decode(*parts, a[t : t + 1], b[t : t + 1], **rates, **one)[0])
+    given = {**rates, "ssm_states": states, "cache_indices": SLOTS[:1], "beta_is_raw": True}
+    gates = a.unflatten(1, (HEADS, SIZE))[None], b[None]
+    report = patched(kernel, ("kda",))
+    found = kernel.extend(q, k, v, *gates, query_start_loc=torch.tensor([0, 9]), **given)
+    row = next(r for r in report.report() if r["host_class"] == "chunk_kda")
+    assert (row["calls"], row["fallbacks"]) == (1, {})
+    report.undo()
+    same(found[0], torch.cat(want), states, theirs)
+
+
+def test_scan_of_prompts_equals_decodes():
+    torch.manual_seed(0)
+    x, b, c = torch.randn(1, 7, 4, 8), torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16)
+    dt, rate, skip, bias = torch.randn(1, 7, 4), -torch.rand(4), torch.randn(4), torch.randn(4)
+    borders, out = torch.tensor([0, 3, 7]), torch.empty_like(x)
+    more = {"D": skip, "dt_bias": bias, "cu_seqlens": borders, "dt_softplus": True, "out": out}
+    _, last, _ = ours.sglang_mamba_chunk_scan_combined(
+        x, dt, rate, b, c, 256, **more, return_varlen_states=True, return_track_states=True,
+        state_dtype=torch.float32,
+    )  # fmt: skip
+    states, want = torch.zeros(3, 4, 8, 16), torch.zeros(7, 4, 8)
+    wide = rate[:, None, None].expand(4, 8, 16), skip[:, None].expand(4, 8), bias[:, None].expand(4, 8)
+    for t in range(7):
+        slot = torch.tensor([1 if t < 3 else 2], dtype=torch.int32)
+        steps = dt[0, t : t + 1, :, None].expand(1, 4, 8)
+        ours.sglang_selective_state_update(
+            states, x[0, t : t + 1], steps, wide[0], b[0, t : t + 1], c[0, t : t + 1], wide[1], None, wide[2],
+            True, slot, out=want[t : t + 1],
+        )  # fmt: skip
+    same(out[0], want, last, states[1:])
+    with pytest.raises(UnsupportedArgument, match="track_seq_idx"):
+        ours.sglang_mamba_chunk_scan_combined(x, dt, rate, b, c, 256, **more, track_seq_idx=borders)

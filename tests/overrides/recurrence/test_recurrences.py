@@ -161,15 +161,18 @@ def test_only_named_slots_are_written(name: str, lens: list[int], data: st.DataO
     assert torch.equal(new[used], clean["state"][used])
 
 
+@pytest.mark.parametrize("slot", [0, -1])
 @pytest.mark.parametrize("name", PACKED)
-def test_padding_writes_no_state(name: str) -> None:
+def test_padding_writes_no_state(name: str, slot: int) -> None:
     spec, args = made(name, [3, 1, 2], padding=2)
+    args["slots"][args["slots"] == 0] = slot
+    args["state"][[0, -1]] = float("nan")
     before = args["state"].clone()
     out = run(spec, args)
     used = int(args["slots"][0])
     assert out.isfinite().all() and not torch.equal(args["state"][used], before[used])
     others = [i for i in range(len(before)) if i != used]
-    assert torch.equal(args["state"][others], before[others])
+    torch.testing.assert_close(args["state"][others], before[others], atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", PACKED)
