@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,7 +188,8 @@ def decode(data: bytes) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise ValueError(f"an image of too many pixels; {accepted}") from error
+        found = re.search(r"\d+", str(error))  # Pillow gives no size
+        raise ValueError(f"an image of {found[0] if found else 'too many'} pixels; {accepted}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"not an image of a known format; {accepted}") from error
     if image.width * image.height > MAX_PIXELS:
