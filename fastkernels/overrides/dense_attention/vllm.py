@@ -44,27 +44,6 @@ class VllmMMEncoderAttention(nn.Module):
 
     supports = staticmethod(_scaled_lengths)
 
-    @classmethod
-    def compute_max_seqlen(cls, attn_backend: Any, cu_seqlens: Any) -> int:
-        return int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
-
-    @classmethod
-    def maybe_compute_seq_lens(cls, attn_backend: Any, cu_seqlens: Any, device: Any) -> None:
-        """Return None: only a backend of the host's takes a tensor of lengths."""
-        return None
-
-    @classmethod
-    def maybe_recompute_cu_seqlens(
-        cls,
-        attn_backend: Any,
-        cu_seqlens: Any,
-        hidden_size: int,
-        tp_size: int,
-        device: Any,
-        fp8_padded_hidden_size: int | None = None,
-    ) -> torch.Tensor:
-        return torch.from_numpy(cu_seqlens).to(device, non_blocking=True)
-
     def forward_native(
         self,
         query: torch.Tensor,
