@@ -32,7 +32,11 @@ TWO_RANKS = (
     "check_pipeline", "check_tensor_parallel", "check_expert_parallel", "check_fused_sums",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
-SECONDS = {"check_held_out": 2400, "check_media": 900, "check_nodes": 1000}  # one engine after the other; two at once
+SECONDS = {
+    "check_held_out": 2400,
+    "check_media": 900,
+    "check_nodes": 1000,
+}  # one engine after the other; two at once
 CHECKS = [
     pytest.param(
         host,

@@ -67,7 +67,9 @@ class VllmConv3dLayer(_WithoutOverlap):
 
 def _target(name: str) -> Target:
     path = f"vllm.model_executor.layers.conv:{name}"
-    return Target("vllm", path, f"Vllm{name}", "leaf", default=False, note="Off by default: not measured in vLLM.")
+    return Target(
+        "vllm", path, f"Vllm{name}", "leaf", default=False, note="Off by default: not measured in vLLM."
+    )
 
 
 TARGETS = {"patch_embedding": (_target("Conv2dLayer"), _target("Conv3dLayer"))}

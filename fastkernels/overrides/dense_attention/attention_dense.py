@@ -251,7 +251,9 @@ def _sdpa(
         return _scaled_dot_product(q, k, v, scale, attn_mask)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for batch, queries, keys in _spans(q, k, cu_seqlens_q, cu_seqlens_k):
-        out[batch, queries] = _scaled_dot_product(q[batch, queries], k[batch, keys], v[batch, keys], scale, None)
+        out[batch, queries] = _scaled_dot_product(
+            q[batch, queries], k[batch, keys], v[batch, keys], scale, None
+        )
     return out
 
 

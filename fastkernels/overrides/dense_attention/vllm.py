@@ -53,17 +53,29 @@ class VllmMMEncoderAttention(nn.Module):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q = query.view(*query.shape[:2], self.num_heads, self.head_size)
-        k, v = (t.view(*t.shape[:2], self.num_kv_heads, self.head_size) for t in (key, value))
-        if cu_seqlens is None:
-            found = attention_dense(q, k, v, self.scale)
-        else:
-            starts, longest = cu_seqlens.to(torch.int32), _longest(cu_seqlens, max_seqlen)
-            rows = (t.flatten(0, 1)[None] for t in (q, k, v))
-            found = attention_dense(*rows, self.scale, None, starts, starts, longest, longest)
-        return found.view(query.shape)
+        return _attended(self, query, key, value, cu_seqlens, max_seqlen)
 
     forward = forward_native
+
+
+def _attended(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The forward of VllmMMEncoderAttention, also of one sequence [S, heads * head_size]."""
+    if query.dim() == 2:
+        return _attended(module, query[None], key[None], value[None], cu_seqlens, max_seqlen)[0]
+    q = query.view(*query.shape[:2], module.num_heads, module.head_size)
+    k, v = (t.view(*t.shape[:2], module.num_kv_heads, module.head_size) for t in (key, value))
+    if cu_seqlens is None:
+        return attention_dense(q, k, v, module.scale).view(query.shape)
+    starts, longest = cu_seqlens.to(torch.int32), _longest(cu_seqlens, max_seqlen)
+    rows = (t.flatten(0, 1)[None] for t in (q, k, v))
+    return attention_dense(*rows, module.scale, None, starts, starts, longest, longest).view(query.shape)
 
 
 def _longest(cu_seqlens: torch.Tensor, max_seqlen: torch.Tensor | int | None) -> int:
@@ -84,18 +96,14 @@ class VllmWhisperEncoderAttention(VllmMMEncoderAttention):
         max_seqlen: torch.Tensor | None = None,
         sequence_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if query.dim() > 2:
-            return self.forward_native(query, key, value, cu_seqlens, max_seqlen)
-        return self.forward_native(query[None], key[None], value[None], cu_seqlens, max_seqlen)[0]
+        return _attended(self, query, key, value, cu_seqlens, max_seqlen)
 
 
 class VllmWhisperEncoderAttention_0_26(VllmMMEncoderAttention):
     """WhisperEncoderAttention before 0.32: equal sequences, or one."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if query.dim() > 2:
-            return self.forward_native(query, key, value)
-        return self.forward_native(query[None], key[None], value[None])[0]
+        return _attended(self, query, key, value)
 
 
 _TOWER = "Off by default: not measured in vLLM's towers."

@@ -305,7 +305,13 @@ def unusual() -> list[tuple[bytes, Any]]:
 
 def test_unusual_modes_are_read_as_rgb(url: str) -> None:
     def logprobs(given: Any) -> list[float]:
-        body = {"messages": message(given), "max_tokens": 4, "temperature": 0, "logprobs": True, "ignore_eos": True}
+        body = {
+            "messages": message(given),
+            "max_tokens": 4,
+            "temperature": 0,
+            "logprobs": True,
+            "ignore_eos": True,
+        }
         answer = httpx.post(f"{url}/v1/chat/completions", json=body).json()
         return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
 

@@ -181,7 +181,9 @@ def test_wav_files_of_all_kinds_are_the_same_sound(url: str) -> None:
     found = []
     for file in same:
         body = {"messages": [{"role": "user", "content": [audio(file)]}], "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "logprobs": True, "ignore_eos": True}).json()
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={**body, "logprobs": True, "ignore_eos": True}
+        ).json()
         found.append([token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]])
     for other in found[1:]:
         assert other == pytest.approx(found[0], abs=1e-3)

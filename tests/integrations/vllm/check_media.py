@@ -14,8 +14,8 @@ import fastkernels
 from fastkernels.core.reasons import Kind
 
 OPS = [
-    "attention_dense", "embedding", "gelu", "layer_norm", "linear", "patch_embedding", "quick_gelu", "rms_norm", "rotary_emb",
-    "silu_and_mul",
+    "attention_dense", "embedding", "gelu", "layer_norm", "linear", "patch_embedding", "quick_gelu", "rms_norm",
+    "rotary_emb", "silu_and_mul",
 ]  # fmt: skip
 # vLLM's attention on a CPU has no heads of 16 numbers
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -58,7 +58,8 @@ def generate(llm, prompts):
         llm.llm_engine.reset_mm_cache()
         llm.llm_engine.reset_encoder_cache()
         chosen = llm.generate([given], params, use_tqdm=False)[0].outputs[0]
-        found.append((list(chosen.token_ids), [s[t].logprob for t, s in zip(chosen.token_ids, chosen.logprobs, strict=True)]))
+        values = zip(chosen.token_ids, chosen.logprobs, strict=True)
+        found.append((list(chosen.token_ids), [step[token].logprob for token, step in values]))
     return found
 
 
@@ -120,7 +121,7 @@ def test_whisper_is_patched_and_undone(engine, tmp_path):
 
 @pytest.mark.parametrize("cls", ["BertModel", "XLMRobertaModel"])
 def test_embedder_is_patched_and_undone(cls, engine, tmp_path):
-    model = make_tiny_bert(tmp_path / cls, cls=cls, num_attention_heads=2)
+    model = make_tiny_bert(tmp_path / cls, cls=cls, num_attention_heads=2, position_embedding_type="absolute")
     llm = engine(model, max_model_len=64, runner="pooling")
     texts = ["Hello my name is", "The quick brown fox", "ab"]
 
@@ -130,6 +131,6 @@ def test_embedder_is_patched_and_undone(cls, engine, tmp_path):
     stock = embed()
     report = fastkernels.patch(llm, ops=OPS)
     np.testing.assert_allclose(embed(), stock, atol=1e-5)
-    check_proved(report, {"layer_norm": 5, "linear": 8, "gelu": 2})
+    check_proved(report, {"layer_norm": 5, "linear": 8, "gelu": 1})  # vLLM has one GELU for all layers
     report.undo()
     np.testing.assert_array_equal(embed(), stock)
