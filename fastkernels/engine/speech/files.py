@@ -183,7 +183,7 @@ def _rest(resampler: Any) -> Iterator[np.ndarray]:
 
 
 def _mean(frame: Any) -> np.ndarray:
-    """The mean of the channels [n], as vLLM's and librosa's; FFmpeg's own mix of two equal ones is 1.41 times as loud."""
+    """The mean of the channels [n], as vLLM's; FFmpeg's own mix of two equal ones is 1.41 times as loud."""
     return (
         frame.to_ndarray().reshape(-1, len(frame.layout.channels)).mean(1)
     )  # planes of 8 channels crash PyAV 18

@@ -172,9 +172,9 @@ def embedded(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], torch.Tensor]:
-    """torch.nn.Conv2d or Conv3d; the results in the op's layout."""
+    """torch.nn.Conv2d or Conv3d, or vLLM's; the results in the op's layout."""
     x, weight, bias = assemble.filled(args, 3, None)
-    images = issubclass(cls, torch.nn.Conv2d)
+    images = issubclass(cls, torch.nn.Conv2d) or getattr(cls, "num_dim", 0) == 2
     if images and (x.shape[2], weight.shape[2]) != (1, 1):
         raise ValueError(f"{cls.__name__} takes images: one frame, not {x.shape[2]}")
     if images:

@@ -14,6 +14,10 @@ from fastkernels.overrides.conv.patch_embedding import embedded, without_overlap
 class _WithoutOverlap(nn.Module):
     applies = staticmethod(without_overlap)
     num_dim: int
+    kernel_size: Any
+    stride: Any
+    padding: Any
+    dilation: Any
 
     def __init__(
         self,
@@ -30,22 +34,21 @@ class _WithoutOverlap(nn.Module):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        sizes: dict[str, Any] = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
         if padding == "valid":
             sizes["padding"] = 0
         for name, size in sizes.items():
             setattr(self, name, (size,) * self.num_dim if isinstance(size, int) else size)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.padding_mode = padding_mode
-        if not without_overlap(self):
+        if self.stride != self.kernel_size or any(self.padding) or {*self.dilation, groups} != {1}:
             raise ValueError(
-                f"expected a stride that is the kernel's size, no padding, dilation or groups, got {sizes}, {groups=}"
+                f"{type(self).__name__} takes a stride that is the kernel's size, without padding, dilation and groups,"
+                f" not {sizes} and {groups} groups"
             )
         made = torch.empty(out_channels, in_channels, *self.kernel_size, dtype=params_dtype)
         self.weight = nn.Parameter(made)
         self.bias = nn.Parameter(made.new_empty(out_channels)) if bias else None
-
-    kernel_size: Any
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return embedded(self, x)

@@ -215,7 +215,7 @@ CUT = file(image(3, 64, 64))[:600]
 BAD = [
     ([part(data_url(b"not an image"))], "image 0 of the prompt is not an image of a known format; accepted are PNG"),
     ([part(data_url(CUT))], "image 0 of the prompt is a damaged PNG image"),
-    ([part(data_url(bomb(20_000, 20_000)))], "an image of 400000000 pixels; accepted are PNG, JPEG, WEBP of one frame and"),
+    ([part(data_url(bomb(20_000, 20_000)))], "an image of 400000000 pixels; accepted are PNG, JPEG, WEBP of one frame"),
     ([part(data_url(file(WIDE, "JPEG")[:900]))], "image 0 of the prompt is a damaged JPEG image"),
     ([part(data_url(moving("WEBP")))], "an image of 3 frames; accepted are PNG, JPEG, WEBP of one frame"),
     ([part(data_url(moving("GIF")))], "is not an image of a known format; accepted are PNG, JPEG, WEBP of one frame"),
