@@ -34,7 +34,12 @@ class _WithoutOverlap(nn.Module):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        sizes: dict[str, Any] = {
+            "kernel_size": kernel_size,
+            "stride": stride,
+            "padding": padding,
+            "dilation": dilation,
+        }
         if padding == "valid":
             sizes["padding"] = 0
         for name, size in sizes.items():
