@@ -102,7 +102,9 @@ class VllmWhisperEncoderAttention(VllmMMEncoderAttention):
 class VllmWhisperEncoderAttention_0_26(VllmMMEncoderAttention):
     """WhisperEncoderAttention before 0.32: equal sequences, or one."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         return _attended(self, query, key, value)
 
 
