@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,6 +178,16 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
+def _over_white(image: Any) -> Any:
+    """An image with transparent pixels, over white as in vLLM's server; others as they are."""
+    from PIL import Image, ImageOps
+
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image
+    above = ImageOps.exif_transpose(image).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
+
+
 def decode(data: bytes) -> Any:
     """The PIL image of a file's bytes. Raises ValueError for formats, sizes and damage, with what is accepted."""
     try:
@@ -187,7 +198,8 @@ def decode(data: bytes) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise ValueError(f"an image of too many pixels; {accepted}") from error
+        found = re.search(r"\d+", str(error))  # Pillow gives no size
+        raise ValueError(f"an image of {found[0] if found else 'too many'} pixels; {accepted}") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"not an image of a known format; {accepted}") from error
     if image.width * image.height > MAX_PIXELS:
@@ -196,7 +208,7 @@ def decode(data: bytes) -> Any:
     if frames != 1:
         raise ValueError(f"an image of {frames} frames; {accepted}")
     try:
-        return rgb(image)
+        return rgb(_over_white(image))
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"a damaged {image.format} image ({error}); {accepted}") from error
 

@@ -28,6 +28,9 @@ NEVER = {
     "SGLangParallelLMHead": "has no lookup",
     "VllmMLAAttention": "needs num_heads",
     "VllmMLAAttention_0_26": "needs num_heads",
+    "VllmMMEncoderAttention": "needs num_heads",
+    "VllmWhisperEncoderAttention": "needs num_heads",
+    "VllmWhisperEncoderAttention_0_26": "needs num_heads",
     "VllmApplyRotaryEmb": "takes the cosines and sines of tokens",
     "VllmChunkGatedDeltaRule_0_26": "state=a tensor",  # a copy of the rows, with keys behind values
     "VllmChunkGatedDeltaRule": "state=a tensor",

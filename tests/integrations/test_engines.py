@@ -20,19 +20,23 @@ SLOW = (
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
     "check_expert_groups", "check_fused_sums",
-    "check_random_weights", "check_recurrent", "check_kimi",
+    "check_random_weights", "check_recurrent", "check_kimi", "check_media",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
 )  # fmt: skip
 IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",
-    "check_works", "check_works_more", "check_random_weights", "check_recurrent", "check_kimi",
+    "check_works", "check_works_more", "check_random_weights", "check_recurrent", "check_kimi", "check_media",
 )  # fmt: skip
 TWO_RANKS = (
     "check_pipeline", "check_tensor_parallel", "check_expert_parallel", "check_fused_sums",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
-SECONDS = {"check_held_out": 2400, "check_nodes": 1000}  # one engine after the other; two at once
+SECONDS = {
+    "check_held_out": 2400,
+    "check_media": 900,
+    "check_nodes": 1000,
+}  # one engine after the other; two at once
 CHECKS = [
     pytest.param(
         host,

@@ -42,7 +42,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # requires-python
 RECIPE = 2  # raise it when `fill` changes
 GPU_HOSTS = {"vllm": ["vllm==0.33.0"], "sglang": ["sglang==0.5.23"]}
 # folders of packages that hosts need on a machine without a GPU; torchvision's wheel is a CUDA build
-CPU_PACKAGES = {"own": ["torchvision"], "vllm": ["vllm"], "sglang": ["sglang", "torchvision"]}
+CPU_PACKAGES = {"own": ["torchvision"], "vllm": ["vllm", "torchvision"], "sglang": ["sglang", "torchvision"]}
 
 
 def has_gpu() -> bool:
@@ -198,6 +198,7 @@ def install_ours(name: str, folder: Path) -> None:
     packages = cpu_packages(name)
     if name == "vllm" and packages:
         run(python, packages[0] / "make_shim.py")
+        pip(python, "install", "--no-deps", "torchvision==0.28.0")  # videos of transformers' processors
     for project in [("-e", ROOT), *((package,) for package in packages)]:
         pip(python, "install", "--no-deps", "--no-build-isolation", *project)
     # setuptools would reuse old files from the first; the second hides the entry points that were installed

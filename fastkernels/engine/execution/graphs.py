@@ -58,11 +58,11 @@ def verify_sizes(count: int, max_num_seqs: int, max_tokens: int) -> list[int]:
 class Verify(NamedTuple):
     """Graphs of steps in which each row has drafts or one token, and samples after all of its tokens.
 
-    count  most drafts of a row
-    run    run(inputs, metadata, tables) is captured
+    drafts  most of a row
+    run     run(inputs, metadata, tables) is captured
     """
 
-    count: int
+    drafts: int
     run: Callable[[Inputs, AttentionMetadata, torch.Tensor], Outputs]
 
 
@@ -140,10 +140,10 @@ class Graphs:
         )
         self._verified = (
             []
-            if verify is None or verify.count >= max_model_len
-            else verify_sizes(verify.count, max_num_seqs, min(max_tokens, backend.most_mixed))
+            if verify is None or verify.drafts >= max_model_len
+            else verify_sizes(verify.drafts, max_num_seqs, min(max_tokens, backend.most_mixed))
         )
-        wide = 0 if verify is None else (verify.count + 1) * max(self._verified, default=0)
+        wide = 0 if verify is None else (verify.drafts + 1) * max(self._verified, default=0)
         most = max([*self._decode, *self._mixed, wide])
         self._packed = torch.zeros(
             packed_words(most, max_num_seqs, batch.arrays), dtype=torch.int64, device=device
@@ -188,7 +188,7 @@ class Graphs:
         return inputs, found.outputs
 
     def run_verify(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
-        """Run a step whose rows all sample after each of their tokens, of which there are at most Verify.count + 1.
+        """Run a step whose rows all sample after each of their tokens, of which there are at most Verify.drafts + 1.
 
         Returns its inputs and outputs with padding, valid until the next run; None if no graph fits.
         """
@@ -198,7 +198,7 @@ class Graphs:
             return None
         size = self._verified[at]
         found = self._verifying[size]
-        tokens = size * (self._verify.count + 1)
+        tokens = size * (self._verify.drafts + 1)
         inputs = self._batch.load(step, tokens, size, self._packed, found.inputs)
         self._backend.plan_replay(found.metadata, inputs, self._batch.group_table())
         found.replay()
@@ -272,10 +272,10 @@ class Graphs:
     def _capture_verifying(self, verify: Verify) -> None:
         """Graphs of steps with drafts. If attention cannot be captured, there are none."""
         for rows in reversed(self._verified):
-            tokens, tables = rows * (verify.count + 1), self._tables[:, :rows]
+            tokens, tables = rows * (verify.drafts + 1), self._tables[:, :rows]
             inputs = dataclasses.replace(
-                self._example(tokens, rows, decode=False, each=verify.count + 1),
-                max_seqlen_q=verify.count + 1,
+                self._example(tokens, rows, decode=False, each=verify.drafts + 1),
+                max_seqlen_q=verify.drafts + 1,
             )
             try:
                 metadata = with_groups(self._backend.plan_capture(inputs, tables[0]), inputs, tables.unbind())

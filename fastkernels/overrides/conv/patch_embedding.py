@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, fan_in
 from fastkernels.overrides.conv.spatial import unsupported
 from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.kit.modules import autocasts
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
 
@@ -142,10 +144,37 @@ patch_embedding = define(
 )
 
 
+def without_overlap(module: Any) -> bool:
+    """Whether each number of the input is in at most one window, and windows have more than one place."""
+    n = len(module.kernel_size)
+    return (
+        module.stride == module.kernel_size
+        and math.prod(module.kernel_size) > 1
+        and module.padding in ((0,) * n, "valid")
+        and module.dilation == (1,) * n
+        and module.groups == 1
+    )
+
+
+def embedded(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The convolution of x [B, C, ...] or [C, ...]: [B, N, ...], with channels last in memory."""
+    weight, bias, dims = module.weight, module.bias, module.weight.dim()
+    if x.dim() == dims - 1:
+        return embedded(module, x[None])[0]
+    if x.dim() != dims:
+        raise ValueError(f"expected an input of {dims - 1} or {dims} dimensions, got {tuple(x.shape)}")
+    if autocasts(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if dims == 4:
+        return patch_embedding(x[:, :, None], weight[:, :, None], bias)[:, 0].permute(0, 3, 1, 2)
+    return patch_embedding(x, weight, bias).permute(0, 4, 1, 2, 3)
+
+
 def _build(cls: type, args: list[Any]) -> Callable[[], torch.Tensor]:
-    """torch.nn.Conv2d or Conv3d; the results in the op's layout."""
+    """torch.nn.Conv2d or Conv3d, or vLLM's; the results in the op's layout."""
     x, weight, bias = assemble.filled(args, 3, None)
-    images = issubclass(cls, torch.nn.Conv2d)
+    images = issubclass(cls, torch.nn.Conv2d) or getattr(cls, "num_dim", 0) == 2
     if images and (x.shape[2], weight.shape[2]) != (1, 1):
         raise ValueError(f"{cls.__name__} takes images: one frame, not {x.shape[2]}")
     if images:

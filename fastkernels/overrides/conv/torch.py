@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.conv.patch_embedding import patch_embedding
-from fastkernels.overrides.kit.modules import autocasts
-
-
-def _without_overlap(module: Any) -> bool:
-    """Whether each number of the input is in at most one window, and windows have more than one place."""
-    n = len(module.kernel_size)
-    return (
-        module.stride == module.kernel_size
-        and math.prod(module.kernel_size) > 1
-        and module.padding in ((0,) * n, "valid")
-        and module.dilation == (1,) * n
-        and module.groups == 1
-    )
-
-
-def _embedded(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The convolution of x [B, C, ...] or [C, ...]: [B, N, ...], with channels last in memory."""
-    weight, bias, dims = module.weight, module.bias, module.weight.dim()
-    if x.dim() == dims - 1:
-        return _embedded(module, x[None])[0]
-    if x.dim() != dims:
-        raise ValueError(f"expected an input of {dims - 1} or {dims} dimensions, got {tuple(x.shape)}")
-    if autocasts(x):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if dims == 4:
-        return patch_embedding(x[:, :, None], weight[:, :, None], bias)[:, 0].permute(0, 3, 1, 2)
-    return patch_embedding(x, weight, bias).permute(0, 4, 1, 2, 3)
+from fastkernels.overrides.conv.patch_embedding import embedded, without_overlap
 
 
 class _WithoutOverlap(nn.Module):
-    applies = staticmethod(_without_overlap)
+    applies = staticmethod(without_overlap)
 
     def __init__(
         self,
@@ -62,7 +33,7 @@ class _WithoutOverlap(nn.Module):
         )  # fmt: skip
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _embedded(self, input)
+        return embedded(self, input)
 
 
 class TorchConv2d(_WithoutOverlap, nn.Conv2d):

@@ -227,7 +227,7 @@ def _supports_sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None, *_: Any,
 ) -> str | None:  # fmt: skip
-    if cu_seqlens_q is not None:
+    if cu_seqlens_q is not None and q.is_cuda:  # on a CPU one call for each costs no launch
         return "scaled_dot_product_attention takes no concatenated sequences"
     return misaligned(q, k, v) if q.is_cuda else None
 
@@ -244,10 +244,17 @@ def misaligned(*tensors: torch.Tensor) -> str | None:
 
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
-    *_: Any,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, *_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    _check(q, k, v, attn_mask, None, None)
-    return _scaled_dot_product(q, k, v, scale, attn_mask)
+    _check(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is None:
+        return _scaled_dot_product(q, k, v, scale, attn_mask)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for batch, queries, keys in _spans(q, k, cu_seqlens_q, cu_seqlens_k):
+        out[batch, queries] = _scaled_dot_product(
+            q[batch, queries], k[batch, keys], v[batch, keys], scale, None
+        )
+    return out
 
 
 def _scaled_dot_product(

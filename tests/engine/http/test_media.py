@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from PIL import Image
@@ -28,9 +29,9 @@ WIDE, HIGH = image(0, 40, 24), image(1, 24, 56)  # 15 and 21 tokens
 LIMITS = {"image": 2}
 
 
-def file(picture: Any, kind: str = "PNG") -> bytes:
+def file(picture: Any, kind: str = "PNG", **options: Any) -> bytes:
     made = io.BytesIO()
-    picture.save(made, kind)
+    picture.save(made, kind, **options)
     return made.getvalue()
 
 
@@ -205,11 +206,20 @@ def bomb(width: int, height: int) -> bytes:
     )
 
 
+def moving(kind: str) -> bytes:
+    """An animation of three frames."""
+    return file(WIDE, kind, save_all=True, append_images=[image(i, 40, 24) for i in (5, 6)])
+
+
 CUT = file(image(3, 64, 64))[:600]
 BAD = [
     ([part(data_url(b"not an image"))], "image 0 of the prompt is not an image of a known format; accepted are PNG"),
     ([part(data_url(CUT))], "image 0 of the prompt is a damaged PNG image"),
-    ([part(data_url(bomb(20_000, 20_000)))], "accepted are PNG, JPEG, WEBP of one frame and at most 67108864 pixels"),
+    ([part(data_url(bomb(20_000, 20_000)))], "an image of 400000000 pixels; accepted are PNG, JPEG, WEBP of one frame"),
+    ([part(data_url(file(WIDE, "JPEG")[:900]))], "image 0 of the prompt is a damaged JPEG image"),
+    ([part(data_url(moving("WEBP")))], "an image of 3 frames; accepted are PNG, JPEG, WEBP of one frame"),
+    ([part(data_url(moving("GIF")))], "is not an image of a known format; accepted are PNG, JPEG, WEBP of one frame"),
+    ([part(data_url(WIDE))] * 200, "the prompt has 200 images, and at most 2 are allowed (limit_mm_per_prompt"),
     ([part(data_url(WIDE))] * 3, "the prompt has 3 images, and at most 2 are allowed (limit_mm_per_prompt"),
     ([part("data:image/png,abc")], "image 0 is not a data URL in base64"),
     ([part("data:image/png;base64,***")], "image 0 is not base64 behind the comma"),
@@ -258,6 +268,58 @@ def test_image_for_a_text_model_is_refused(tiny: Path) -> None:
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": message("a", WIDE)})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "messages have 1 images, and 'tiny' takes text only"
+
+
+def over_white(picture: Any) -> Any:
+    pixels = np.asarray(picture.convert("RGBA")).astype(int)
+    alpha = pixels[..., 3:]
+    return Image.fromarray(((pixels[..., :3] * alpha + 255 * (255 - alpha)) / 255).round().astype(np.uint8))
+
+
+def rotated() -> tuple[bytes, Any]:
+    """A JPEG that its EXIF orientation turns, and the turned image."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    made = file(WIDE, "JPEG", exif=exif)
+    return made, Image.open(io.BytesIO(made)).transpose(Image.Transpose.ROTATE_270)
+
+
+def unusual() -> list[tuple[bytes, Any]]:
+    """Files of modes that cameras, printers and editors write, and the RGB image that each one shows."""
+    ink, gray = file(WIDE.convert("CMYK"), "JPEG"), WIDE.convert("L")
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    clear = WIDE.copy()
+    clear.putalpha(image(4, 40, 24).convert("L"))
+    colors = WIDE.quantize(64)
+    alphas = bytes(range(0, 256, 4))
+    colors_and_alpha = file(colors, transparency=alphas)
+    return [
+        (ink, Image.open(io.BytesIO(ink)).convert("RGB")),
+        (file(deep), gray.convert("RGB")),
+        rotated(),
+        (file(clear), over_white(clear)),
+        (colors_and_alpha, over_white(Image.open(io.BytesIO(colors_and_alpha)))),
+        (file(WIDE, "WEBP", lossless=True), WIDE),
+    ]
+
+
+def test_unusual_modes_are_read_as_rgb(url: str) -> None:
+    def logprobs(given: Any) -> list[float]:
+        body = {
+            "messages": message(given),
+            "max_tokens": 4,
+            "temperature": 0,
+            "logprobs": True,
+            "ignore_eos": True,
+        }
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+        return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
+
+    plain = logprobs(WIDE)
+    for i, (given, shown) in enumerate(unusual()):
+        want = logprobs(shown)
+        assert logprobs(given) == pytest.approx(want, abs=2e-3), i  # an alpha is rounded
+        assert i == 5 or want != pytest.approx(plain, abs=1e-3), i
 
 
 def test_other_formats_are_read(url: str) -> None:

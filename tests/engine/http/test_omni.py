@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from support.live import live_server
-from support.media_oracle import clip, prompt, smooth, tone, video_file, wav
+from support.media_oracle import RATE, clip, prompt, smooth, tone, video_file, wav
 from support.tiny import OMNI, make_tiny_omni, make_tiny_vlm, small_videos
 from support.vlm_oracle import image
 
@@ -156,6 +158,35 @@ def test_template_without_parts_gets_placeholders(folder: Path, expected: list[t
         answers = [chat(url, part).json() for part in (audio(SOUND), video(MOVIE))]
     sizes = [expected[0][0] - len("Hear "), expected[1][0] - len("?")]
     assert [answer["usage"]["prompt_tokens"] for answer in answers] == sizes
+
+
+def pcm(samples: np.ndarray, bits: int, code: int = 1, channels: int = 1) -> bytes:
+    """A WAV file of samples as they lie in memory. code: 1 for integers, 3 for floats."""
+    data = samples.tobytes()
+    row = channels * bits // 8
+    form = struct.pack("<IHHIIHH", 16, code, channels, RATE, RATE * row, row, bits)
+    body = b"WAVEfmt " + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def test_wav_files_of_all_kinds_are_the_same_sound(url: str) -> None:
+    sound = (tone(2, 0.5) * 32767).astype("<i2")[:, None]
+    wide = sound.astype("<i4") << 16
+    same = [
+        pcm(sound, 16),
+        pcm((sound / 32768).astype("<f8"), 64, 3),
+        pcm(wide.view(np.uint8).reshape(-1, 4)[:, 1:], 24),
+        pcm(np.repeat(sound, 8, 1), 16, channels=8),
+    ]
+    found = []
+    for file in same:
+        body = {"messages": [{"role": "user", "content": [audio(file)]}], "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={**body, "logprobs": True, "ignore_eos": True}
+        ).json()
+        found.append([token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]])
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-3)
 
 
 def sized(seconds: int) -> bytes:

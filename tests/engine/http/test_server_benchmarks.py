@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.live import live_server
+from support.tiny import make_tiny_vlm
+
+from fastkernels.engine.http.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUESTS, INPUT, OUTPUT = 4, 16, 8
@@ -76,3 +79,21 @@ def test_sglang_bench_serving(url, tiny, tmp_path, python, backend):
     found = json.loads(line)
     assert found["completed"] == REQUESTS and found["total_output_tokens"] == REQUESTS * OUTPUT
     assert found["mean_ttft_ms"] > 0
+
+
+@pytest.mark.parametrize("python", [pytest.param(VLLM[0], marks=VLLM[1])])
+@pytest.mark.slow
+def test_vllm_bench_serve_with_images(tmp_path, python):
+    model = make_tiny_vlm(tmp_path / "vlm", "qwen2_vl")
+    with live_server(model, ServerConfig("tiny"), max_model_len=512) as (url, _):
+        run(
+            python, "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat", "--base-url", url,
+            "--model", "tiny", "--endpoint", "/v1/chat/completions", "--tokenizer", str(model),
+            "--dataset-name", "random-mm", "--random-mm-bucket-config", "{(40, 24, 1): 1.0}",
+            "--random-mm-base-items-per-request", "2", "--random-mm-limit-mm-per-prompt", '{"image": 2, "video": 0}',
+            "--num-prompts", str(REQUESTS), "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT),
+            "--ignore-eos", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
+        )  # fmt: skip
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["completed"] == REQUESTS and result["total_output_tokens"] == REQUESTS * OUTPUT
+    assert result["mean_ttft_ms"] > 0
