@@ -129,10 +129,13 @@ def make_sam3_video(folder: Path, tracker: dict[str, Any] | None = None, **rules
     )  # fmt: skip
     model = transformers.Sam3VideoModel(made).eval()
     randomize(model.state_dict())
+    with torch.no_grad():  # objects stay visible for some frames
+        model.tracker_model.mask_decoder.pred_obj_score_head.proj_out.bias.fill_(2.0)
     model.save_pretrained(folder)
     size = {"height": 56, "width": 56}
     images = transformers.Sam3ImageProcessor(size=size, mask_size={"height": 16, "width": 16})
-    videos = transformers.Sam2VideoVideoProcessor(size=size)
+    half = [0.5] * 3  # as of images
+    videos = transformers.Sam2VideoVideoProcessor(size=size, image_mean=half, image_std=half)
     transformers.Sam3VideoProcessor(images, videos, make_tokenizer(folder)).save_pretrained(folder)
     return model
 

@@ -834,6 +834,7 @@ ARCH = Architecture(
     model_type="sam3_video",
     inputs="images",
     packed={"qkv": ("q_of_all", "k_of_all", "v_of_all"), "qk_proj": ("q_of_self", "k_of_self")},
+    prefixes={"tracker_model.tracker_model.": "tracker_model."},  # as transformers 5 saves it
     parts={
         "attention.q_proj": "attention.q_of_all",
         "attention.k_proj": "attention.k_of_all",
