@@ -340,6 +340,7 @@ class LLM:
             first, *rest = [next(found) for _ in requests]
             first.arrays += [array for output in rest for array in output.arrays]
             first.seeds += [seed for output in rest for seed in output.seeds]
+            first.steps_reused += [count for output in rest for count in output.steps_reused]
             outputs.append(first)
         return outputs
 
