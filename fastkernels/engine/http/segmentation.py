@@ -220,7 +220,7 @@ class ImageSegmentation:
             mask_threshold=body.mask_threshold, masks=body.masks is not False, semantic=body.semantic is True,
         )  # fmt: skip
         read, own, made = Inputs(self.context), uuid.uuid4().hex, []
-                for i, given in enumerate(images):
+        for i, given in enumerate(images):
             image = await read(i, given)
             prompts: list[dict[str, Any]]
             if isinstance(image, (list, bytes)):
