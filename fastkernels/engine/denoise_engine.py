@@ -204,7 +204,9 @@ class DenoiseEngine(BudgetEngine):
         self.stats.denoise_steps += len(batch)
         self.stats.images += ended
         return [
-            ImageRequestOutput(r.request_id, r.prompt, [found[r.request_id][0]], [r.seed], r.steps, [r.reused])
+            ImageRequestOutput(
+                r.request_id, r.prompt, [found[r.request_id][0]], [r.seed], r.steps, [r.reused]
+            )
             for r in ended
         ]
 

@@ -285,9 +285,7 @@ def _all_frames(source: Source) -> range:
 
 
 def _many(frames: int) -> str:
-    return (
-        f"the prompt has a video of {frames} frames, and at most {MOST_FRAMES} are possible: cut it into parts"
-    )
+    return f"the prompt has a video of {frames} frames, and at most {MOST_FRAMES} are possible: cut it into parts"
 
 
 def _boxes(

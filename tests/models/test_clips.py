@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.segmenters import frames_of, make_sam3_video, mask_of
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.models.common import tracks
 
 TEXTS = ["cat", "red ball"]
 MASKS = 1e-4  # the largest difference of logits; their standard deviation is about 1

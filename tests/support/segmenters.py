@@ -102,11 +102,12 @@ TRACKER = {
     "mask_downsampler_embed_dim": 128, "memory_fuser_embed_dim": 128, "memory_fuser_intermediate_dim": 48,
     "num_maskmem": 3, "max_object_pointers_in_encoder": 5, "image_size": 56,
 }  # fmt: skip
+RULES = {"score_threshold_detection": 0.2, "new_det_thresh": 0.3, "fill_hole_area": 0, "det_nms_thresh": 0.0}
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 32}
 
 
 def make_sam3_video(folder: Path, tracker: dict[str, Any] | None = None, **rules: Any) -> Any:
-    """transformers' Sam3VideoModel, saved with its processor. tracker: fields of its config; rules: of the whole one."""
+    """transformers' Sam3VideoModel, saved with its processor. tracker, rules: fields of its and the whole config."""
     import transformers
 
     torch.manual_seed(0)
@@ -125,7 +126,7 @@ def make_sam3_video(folder: Path, tracker: dict[str, Any] | None = None, **rules
     }  # fmt: skip
     made = transformers.Sam3VideoConfig(
         detector_config=detector, tracker_config=own, low_res_mask_size=16,
-        **{"score_threshold_detection": 0.2, "new_det_thresh": 0.3, "fill_hole_area": 0, "det_nms_thresh": 0.0, **rules},
+        **{**RULES, **rules},
     )  # fmt: skip
     model = transformers.Sam3VideoModel(made).eval()
     randomize(model.state_dict())

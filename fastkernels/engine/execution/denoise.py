@@ -238,7 +238,10 @@ class DenoiseStep:
             self._done.record()
 
     def result(self) -> dict[str, tuple[np.ndarray, int]]:
-        """{request id: ([.., H, W, 3] uint8, steps that reused an output)}. Waits for the device, so that new requests join at the next step."""
+        """{request id: ([.., H, W, 3] uint8, steps that reused an output)}.
+
+        Waits for the device, so that new requests join at the next step.
+        """
         if self._done is not None:
             self._done.synchronize()
         return {

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.segmentation import Concept
 from fastkernels.models.common import tracks
-from fastkernels.models.common.segmenter import NO_BOX, Clip, ClipSegmenter, Found, FrameObjects, Seen, Segmenter
+from fastkernels.models.common.segmenter import (
+    NO_BOX,
+    Clip,
+    ClipSegmenter,
+    Found,
+    FrameObjects,
+    Seen,
+    Segmenter,
+)
 
 IMAGES, TEXTS = 16, 1024  # whose features are kept
 PIXELS = 1 << 25  # of the masks that are resized at once
@@ -133,9 +141,7 @@ class Segmenting:
         Clips that are not among these are forgotten.
         """
         assert isinstance(self._model, ClipSegmenter)
-        self._clips = {
-            one.key: self._clips.get(one.key) or self._model.clip(one.frames) for one in clips
-        }
+        self._clips = {one.key: self._clips.get(one.key) or self._model.clip(one.frames) for one in clips}
         return [self._follow(one, self._clips[one.key], to_device) for one in clips]
 
     def _follow(
@@ -147,12 +153,21 @@ class Segmenting:
         lengths = np.array([len(ids) for ids in given.texts])
         known = to_device(np.arange(texts.shape[1]) < lengths[:, None], np.bool_)
         features, seen = self._run("watch", model.watch, [to_device(given.patches, np.float32)])
-        features, seen = features.clone(), Seen(*(level.clone() for level in seen))  # the next graph writes there
+        features, seen = (
+            features.clone(),
+            Seen(*(level.clone() for level in seen)),
+        )  # the next graph writes there
         step = max(PAIRS // len(given.texts), 1)
         for start in range(0, len(features), step):
             part = features[start : start + step]
-            pairs = [part.repeat_interleave(len(texts), 0), texts.repeat(len(part), 1, 1), known.repeat(len(part), 1)]
-            found = Found(*(t.unflatten(0, (len(part), -1)) for t in self._run("segment", model.segment, pairs)))
+            pairs = [
+                part.repeat_interleave(len(texts), 0),
+                texts.repeat(len(part), 1, 1),
+                known.repeat(len(part), 1),
+            ]
+            found = Found(
+                *(t.unflatten(0, (len(part), -1)) for t in self._run("segment", model.segment, pairs))
+            )
             for i in range(len(part)):
                 own = Seen(*(level[start + i : start + i + 1] for level in seen))
                 clip.advance(own, Found(*(t[i] for t in found)))

@@ -41,7 +41,9 @@ class Metrics:
     def __init__(self, model_name: str, engine: Engine):
         self.engine, self.refused, self.failed_steps = engine, 0, 0
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._reused_steps = self._images = self._frames = 0
+        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._reused_steps = (
+            self._images
+        ) = self._frames = 0
         self._ended = dict.fromkeys(REASONS, 0)
         self._audio = dict.fromkeys(TASKS, 0)
         self._audio_seconds = 0.0

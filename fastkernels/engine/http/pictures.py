@@ -82,7 +82,10 @@ class ImageGenerationRequest(Body):
     guidance_scale: float | None = Field(None, ge=0, le=100)
     negative_prompt: str | None = Field(None, max_length=32000)
     step_cache: float | None = Field(
-        None, gt=0, le=1, description="The threshold of steps that reuse the last output (default: none does)."
+        None,
+        gt=0,
+        le=1,
+        description="The threshold of steps that reuse the last output (default: none does).",
     )
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     # OpenAI's, with the values that change nothing

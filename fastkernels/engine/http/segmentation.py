@@ -247,7 +247,13 @@ def _found(outputs: Any) -> dict[str, Any]:
     """The fields of an image with a text, or of a video."""
     if isinstance(outputs, ClipOutput):
         frames = [
-            {"object_ids": o.object_ids, "boxes": o.boxes, "scores": o.scores, "labels": o.labels, "masks": o.rles}
+            {
+                "object_ids": o.object_ids,
+                "boxes": o.boxes,
+                "scores": o.scores,
+                "labels": o.labels,
+                "masks": o.rles,
+            }
             for o in outputs.frames
         ]
         return {"texts": outputs.texts, "frames": frames}

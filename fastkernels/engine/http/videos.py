@@ -25,7 +25,15 @@ RATE = 24  # frames a second
 MOST_FIELDS = 32  # of a form
 # The fields of VideoParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
-_NUMBERS = ("seconds", "num_frames", "seed", "num_inference_steps", "guidance_scale", "step_cache", "priority")
+_NUMBERS = (
+    "seconds",
+    "num_frames",
+    "seed",
+    "num_inference_steps",
+    "guidance_scale",
+    "step_cache",
+    "priority",
+)
 
 
 class VideoGenerationRequest(Body):
@@ -40,7 +48,10 @@ class VideoGenerationRequest(Body):
     guidance_scale: float | None = Field(None, ge=0, le=100)
     negative_prompt: str | None = Field(None, max_length=32000)
     step_cache: float | None = Field(
-        None, gt=0, le=1, description="The threshold of steps that reuse the last output (default: none does)."
+        None,
+        gt=0,
+        le=1,
+        description="The threshold of steps that reuse the last output (default: none does).",
     )
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
 

@@ -87,7 +87,7 @@ class Segmenter(nn.Module):
 
 
 class Seen(NamedTuple):
-    """What a tracker reads of a frame: cells [1, n, channels] of three levels, the largest first."""
+    """A frame as a tracker reads it: cells [1, n, channels] of three levels, the largest first."""
 
     fine: torch.Tensor
     middle: torch.Tensor

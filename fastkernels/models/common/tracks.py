@@ -17,7 +17,7 @@ import torch.nn.functional as F
 T = torch.Tensor
 OUTSIDE = -10.0  # the logit of a pixel that is taken from an object
 HOLE, SPRINKLE = 0.1, -0.1  # logits of small parts that are filled or removed
-SHRUNK = 0.3  # of its area: an object that keeps less beside others is hidden from the memory
+SHRUNK = 0.3  # of its area: an object that keeps less next to others is hidden from the memory
 
 
 def mask_iou(a: T, b: T) -> T:
@@ -166,9 +166,7 @@ def match(found: Detections, masks: T, numbers: Sequence[int], prompts: Sequence
     covered = (iou >= rules.trk_assoc_iou_thresh).any(0)
     near = iou >= rules.assoc_iou_thresh
     new = (found.scores >= rules.new_det_thresh) & ~near.any(1)
-    sure = (
-        (found.scores >= rules.high_conf_thresh) & ~new & (iou.max(1) >= rules.high_iou_thresh)
-    )
+    sure = (found.scores >= rules.high_conf_thresh) & ~new & (iou.max(1) >= rules.high_iou_thresh)
     listed = np.asarray(numbers)
     return Match(
         np.flatnonzero(new).tolist(), {i: listed[row].tolist() for i, row in enumerate(near)},
@@ -179,7 +177,7 @@ def match(found: Detections, masks: T, numbers: Sequence[int], prompts: Sequence
 
 @dataclass
 class History:
-    """What is known of the tracks, by their numbers, to remove those that were found by mistake.
+    """The past of the tracks, by their numbers, which shows those that were found by mistake.
 
     first      the frame in which each was found
     lost       frames in which no detection covered it
@@ -230,7 +228,9 @@ class History:
         return wrong, hidden
 
 
-def covered_lately(masks: T, last: Mapping[int, int], prompts: Sequence[int], numbers: Sequence[int], most: float) -> list[bool]:  # fmt: skip
+def covered_lately(
+    masks: T, last: Mapping[int, int], prompts: Sequence[int], numbers: Sequence[int], most: float
+) -> list[bool]:
     """Of each track, whether it lies on another of its prompt that has been visible for longer.
 
     masks: [N, h, w] of bool; last: {track: the last frame in which it was hidden, -1 for none}; most: the least overlap

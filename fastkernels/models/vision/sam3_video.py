@@ -91,7 +91,9 @@ def _check(config: Any) -> None:
         (decoder.num_attention_heads, width // decoder.attention_downsample_rate),
     ):
         if inner % heads or width % heads:
-            raise Unsupported(f"{inner} channels of the tracker's attention are no multiple of its {heads} heads")
+            raise Unsupported(
+                f"{inner} channels of the tracker's attention are no multiple of its {heads} heads"
+            )
     if width // own.memory_attention_downsample_rate // own.memory_attention_num_attention_heads % 4:
         raise Unsupported("the heads of the memory attention are no multiple of 4 channels")
     if width % size_of(own, "memory_encoder_output_channels"):
@@ -467,9 +469,7 @@ class Tracker(nn.Module):
         self.mask_decoder = MaskDecoder(config.mask_decoder_config)
         self.memory_attention = MemoryAttention(config, side)
         self.memory_encoder = MemoryEncoder(config, side)
-        self.memory_temporal_positional_encoding = nn.Parameter(
-            torch.empty(config.num_maskmem, 1, 1, memory)
-        )
+        self.memory_temporal_positional_encoding = nn.Parameter(torch.empty(config.num_maskmem, 1, 1, memory))
         self.no_object_pointer = nn.Parameter(torch.empty(1, width))
         self.mask_downsample = cnn.Conv(1, 1, 4, 4, bias=True, padding=0)
         self.object_pointer_proj = Layers(width, width, width, 3)
@@ -569,7 +569,9 @@ class Track:
     given: dict[int, Memory] = field(default_factory=dict)
     others: dict[int, Memory] = field(default_factory=dict)
 
-    def recall(self, frame: int, memories: int, most_given: int, pointers: int) -> tuple[list[Any], list[Any]]:
+    def recall(
+        self, frame: int, memories: int, most_given: int, pointers: int
+    ) -> tuple[list[Any], list[Any]]:
         """([(age for the table, memory)], [(age, memory) of pointers]) for a frame. Ages of given masks are 0."""
         near = dict(self.given)
         if 0 <= most_given < len(near):
@@ -618,7 +620,8 @@ class Sam3Clip(Clip):
         matched = tracks.match(detected, masks, numbers, prompts, rules)
         matched.new = self._limited(matched.new, detected.scores)
         born = [
-            Track(self.born + i, detected.prompts[d], float(detected.scores[d])) for i, d in enumerate(matched.new)
+            Track(self.born + i, detected.prompts[d], float(detected.scores[d]))
+            for i, d in enumerate(matched.new)
         ]
         self.born += len(born)
         self.prompt_of |= {t.number: t.prompt for t in born}
@@ -758,7 +761,9 @@ class Sam3Clip(Clip):
             kept = track.given if track.number in confirmed else track.others
             kept[self.frame] = Memory(memories[i], moved.pointers[i])
 
-    def _enter(self, seen: Seen, moved: Decided, born: list[Track], masks: T, confirmed: dict[int, int]) -> None:
+    def _enter(
+        self, seen: Seen, moved: Decided, born: list[Track], masks: T, confirmed: dict[int, int]
+    ) -> None:
         """Keep the masks of new tracks. The memory of the others is that of their whole masks, as in transformers."""
         tracker = self.tracker
         for start in range(0, len(born), AT_ONCE):
@@ -804,7 +809,9 @@ class Sam3VideoModel(ClipSegmenter):
     def read(self, input_ids: T) -> T:
         return self.detector_model.read(input_ids)
 
-    def segment(self, features: T, texts: T, known: T, boxes: T | None = None, labels: T | None = None) -> Found:
+    def segment(
+        self, features: T, texts: T, known: T, boxes: T | None = None, labels: T | None = None
+    ) -> Found:
         return self.detector_model.segment(features, texts, known, boxes, labels)
 
     def watch(self, patches: T) -> tuple[T, Seen]:

@@ -1,7 +1,7 @@
 """Attention of the cells of an image to those of earlier frames and to pointers to an object (SAM 2, arXiv 2408.00714).
 
-Cells are rotated by their places (RoFormer, arXiv 2104.09864), equally in all frames; pointers have no place. The kernel
-rotates the keys of all frames by the table of one.
+Cells are rotated by their places (RoFormer, arXiv 2104.09864), equally in all frames; pointers have no place. The
+kernel rotates the keys of all frames by the table of one.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def _check(q: T, k: T, v: T, cos: T, sin: T, pointers: int) -> None:
     shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v, cos, sin))
     if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"memory_attention: q, k and v must be [B, S, H, D] with one B, got {shapes}")
-    batch, cells, heads, size = q.shape
+    _, cells, _, size = q.shape
     if k.shape[2:] != q.shape[2:] or size % 2:
         raise ValueError(f"memory_attention: q, k and v must have the same heads of even size, got {shapes}")
     if cos.shape != (cells, size) or sin.shape != cos.shape:
         raise ValueError(f"memory_attention: cos and sin must be [{cells}, {size}] for q, got {shapes}")
     if not 0 <= pointers < k.shape[1] or (k.shape[1] - pointers) % max(cells, 1):
         raise ValueError(
-            f"memory_attention: k must have the {cells} cells of a frame or more behind {pointers} pointers, got {shapes}"
+            f"memory_attention: k must have the {cells} cells of a frame or more behind {pointers} pointers, got"
+            f" {shapes}"
         )
 
 
@@ -73,7 +74,9 @@ def _turn_frames_kernel(
     cols = tl.arange(0, 2 * HALF)[None, :]
     inside = (rows < M) & (cols < D)
     tokens = rows.to(tl.int64)
-    x = tl.load(k_ptr + batch * k_stride_b + tokens * k_stride_t + head * k_stride_h + cols, mask=inside, other=0.0)
+    x = tl.load(
+        k_ptr + batch * k_stride_b + tokens * k_stride_t + head * k_stride_h + cols, mask=inside, other=0.0
+    )
     turned = inside & (rows >= pointers)
     at = tl.where(rows >= pointers, rows - pointers, 0) % S * cos_stride + cols
     cos = tl.load(cos_ptr + at, mask=turned, other=1.0)
@@ -92,7 +95,7 @@ def _supports_triton(q: T, k: T, v: T, cos: T, sin: T, pointers: int, scale: flo
     if k.stride(3) != 1 or cos.stride(1) != 1 or sin.stride() != cos.stride():
         return f"k, cos and sin have strides {k.stride()}, {cos.stride()}, {sin.stride()}: the last must be 1"
     if max(k.shape[0], k.shape[2]) > 65535 or k.shape[3] > AT_ONCE:
-        return f"{k.shape[2]} heads or {k.shape[0]} objects are over 65535, or the head size {k.shape[3]} over {AT_ONCE}"
+        return f"{k.shape[2]} heads or {k.shape[0]} objects are over 65535, or its size {k.shape[3]} over {AT_ONCE}"
     return None
 
 

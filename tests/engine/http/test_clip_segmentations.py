@@ -64,7 +64,9 @@ def test_objects_of_a_clip_are_those_of_the_engine(served):
         for rle, mask in zip(frame["masks"], want.masks, strict=True):
             assert (mask_of(rle) != mask).mean() < 1e-2
     rows = output.outputs.data
-    assert rows.shape[1] == 7 and rows[:, 1].tolist() == [i for f in output.outputs.frames for i in f.object_ids]
+    assert rows.shape[1] == 7 and rows[:, 1].tolist() == [
+        i for f in output.outputs.frames for i in f.object_ids
+    ]
     assert not server.llm.engine.runner.segmenting._clips
 
 
@@ -78,7 +80,11 @@ def test_clips_run_beside_images_and_other_clips(served):
     assert image.outputs.size == (64, 48) and len(image.outputs.scores) == 6
     (alone,) = llm.segment(prompts[0], use_tqdm=False)
     assert [f.object_ids for f in alone.outputs.frames] == [f.object_ids for f in first.outputs.frames]
-    data = post(url, input=[VIDEO, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}], text="cat").json()["data"]
+    data = post(
+        url,
+        input=[VIDEO, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}],
+        text="cat",
+    ).json()["data"]
     assert [one["index"] for one in data] == [0, 1] and "frames" in data[0] and data[1]["text"] == "cat"
 
 
@@ -108,7 +114,9 @@ def test_client_that_leaves_ends_its_clip(served):
 
     def ask() -> None:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url + "/v1/segmentations", json={"input": part(frames_of(48)), "text": "cat"}, timeout=0.5)
+            httpx.post(
+                url + "/v1/segmentations", json={"input": part(frames_of(48)), "text": "cat"}, timeout=0.5
+            )
 
     thread = threading.Thread(target=ask)
     thread.start()
