@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.segmenters import frames_of, make_sam3_video, mask_of
+from support.segmenters import TRACKER, config, frames_of, make_sam3_video, mask_of
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
+from fastkernels.models.common import tracks
+from fastkernels.models.common.description import Unsupported
 
 TEXTS = ["cat", "red ball"]
-MASKS = 1e-4  # the largest difference of logits; their standard deviation is about 1
 
 
 class Kernels:
@@ -105,3 +106,66 @@ def test_masks_of_clips_equal_transformers(name: str, tmp_path: Path, monkeypatc
     assert shown and (name != "removed" or removed)
     for op in ("memory_attention", "rope_nd", "attention_dense", "conv_norm_act", "batched_matmul"):
         assert counters()[op]["calls"] > before.get(op, {"calls": 0})["calls"], op
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_clips_on_a_gpu_are_those_of_the_cpu(dtype: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Twice: the second time, the backbone and the detector replay CUDA graphs."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    make_sam3_video(tmp_path, **CASES["plain"][1])
+    frames, found = frames_of(9), []
+    for device, kind in (("cpu", "float32"), ("cuda", dtype)):
+        with LLM(str(tmp_path), device=device, dtype=kind) as llm:
+            found += [llm.segment(video=frames, text=TEXTS, use_tqdm=False)[0].outputs for _ in range(2)]
+            if device == "cuda":
+                assert llm.llm_engine.runner.graphs.replays
+    want, _, *rest = found
+    for output in rest:
+        assert len(output.frames) == 9
+        if dtype == "float32":
+            for mine, theirs in zip(output.frames, want.frames, strict=True):
+                assert mine.object_ids == theirs.object_ids
+                assert (mine.masks != theirs.masks).sum() <= theirs.masks.size / 100
+
+
+@pytest.mark.parametrize(("most", "shape"), [(1, (5, 7)), (4, (16, 16)), (9, (1, 30)), (30, (12, 3))])
+def test_specks_are_removed_as_by_their_meaning(most: int, shape: tuple[int, int], monkeypatch: Any) -> None:
+    """Against transformers' function with connected parts that are found one by one."""
+    from transformers.models.sam3_video import modeling_sam3_video
+
+    monkeypatch.setattr(modeling_sam3_video, "cv_utils_kernel", Kernels())
+    masks = torch.randn(6, 1, *shape, generator=torch.Generator().manual_seed(most))
+    want = modeling_sam3_video.fill_holes_in_mask_scores(masks.clone(), most)
+    assert torch.equal(tracks.without_specks(masks[:, 0], most), want[:, 0]) and not torch.equal(want, masks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory_attention_hidden_size": 64}, "memory_attention_hidden_size=64 is not vision_config"),
+        ({"memory_attention_rope_feat_sizes": [3, 4]}, r"rope_feat_sizes=\[3, 4\] are not"),
+        ({"memory_attention_num_attention_heads": 3}, "no multiple of its 3 heads"),
+        ({"memory_fuser_hidden_act": "mish"}, "memory_fuser_hidden_act='mish' is not supported"),
+        ({"max_object_pointers_in_encoder": 1}, "max_object_pointers_in_encoder=1 is not supported, only 2 to 1024"),
+        ({"mask_downsampler_total_stride": 8}, "mask_downsampler_total_stride=8 is not 16"),
+    ],
+)  # fmt: skip
+def test_unsupported_trackers_name_the_field(fields: dict[str, Any], message: str) -> None:
+    import transformers
+
+    from fastkernels.models.vision.sam3_video import check
+
+    detector = config(vision={"fpn_hidden_size": 128})
+    prompts = {"hidden_size": 128, "image_size": 56, "patch_size": 14}
+    own = {
+        **TRACKER, "vision_config": detector.vision_config.to_dict(), "prompt_encoder_config": prompts,
+        "mask_decoder_config": {"hidden_size": 128},
+    }  # fmt: skip
+    made = transformers.Sam3VideoConfig(detector_config=detector.to_dict(), tracker_config=own)
+    check(made)
+    for name, value in fields.items():
+        setattr(made.tracker_config, name, value)
+    with pytest.raises(Unsupported, match=message):
+        check(made)

@@ -39,7 +39,10 @@ class StepCache:
     rate: torch.Tensor | None = None
 
     def expected(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The part of the error that step `index` adds, with input x [1, ...]; None for a step that is computed in any case."""
+        """The part of the error that step `index` adds, with input x [1, ...].
+
+        None for a step that is computed in any case.
+        """
         warm = max(LEAST, math.ceil(WARM_UP * (self.steps - self.first)))
         if index - self.first < warm or index == self.steps - 1:
             return None

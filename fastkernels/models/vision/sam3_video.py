@@ -43,7 +43,7 @@ AT_ONCE = 16  # objects that go through the tracker together
 LEVELS = [4.0, 2.0, 1.0, 0.5]
 
 
-def _check(config: Any) -> None:
+def check(config: Any) -> None:
     """Raise Unsupported for what the tracker does not do. config: transformers.Sam3VideoConfig"""
     own, vision = config.tracker_config, config.detector_config.vision_config
     if own.model_type != "sam3_tracker_video":
@@ -791,7 +791,7 @@ class Sam3VideoModel(ClipSegmenter):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.detector_model = detector = sam3.Sam3Model(config.detector_config)
-        _check(config)
+        check(config)
         self.side, self.patch_size = detector.side, detector.patch_size
         self.text_length, self.vocab_size = detector.text_length, detector.vocab_size
         vision = config.detector_config.vision_config
