@@ -115,9 +115,7 @@ class EncodeEngine(BudgetEngine):
         self, request_id: str, prompt: Mapping[str, Any], params: PoolingParams, priority: int
     ) -> EncodeRequest:
         if not self.follows:
-            raise ValueError(
-                f"the prompt has a video, and {self.config.model} takes images only: a Sam3VideoModel takes both"
-            )
+            raise ValueError(f"the prompt has a video, and {self.config.model} takes images only")
         for name, default in (("mask_threshold", None), ("max_detections", None), ("semantic", False)):
             if (value := getattr(params, name)) != default:
                 raise ValueError(f"{name} applies to images, not to a video, got {value!r}")

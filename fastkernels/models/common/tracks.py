@@ -1,6 +1,6 @@
 """Objects that are followed through the frames of a clip: which detections are new, and which tracks go on.
 
-The rules are those of SAM 3 (Carion et al., arXiv 2511.16719, appendix on video): a detector looks at each frame, a
+The rules are those of SAM 3 (Carion et al., arXiv 2511.16719): a detector looks at each frame, a
 tracker moves the masks of earlier frames, and both are compared by their overlap.
 """
 
@@ -99,7 +99,7 @@ def one_owner(masks: T, scores: Sequence[float], prompts: Sequence[int]) -> T:
 
 @dataclass(frozen=True)
 class Rules:
-    """Thresholds of transformers' Sam3VideoConfig, under its names."""
+    """Thresholds of the checkpoint's config, under its names."""
 
     score_threshold_detection: float
     det_nms_thresh: float
