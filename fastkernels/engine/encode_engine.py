@@ -255,7 +255,7 @@ class EncodeEngine(BudgetEngine):
         batch = list(self.scheduler.schedule())
         clips = [r for r in batch if r.clip is not None]
         others = [r for r in batch if r.clip is None] if clips else batch
-        return [*(self._encode(others) if others else ()), *(self._follow(clips) if clips else ())]
+        return [*(self._forward(others) if others else ()), *(self._follow(clips) if clips else ())]
 
     def _follow(self, batch: Sequence[EncodeRequest]) -> list[PoolingRequestOutput]:
         """Compute the next frames of each clip."""
@@ -276,7 +276,7 @@ class EncodeEngine(BudgetEngine):
                 )  # fmt: skip
         return outputs
 
-    def _encode(self, batch: list[EncodeRequest]) -> list[PoolingRequestOutput]:
+    def _forward(self, batch: list[EncodeRequest]) -> list[PoolingRequestOutput]:
         images = [r.image for r in batch if r.image is not None]
         step = EncodeInput(
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),

@@ -229,7 +229,7 @@ class PromptReader:
                 f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
             )
         made = tuple(self._images.patches(Image.fromarray(frame)) for frame in frames)
-        return ClipPrompt(made, tuple(ids), tuple(texts))
+        return ClipPrompt(made, tuple(ids), tuple(map(str, texts)))
 
     def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:
         text, ids = prompt.get("text"), prompt.get("prompt_token_ids")

@@ -668,8 +668,8 @@ class Sam3Clip(Clip):
             places = row.nonzero().flatten()
             own = found.masks[prompt, places].float()
             if rules.det_nms_thresh > 0 and len(places):
-                stay = tracks.distinct(own > 0, scores[prompt, places], rules.det_nms_thresh)
-                stay = torch.from_numpy(stay).to(places.device)
+                best = tracks.distinct(own > 0, scores[prompt, places], rules.det_nms_thresh)
+                stay = torch.from_numpy(best).to(places.device)
                 places, own = places[stay], own[stay]
             masks.append(own)
             kept.append(scores[prompt, places])
