@@ -156,6 +156,8 @@ SPEC = OpSpec(
         _case("odd_63", "odd", "float32", batch=2, cells=63, pointers=5, frames=2, heads=3, head_size=16),
         _case("half", "odd", "float16", batch=1, cells=49, pointers=8, frames=3, heads=2, head_size=32),
         _case("no_pointers", "odd", "float32", batch=3, cells=16, pointers=0, frames=4, heads=1, head_size=12),
+        _case("pairs", "odd", "float32", batch=1, cells=5, pointers=3, frames=7, heads=4, head_size=6),
+        _case("wide_half", "odd", "float16", batch=2, cells=33, pointers=1, frames=2, heads=1, head_size=80),
         _case("rough", "odd", batch=2, cells=36, pointers=75, frames=1, heads=2, head_size=64),
     ),
     arguments=(
@@ -170,7 +172,7 @@ SPEC = OpSpec(
     outputs=(Tensor("out", "batch cells heads head_size"),),
     axes={
         "batch": Axis.per_call(),
-        "cells": Axis(),
+        "cells": Axis.count(),
         "pointers": Axis.per_call(),
         "frames": Axis.per_call(),
         "heads": Axis.count(),
