@@ -140,7 +140,7 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1, **dim
     return Case(name, dims, dtype, weight, (tag,))
 
 
-_SAM3: dict[str, Any] = {"cells": 5184, "heads": 1, "head_size": 256}
+_SAM3: dict[str, Any] = {"queries": 5184, "heads": 1, "head_size": 256}
 
 SPEC = OpSpec(
     name="memory_attention",
@@ -152,35 +152,35 @@ SPEC = OpSpec(
         _case("sam3_frame_8", "model", weight=8, batch=1, pointers=28, frames=7, **_SAM3),
         _case("sam3_frame_16", "model", weight=8, batch=1, pointers=60, frames=7, **_SAM3),
         _case("sam3_objects", "model", weight=4, batch=3, pointers=60, frames=7, **_SAM3),
-        _case("one", "odd", "float32", batch=1, cells=1, pointers=0, frames=1, heads=1, head_size=2),
-        _case("odd_63", "odd", "float32", batch=2, cells=63, pointers=5, frames=2, heads=3, head_size=16),
-        _case("half", "odd", "float16", batch=1, cells=49, pointers=8, frames=3, heads=2, head_size=32),
-        _case("no_pointers", "odd", "float32", batch=3, cells=16, pointers=0, frames=4, heads=1, head_size=12),
-        _case("pairs", "odd", "float32", batch=1, cells=5, pointers=3, frames=7, heads=4, head_size=6),
-        _case("wide_half", "odd", "float16", batch=2, cells=33, pointers=1, frames=2, heads=1, head_size=80),
-        _case("rough", "odd", batch=2, cells=36, pointers=75, frames=1, heads=2, head_size=64),
+        _case("one", "odd", "float32", batch=1, queries=1, pointers=0, frames=1, heads=1, head_size=2),
+        _case("odd_63", "odd", "float32", batch=2, queries=63, pointers=5, frames=2, heads=3, head_size=16),
+        _case("half", "odd", "float16", batch=1, queries=49, pointers=8, frames=3, heads=2, head_size=32),
+        _case("no_pointers", "odd", "float32", batch=3, queries=16, pointers=0, frames=4, heads=1, head_size=12),
+        _case("pairs", "odd", "float32", batch=1, queries=5, pointers=3, frames=7, heads=4, head_size=6),
+        _case("wide_half", "odd", "float16", batch=2, queries=33, pointers=1, frames=2, heads=1, head_size=80),
+        _case("rough", "odd", batch=2, queries=36, pointers=75, frames=1, heads=2, head_size=64),
     ),
     arguments=(
-        Tensor("q", "batch cells heads head_size"),
-        Tensor("k", "batch pointers+frames*cells heads head_size"),
-        Tensor("v", "batch pointers+frames*cells heads head_size"),
-        Tensor("cos", "cells head_size", "float32", std=0.7),
-        Tensor("sin", "cells head_size", "float32", std=0.7),
+        Tensor("q", "batch queries heads head_size"),
+        Tensor("k", "batch pointers+frames*queries heads head_size"),
+        Tensor("v", "batch pointers+frames*queries heads head_size"),
+        Tensor("cos", "queries head_size", "float32", std=0.7),
+        Tensor("sin", "queries head_size", "float32", std=0.7),
         Scalar("pointers"),
         Scalar("scale"),
     ),
-    outputs=(Tensor("out", "batch cells heads head_size"),),
+    outputs=(Tensor("out", "batch queries heads head_size"),),
     axes={
         "batch": Axis.per_call(),
-        "cells": Axis.count(),
+        "queries": Axis.count(),
         "pointers": Axis.per_call(),
-        "frames": Axis.per_call(),
+        "frames": Axis(varies=True),
         "heads": Axis.count(),
         "head_size": Axis.width(),
         "scale": Axis(Expr("head_size ** -0.5")),
     },
-    constraints=("head_size % 2 == 0", "frames >= 1", "cells >= 1"),
-    flops="4 * batch * cells * (pointers + frames * cells) * heads * head_size",
+    constraints=("head_size % 2 == 0", "frames >= 1", "queries >= 1"),
+    flops="4 * batch * queries * (pointers + frames * queries) * heads * head_size",
     activations=("v",),  # the result is linear in the values
     contained="q",
     calls=("attention_dense", "rope_nd"),
