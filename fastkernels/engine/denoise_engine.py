@@ -187,6 +187,7 @@ class DenoiseEngine(BudgetEngine):
                 r.seed,
                 r.image,
                 r.first,
+                r.params.step_cache,
             )
             for r in batch
             if r.step == r.first
@@ -197,10 +198,15 @@ class DenoiseEngine(BudgetEngine):
             request.step += 1
         ended = [r for r in batch if r.request_id in found]
         self._remove(ended)
+        for request in ended:
+            _, request.reused = found[request.request_id]
+            self.stats.denoise_steps_reused += request.reused
         self.stats.denoise_steps += len(batch)
         self.stats.images += ended
         return [
-            ImageRequestOutput(r.request_id, r.prompt, [found[r.request_id]], [r.seed], r.steps)
+            ImageRequestOutput(
+                r.request_id, r.prompt, [found[r.request_id][0]], [r.seed], r.steps, [r.reused]
+            )
             for r in ended
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 from fastkernels.engine import detection, segmentation, tokenizer
 from fastkernels.engine.budget_engine import BudgetEngine
 from fastkernels.engine.execution.encode import EncodeInput
-from fastkernels.engine.execution.segmenting import Objects, Wanted
+from fastkernels.engine.execution.segmenting import Followed, NextFrames, Objects, Wanted
 from fastkernels.engine.images import READERS, ImageReader, Patches, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
+    CLIP_FRAMES,
     BudgetScheduler,
     EncodeRequest,
     PoolingOutput,
@@ -24,7 +25,7 @@ from fastkernels.engine.scheduling.encoding import (
 from fastkernels.engine.tokenizer import encode_pair
 from fastkernels.models.common.detector import Detector
 from fastkernels.models.common.retrieval import Form
-from fastkernels.models.common.segmenter import Segmenter
+from fastkernels.models.common.segmenter import ClipSegmenter, Segmenter
 
 FINDING = {"detect": "detects no objects", "segment": "finds no objects that a prompt names"}
 
@@ -85,7 +86,9 @@ class EncodeEngine(BudgetEngine):
                     f"dimensions apply to vectors, got {params.dimensions} for task {params.task!r}"
                 )
             self._check_dimensions(params.dimensions)
-        if self.segments:
+        if self.segments and isinstance(prompt, Mapping) and "video" in prompt:
+            request = self._clip_request(request_id, prompt, params, priority)
+        elif self.segments:
             image, concept = self.prompts.read(prompt, params.masks or params.semantic)
             ids = list(concept.input_ids)
             request = EncodeRequest(
@@ -107,6 +110,18 @@ class EncodeEngine(BudgetEngine):
                 f" {self.max_model_len} tokens"
             )
         return request
+
+    def _clip_request(
+        self, request_id: str, prompt: Mapping[str, Any], params: PoolingParams, priority: int
+    ) -> EncodeRequest:
+        if not self.follows:
+            raise ValueError(f"the prompt has a video, and {self.config.model} takes images only")
+        for name, default in (("mask_threshold", None), ("max_detections", None), ("semantic", False)):
+            if (value := getattr(params, name)) != default:
+                raise ValueError(f"{name} applies to images, not to a video, got {value!r}")
+        clip = self.prompts.read_clip(prompt, params.masks)
+        ids = [i for text in clip.texts for i in text]
+        return EncodeRequest(request_id, ", ".join(clip.names), ids, params, priority, clip=clip)
 
     def pair_request(
         self, request_id: str, query: Any, document: Any, params: PoolingParams | None = None
@@ -180,6 +195,11 @@ class EncodeEngine(BudgetEngine):
         return isinstance(self.runner.model, Segmenter)
 
     @property
+    def follows(self) -> bool:
+        """Whether the model also follows such objects through videos."""
+        return isinstance(self.runner.model, ClipSegmenter)
+
+    @property
     def _only(self) -> str:
         """The only task of a model that finds objects; '' for others."""
         return "detect" if self.detects else "segment" if self.segments else ""
@@ -223,10 +243,40 @@ class EncodeEngine(BudgetEngine):
             return detection.detected(data, request.image, request.params, names)
         return PoolingOutput(self._cut(_kept(request, data), request.params))
 
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[Any]:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        begun = any(i in self.requests and self.requests[i].done for i in ids)
+        found = super().abort_request(ids)
+        if begun and not any(r.done for r in self.requests.values()):
+            self._launch(EncodeInput.of_clips([]))  # frees what is known of them
+        return found
+
     def step(self) -> list[PoolingRequestOutput]:
         batch = list(self.scheduler.schedule())
-        if not batch:
-            return []
+        clips = [r for r in batch if r.clip is not None]
+        others = [r for r in batch if r.clip is None] if clips else batch
+        return [*(self._forward(others) if others else ()), *(self._follow(clips) if clips else ())]
+
+    def _follow(self, batch: Sequence[EncodeRequest]) -> list[PoolingRequestOutput]:
+        """Compute the next frames of each clip."""
+        found = self._launch(EncodeInput.of_clips([_next_frames(r) for r in batch]))
+        outputs = []
+        for request, frames in zip(batch, found, strict=True):
+            assert request.clip is not None
+            request.done += CLIP_FRAMES
+            if frames is not None:
+                self._remove([request])
+                self.stats.prompt_tokens += request.all_tokens
+                self.stats.encoded.append(request)
+                outputs.append(
+                    PoolingRequestOutput(
+                        request.request_id, request.prompt, request.prompt_token_ids,
+                        _clip_output(frames, request.clip), num_tokens=request.all_tokens,
+                    )
+                )  # fmt: skip
+        return outputs
+
+    def _forward(self, batch: list[EncodeRequest]) -> list[PoolingRequestOutput]:
         images = [r.image for r in batch if r.image is not None]
         step = EncodeInput(
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
@@ -271,6 +321,30 @@ def _segmented(
     rows = found.rows.copy()
     rows[:, :4] *= np.array(image.size * 2, np.float32)
     return segmentation.SegmentationOutput(rows, found.runs, found.semantic, concept.name, image.size)
+
+
+def _next_frames(request: EncodeRequest) -> NextFrames:
+    clip, params = request.clip, request.params
+    assert clip is not None
+    frames = clip.frames[request.done : request.done + CLIP_FRAMES]
+    return NextFrames(
+        request.request_id, clip.texts, np.stack([frame.values for frame in frames]), len(clip.frames), clip.size,
+        params.masks, params.threshold or 0.0,
+    )  # fmt: skip
+
+
+def _clip_output(found: Sequence[Followed], clip: segmentation.ClipPrompt) -> segmentation.ClipOutput:
+    frames, rows = [], []
+    for i, frame in enumerate(found):
+        texts = [clip.names[prompt] for prompt in frame.prompts]
+        frames.append(
+            segmentation.FrameOutput(
+                frame.rows, frame.runs, size=clip.size, object_ids=frame.numbers, texts=texts
+            )
+        )
+        known = np.array([(i, number) for number in frame.numbers], np.float32).reshape(-1, 2)
+        rows.append(np.concatenate((known, frame.rows), 1))
+    return segmentation.ClipOutput(np.concatenate(rows), frames, list(clip.names), clip.size)
 
 
 def _kept(request: EncodeRequest, data: np.ndarray) -> np.ndarray:

@@ -34,7 +34,8 @@ class StepStats:
 
     encoded: finished requests of encoders, recommenders and robot policies
     aborted: requests of these that ended without a result, and of images or frames; of text they are in finished
-    denoise_steps: steps of single images or frames; images: finished requests for them; frames: finished frames.
+    denoise_steps: steps of single images or frames, of which denoise_steps_reused ran no denoiser
+    images: finished requests for them; frames: finished frames.
     speeches: finished requests for speech; ttfs: times to their first sound; sound: seconds of speech
     """
 
@@ -46,6 +47,7 @@ class StepStats:
     encoded: list[Any] = field(default_factory=list)
     aborted: int = 0
     denoise_steps: int = 0
+    denoise_steps_reused: int = 0
     images: list[ImageRequest | RenderRequest | FrameRequest] = field(default_factory=list)
     frames: int = 0
     speeches: list[SpeechRequest] = field(default_factory=list)

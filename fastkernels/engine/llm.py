@@ -181,9 +181,11 @@ class LLM:
 
     def segment(
         self,
-        inputs: Any,
+        inputs: Any = None,
         params: PoolingParams | None = None,
         *,
+        video: Any = None,
+        text: str | Sequence[str] | None = None,
         use_activation: bool = True,
         use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput]:
@@ -193,7 +195,9 @@ class LLM:
                         side of a cell}, with lists, arrays or tensors; see the model's file. Images with prompts are
                         {"image": a PIL image, "text": what to find, "boxes": [[left, top, right, bottom], ...] of
                         examples in pixels, "box_labels": [1, or 0 for what is not wanted, ...]}, with text, boxes or
-                        both. Prompts on the same image share the work on it
+                        both. Prompts on the same image share the work on it. Clips are {"video": frames or the bytes
+                        of a file, "text": what to follow, or a list of texts}
+        video, text     of one clip, instead of inputs
         params          of images: PoolingParams("segment", threshold=..., ...)
         use_activation  of clouds: `outputs.data` is [points, classes] of probabilities; False: of logits. Without a
                         head it is the features, and `outputs.items` is None
@@ -201,10 +205,17 @@ class LLM:
 
         Of clouds, `outputs.items` is an array [points] of classes, `outputs.data` their numbers. Of images,
         `outputs.boxes`, `scores` and `masks` [n, height, width] are those of the objects, the best first, and `rles`
-        the masks in COCO's form. Raises ValueError for an unsupported request before anything runs.
+        the masks in COCO's form. Of clips, `outputs.frames` has these of each frame, and `object_ids`, which are the
+        same for an object in all frames. Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("segment", "Segment", "Encode")
         clouds = self.llm_engine.kind == "Segment"
+        if (video is None) == (inputs is None):
+            raise ValueError("segment: give inputs, or the video of a clip and its text")
+        if video is not None:
+            inputs = {"video": video, "text": text}
+        elif text is not None:
+            raise ValueError("segment: text belongs to video; the text of other inputs is in their dicts")
         listed = [inputs] if isinstance(inputs, dict) else inputs
         if not isinstance(listed, (list, tuple)):
             what = "clouds" if clouds else "inputs"
@@ -329,6 +340,7 @@ class LLM:
             first, *rest = [next(found) for _ in requests]
             first.arrays += [array for output in rest for array in output.arrays]
             first.seeds += [seed for output in rest for seed in output.seeds]
+            first.steps_reused += [count for output in rest for count in output.steps_reused]
             outputs.append(first)
         return outputs
 

@@ -6,19 +6,24 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fastkernels.engine.detection import ObjectsOutput
 from fastkernels.engine.images import ImageReader, Patches, is_image, rgb
+from fastkernels.engine.scheduling.encoding import PoolingOutput
 from fastkernels.engine.tokenizer import encode
+from fastkernels.engine.videos import Source, VideoError, video
 
 THRESHOLD, MASK_THRESHOLD = 0.5, 0.5  # by default: of a score, and of a pixel's probability
 MOST_BOXES = 64  # of a prompt
 MOST_CHARACTERS = 4096  # of a text, before it is split into tokens
 MOST_MASK_PIXELS = 1 << 24  # of an image whose masks are wanted: each object has one of the image's size
+MOST_FRAMES = 64  # of a clip
+MOST_CLIP_TEXTS = 16  # of a clip
+CLIP_FIELDS = ("video", "text")
 KEPT = 8  # images whose patches are kept
 FIELDS = ("image", "text", "boxes", "box_labels", "prompt_token_ids")
 VISUAL = "visual"  # the text of a prompt with boxes alone, which the model was trained with
@@ -84,6 +89,48 @@ class SegmentationOutput(ObjectsOutput):
     def semantic_rle(self) -> dict[str, Any] | None:
         """`semantic` in the form of `rles`."""
         return None if self.semantic_runs is None else coco_rle(self.semantic_runs, self.size)
+
+
+@dataclass
+class FrameOutput(SegmentationOutput):
+    """The objects of a frame of a clip, by their numbers. Of `data`, scores are those of when an object was found.
+
+    object_ids  equal in all frames that have the object; texts: those that name them
+    """
+
+    object_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def labels(self) -> list[str]:
+        """The text that names each object."""
+        return self.texts
+
+
+@dataclass
+class ClipOutput(PoolingOutput):
+    """data: [n, 7] float32 of all objects in all frames: frame, object, left, top, right, bottom, and score.
+
+    frames: in order. size: width and height
+    """
+
+    frames: list[FrameOutput] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    size: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class ClipPrompt:
+    """A clip and what to follow in it. frames: patches of each, of the same grid. texts: token ids of names."""
+
+    frames: tuple[Patches, ...]
+    texts: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the frames."""
+        return self.frames[0].size
 
 
 def decode_runs(runs: Sequence[int], height: int, width: int) -> np.ndarray:
@@ -152,6 +199,38 @@ class PromptReader:
         patches, digest = self._patches(image)
         return patches, Concept(digest, tuple(ids), boxes, labels, name)
 
+    def read_clip(self, prompt: Mapping[str, Any], masks: bool) -> ClipPrompt:
+        """prompt: {'video': frames or a file's bytes, as of videos.video, 'text': what to follow, or a list of texts}.
+
+        Raises ValueError, whose message names the field.
+        """
+        from PIL import Image
+
+        if unknown := sorted(set(map(str, prompt)) - set(CLIP_FIELDS)):
+            raise ValueError(
+                f"the prompt of a video has the fields {', '.join(unknown)}; known are {', '.join(CLIP_FIELDS)}"
+            )
+        given = prompt.get("text")
+        texts = list(given) if isinstance(given, (list, tuple)) else [given]
+        if not texts or len(texts) > MOST_CLIP_TEXTS:
+            raise ValueError(f"text must have 1 to {MOST_CLIP_TEXTS} texts for a video, got {len(texts)}")
+        texts = list(dict.fromkeys(texts)) if all(isinstance(t, str) for t in texts) else texts
+        ids = [tuple(self._text({"text": text}, False)[1]) for text in texts]
+        try:
+            frames = video(prompt["video"], _all_frames).frames
+        except VideoError as error:
+            raise ValueError(f"the prompt has a video {error}") from error
+        count, height, width = frames.shape[:3]
+        if count > MOST_FRAMES:
+            raise ValueError(_many(count))
+        if masks and width * height > MOST_MASK_PIXELS:
+            raise ValueError(
+                f"the prompt's video has {width} x {height} pixels, and masks are made of frames of at most"
+                f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
+            )
+        made = tuple(self._images.patches(Image.fromarray(frame)) for frame in frames)
+        return ClipPrompt(made, tuple(ids), tuple(map(str, texts)))
+
     def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:
         text, ids = prompt.get("text"), prompt.get("prompt_token_ids")
         if text is not None and ids is not None:
@@ -197,6 +276,16 @@ class PromptReader:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return made, key
+
+
+def _all_frames(source: Source) -> range:
+    if source.frames > MOST_FRAMES:
+        raise ValueError(_many(source.frames))
+    return range(source.frames)
+
+
+def _many(frames: int) -> str:
+    return f"the prompt has a video of {frames} frames, and at most {MOST_FRAMES} are possible: cut it into parts"
 
 
 def _boxes(

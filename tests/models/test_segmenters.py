@@ -12,7 +12,7 @@ import torch
 from fk_bench.info.verified import DETECTIONS
 from safetensors.torch import load_file, save_file
 from support.detectors import pictures
-from support.segmenters import make_sam3, mask_of
+from support.segmenters import make_sam3, make_sam3_video, mask_of
 from support.tiny import make_tiny_encoder
 
 from fastkernels import LLM
@@ -164,19 +164,19 @@ def test_features_of_an_image_are_dropped_and_computed_again(tmp_path: Path) -> 
     assert len(running._images) == 16 and running.computed.images == 19
 
 
-def test_weights_of_a_video_checkpoint_are_read(tmp_path: Path) -> None:
-    """The public checkpoint is one of Sam3VideoModel: this model is its detector."""
-    model = make_sam3(tmp_path)
-    file, own = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
-    state = {f"detector_model.{key}": tensor for key, tensor in load_file(file).items()}
-    state |= {
-        "tracker_model.mask_decoder.x.weight": torch.ones(2),
-        "tracker_neck.fpn_layers.0.x": torch.ones(1),
-    }
+def test_video_checkpoint_finds_objects_in_images(tmp_path: Path) -> None:
+    """The public checkpoint is one of Sam3VideoModel: images are the detector's."""
+    model = make_sam3_video(tmp_path)
+    check(loaded(tmp_path), model.detector_model, 56, True)
+
+
+def test_video_checkpoint_without_its_tracker_is_refused(tmp_path: Path) -> None:
+    make_sam3_video(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {key: tensor for key, tensor in load_file(file).items() if not key.startswith("tracker_model.")}
     save_file(state, file)
-    fields = {"architectures": ["Sam3VideoModel"], "model_type": "sam3_video", "detector_config": own}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    check(loaded(tmp_path), model, 56, True)
+    with pytest.raises(CheckpointError, match=r"keys missing from it: tracker_model\.mask_decoder"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (3, 40), (40, 3)])

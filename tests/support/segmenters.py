@@ -94,3 +94,63 @@ def mask_of(rle: dict[str, Any]) -> np.ndarray:
     height, width = rle["size"]
     inside = [i % 2 == 1 for i, run in enumerate(runs) for _ in range(run)]
     return np.array(inside, bool).reshape(width, height).T
+
+
+TRACKER = {
+    "memory_attention_num_layers": 2, "memory_attention_feed_forward_hidden_size": 48, "memory_fuser_num_layers": 2,
+    "memory_attention_hidden_size": 128, "memory_encoder_hidden_size": 128, "memory_encoder_output_channels": 64,
+    "mask_downsampler_embed_dim": 128, "memory_fuser_embed_dim": 128, "memory_fuser_intermediate_dim": 48,
+    "num_maskmem": 3, "max_object_pointers_in_encoder": 5, "image_size": 56,
+}  # fmt: skip
+RULES = {"score_threshold_detection": 0.2, "new_det_thresh": 0.3, "fill_hole_area": 0, "det_nms_thresh": 0.0}
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 32}
+
+
+def make_sam3_video(folder: Path, tracker: dict[str, Any] | None = None, **rules: Any) -> Any:
+    """transformers' Sam3VideoModel, saved with its processor. tracker, rules: fields of its and the whole config."""
+    import transformers
+
+    torch.manual_seed(0)
+    detector = config(
+        vision={"fpn_hidden_size": 128}, geometry=WIDE, encoder=WIDE, decoder={**WIDE, "num_queries": 6},
+        masks={"hidden_size": 128},
+    ).to_dict()  # fmt: skip
+    own = {
+        **TRACKER, "vision_config": detector["vision_config"],
+        "prompt_encoder_config": {"hidden_size": 128, "image_size": 56, "patch_size": 14, "mask_input_channels": 8},
+        "mask_decoder_config": {
+            "hidden_size": 128, "mlp_dim": 32, "num_attention_heads": 4, "iou_head_hidden_dim": 24,
+            **(tracker or {}).pop("mask_decoder_config", {}),
+        },
+        **(tracker or {}),
+    }  # fmt: skip
+    made = transformers.Sam3VideoConfig(
+        detector_config=detector, tracker_config=own, low_res_mask_size=16,
+        **{**RULES, **rules},
+    )  # fmt: skip
+    model = transformers.Sam3VideoModel(made).eval()
+    randomize(model.state_dict())
+    with torch.no_grad():  # objects stay visible for some frames
+        model.tracker_model.mask_decoder.pred_obj_score_head.proj_out.bias.fill_(2.0)
+    model.save_pretrained(folder)
+    size = {"height": 56, "width": 56}
+    images = transformers.Sam3ImageProcessor(size=size, mask_size={"height": 16, "width": 16})
+    half = [0.5] * 3  # as of images
+    videos = transformers.Sam2VideoVideoProcessor(size=size, image_mean=half, image_std=half)
+    transformers.Sam3VideoProcessor(images, videos, make_tokenizer(folder)).save_pretrained(folder)
+    return model
+
+
+def frames_of(count: int, size: tuple[int, int] = (64, 48), seed: int = 0) -> list[Any]:
+    """Frames of a clip: spots that move over a slowly changing picture."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    first, last = (rng.integers(0, 256, (3, 4, 3)).astype(np.float32) for _ in range(2))
+    made = []
+    for i in range(count):
+        share = i / max(count - 1, 1)
+        base = Image.fromarray(((1 - share) * first + share * last).astype(np.uint8)).resize(size)
+        base.paste((255, int(200 * share), 0), (4 + 2 * i, 6 + i, 24 + 2 * i, 24 + i))
+        made.append(base)
+    return made

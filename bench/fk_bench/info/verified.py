@@ -36,12 +36,11 @@ def verified(model: Model, architecture: str) -> Verified:
     """The test of one of the architectures that a model file declares."""
     arch = model.arch
     if model.name == "sam3":
-        test = (
-            "weights_of_a_video_checkpoint_are_read"
-            if architecture in arch.text_of
-            else "outputs_equal_transformers[plain]"
+        return Verified("tests/models/test_segmenters.py::test_outputs_equal_transformers[plain]", DETECTIONS)
+    if model.name == "sam3_video":
+        return Verified(
+            "tests/models/test_clips.py::test_masks_of_clips_equal_transformers[plain]", DETECTIONS
         )
-        return Verified(f"tests/models/test_segmenters.py::test_{test}", DETECTIONS)
     if architecture in arch.text_of and not arch.media:
         kind = arch.model_type.removesuffix("_text")
         return Verified(f"tests/models/test_text_models.py::test_text_model_equals_transformers[{kind}]", 0.0)

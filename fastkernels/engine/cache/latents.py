@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastkernels.engine.cache.step_cache import StepCache
 from fastkernels.models.common.pipelines.pipeline import Conditions, Size
 from fastkernels.models.common.pipelines.schedules import Schedule
 
@@ -18,6 +19,7 @@ class Latents:
     values    [1, ...] in float32
     negative  the conditions of the negative prompt, if it is computed
     clean     the clean latents of the step before, which a solver of second order takes
+    cache     None: each step is computed
     """
 
     values: torch.Tensor
@@ -27,6 +29,7 @@ class Latents:
     conditions: Conditions
     negative: Conditions | None
     clean: torch.Tensor | None = None
+    cache: StepCache | None = None
 
 
 class LatentPool:

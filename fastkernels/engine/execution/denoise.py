@@ -12,6 +12,7 @@ import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
 from fastkernels.engine.cache.latents import LatentPool, Latents, joined
+from fastkernels.engine.cache.step_cache import StepCache, reusable
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.encode import CACHE_OPTIONS
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
@@ -27,6 +28,7 @@ class Start:
     scale  of guidance
     image  [H, W, 3] uint8, of which it is made
     first  the step that it begins with
+    step_cache  the threshold of StepCache, or None
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Start:
     seed: int
     image: np.ndarray | None = None
     first: int = 0
+    step_cache: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ class Denoise(Runner):
             self._step(size, doubled, rows)
         ended = [i for i, index in step.rows if index + 1 == len(self.pool[i].schedule)]
         pixels = {i: self.model.decode(self.pool[i].values, self.pool[i].size)[0] for i in ended}
+        caches = {i: self.pool[i].cache for i in ended}
         self.pool.drop(ended)
-        return DenoiseStep(self.device, pixels)
+        reused = {i: cache.reused for i, cache in caches.items() if cache is not None}
+        return DenoiseStep(self.device, pixels, reused)
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Encode prompts, equal ones once, and draw the first latents."""
@@ -122,9 +127,14 @@ class Denoise(Runner):
             schedule = model.schedule(start.steps, start.size, start.first)
             values = self._first_latents(start, schedule)
             negative = found[start.negative_prompt] if start.request_id in doubled else None
+            cache = None
+            if start.step_cache is not None:
+                cache = StepCache(start.step_cache, len(schedule), start.first)
             self.pool.add(
                 start.request_id,
-                Latents(values, start.size, schedule, start.scale, found[start.prompt], negative),
+                Latents(
+                    values, start.size, schedule, start.scale, found[start.prompt], negative, cache=cache
+                ),
             )
 
     def _first_latents(self, start: Start, schedule: Schedule) -> torch.Tensor:
@@ -152,15 +162,21 @@ class Denoise(Runner):
         times, scales, keep, add, guidance = self._to_device(np.array(numbers, np.float32).T)
         x = self.pool.values(ids)
         shape = (-1, *[1] * (x.dim() - 1))
-        scaled, conditions = x * scales.view(shape), self.pool.conditions(ids)
-        if not doubled:
-            output = self._forward(size, scaled, times, guidance, conditions).float()
+        scaled, caches = x * scales.view(shape), [image.cache for image in images]
+        reused = reusable(caches, [i for _, i in rows], scaled)
+        if not reused:
+            output = self._output(size, doubled, ids, scaled, times, guidance)
         else:
-            negative = self.pool.conditions(ids, negative=True)
-            both = joined(negative, conditions)
-            twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
-            without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
-            output = without + guidance.view(shape) * (with_prompt - without)
+            output, rest = torch.empty_like(x), [i for i in range(len(ids)) if i not in reused]
+            if rest:
+                output[rest] = self._output(
+                    size, doubled, [ids[i] for i in rest], scaled[rest], times[rest], guidance[rest]
+                )
+        for i, cache in enumerate(caches):
+            if cache is not None and i in reused:
+                output[i : i + 1] = cache.reuse(scaled[i : i + 1])
+            elif cache is not None:
+                cache.add(scaled[i : i + 1].clone(), output[i : i + 1].clone())
         made = keep.view(shape) * x + add.view(shape) * output
         if images[0].schedule.past is not None:  # all have the model's scheduler
             factors = [
@@ -172,6 +188,18 @@ class Denoise(Runner):
             of_x, of_output, past = (f.view(shape) for f in self._to_device(np.array(factors, np.float32).T))
             made += past * self.pool.advance(ids, of_x * x + of_output * output)
         self.pool.put(ids, made)
+
+    def _output(
+        self, size: Size, doubled: bool, ids: Sequence[str], scaled: Any, times: Any, guidance: Any
+    ) -> torch.Tensor:
+        """The denoiser's output for images of one size, guided."""
+        conditions = self.pool.conditions(ids)
+        if not doubled:
+            return self._forward(size, scaled, times, guidance, conditions).float()
+        both = joined(self.pool.conditions(ids, negative=True), conditions)
+        twice = [torch.cat((t, t)) for t in (scaled, times, guidance)]
+        without, with_prompt = self._forward(size, twice[0], twice[1], twice[2], both).float().chunk(2)
+        return without + guidance.view(-1, *[1] * (scaled.dim() - 1)) * (with_prompt - without)
 
     def _forward(self, size: Size, latents: Any, times: Any, scales: Any, conditions: Any) -> torch.Tensor:
         if self.graphs is None:
@@ -198,16 +226,25 @@ def _channels_last(model: torch.nn.Module) -> None:
 
 
 class DenoiseStep:
-    """A launched step (step.Pending). pixels: {request id: [.., 3, H, W] uint8} of images that end with it."""
+    """A launched step (step.Pending). pixels: {request id: [.., 3, H, W] uint8} of images that end with it.
 
-    def __init__(self, device: torch.device, pixels: dict[str, torch.Tensor]):
-        self._pixels = pixels
+    reused: {request id: the number of its steps that reused an output}
+    """
+
+    def __init__(self, device: torch.device, pixels: dict[str, torch.Tensor], reused: dict[str, int]):
+        self._pixels, self._reused = pixels, reused
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         if self._done is not None:
             self._done.record()
 
-    def result(self) -> dict[str, np.ndarray]:
-        """{request id: [.., H, W, 3] uint8}. Waits for the device, so that new requests join at the next step."""
+    def result(self) -> dict[str, tuple[np.ndarray, int]]:
+        """{request id: ([.., H, W, 3] uint8, steps that reused an output)}.
+
+        Waits for the device, so that new requests join at the next step.
+        """
         if self._done is not None:
             self._done.synchronize()
-        return {i: np.ascontiguousarray(p.movedim(-3, -1).cpu().numpy()) for i, p in self._pixels.items()}
+        return {
+            i: (np.ascontiguousarray(p.movedim(-3, -1).cpu().numpy()), self._reused.get(i, 0))
+            for i, p in self._pixels.items()
+        }

@@ -17,7 +17,7 @@ from fastkernels.engine.execution.activation import read_activation
 from fastkernels.engine.execution.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.segmenting import Segmenting, SegmentStep, Wanted
+from fastkernels.engine.execution.segmenting import Followed, NextFrames, Segmenting, SegmentStep, Wanted
 from fastkernels.engine.images import READERS
 from fastkernels.models.common import registry
 from fastkernels.models.common.detector import Detector
@@ -41,6 +41,7 @@ class EncodeInput:
     kept            [T] bool: tokens whose vectors count for the task 'maxsim'
     queries         vectors [n, D] float32 of the queries of that task; query_of [B]: the index of each sequence's
     wanted          [B], of the task 'segment'
+    clips           instead of sequences, the next frames of all clips that run; None: of sequences
     """
 
     input_ids: np.ndarray
@@ -54,6 +55,12 @@ class EncodeInput:
     queries: Sequence[np.ndarray] = ()
     query_of: Sequence[int] = ()
     wanted: Sequence[Wanted] = ()
+    clips: Sequence[NextFrames] | None = None
+
+    @classmethod
+    def of_clips(cls, clips: Sequence[NextFrames]) -> EncodeInput:
+        """A step of clips. Without any, all clips are forgotten."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), [], clips=clips)
 
 
 class Encode(Runner):
@@ -111,8 +118,10 @@ class Encode(Runner):
         self.limits = Limits(0, self.max_model_len, self.config.max_num_batched_tokens)
 
     @torch.inference_mode()
-    def launch(self, step: EncodeInput) -> EncodeStep | SegmentStep:
-        """Start one forward pass without waiting for the device."""
+    def launch(self, step: EncodeInput) -> EncodeStep | SegmentStep | FollowedStep:
+        """Start one forward pass without waiting for the device, except for clips."""
+        if self.segmenting is not None and step.clips is not None:
+            return FollowedStep(self.segmenting.follow(step.clips, self._to_device))
         if self.segmenting is not None and step.patches is not None:
             return self.segmenting.launch(step.wanted, step.patches, self._to_device)
         starts = np.zeros(len(step.query_lens) + 1, dtype=np.int64)
@@ -174,6 +183,17 @@ class Encode(Runner):
     def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class FollowedStep:
+    """A step of clips, which has ended (step.Pending)."""
+
+    found: list[list[Followed] | None]
+
+    def result(self) -> list[list[Followed] | None]:
+        """See Segmenting.follow."""
+        return self.found
 
 
 class EncodeStep:

@@ -163,7 +163,7 @@ async def results(context: Context, requests: list[Any], raw: Request) -> list[A
 
 
 class Inputs:
-    """Reads one input at a time: token ids of texts, a PIL image, or the list of a video's frames.
+    """Reads one input at a time: token ids of texts, a PIL image, the list of a video's frames, or a clip's file.
 
     special, limit, side: of Prompts.text.
     """
@@ -176,6 +176,9 @@ class Inputs:
         self.takes = {"images": ("image_url",), "videos": ("video_url", "image_url")}.get(
             context.llm.engine.inputs, ()
         )
+        self.clips = getattr(context.llm.engine, "follows", False)  # also as files, such as MP4
+        if self.clips:
+            self.takes += ("video_url",)
 
     async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
         """Raises ApiError, which names input i."""
@@ -187,7 +190,7 @@ class Inputs:
             wanted = f"takes {wanted or 'text or token ids, not images or videos'}"
             raise ApiError(400, f"input {i} cannot be used: {self.context.model_name!r} {wanted}", "input")
         if isinstance(given, dict):
-            read = _image if kind == "image_url" else _video
+            read = _image if kind == "image_url" else _clip if self.clips else _video
             try:
                 return await asyncio.to_thread(read, given[kind]["url"])
             except ValueError as error:
@@ -213,6 +216,11 @@ def _part(given: str) -> str | dict[str, Any]:
 def _image(url: str) -> Any:
     """The PIL image of a data URL. Raises ValueError, whose message continues "input 0 is"."""
     return decode(_bytes(_data(url, "image_url")))
+
+
+def _clip(url: str) -> list[Any] | bytes:
+    """The frames of a data URL, or the bytes of a file, such as MP4. Raises ValueError as _image does."""
+    return _video(url) if url.startswith("data:video/jpeg") else _bytes(_data(url, "video_url"))
 
 
 def _video(url: str) -> list[Any]:

@@ -41,7 +41,9 @@ class Metrics:
     def __init__(self, model_name: str, engine: Engine):
         self.engine, self.refused, self.failed_steps = engine, 0, 0
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._images = self._frames = 0
+        self._prompt_tokens = self._generation_tokens = self._denoise_steps = self._reused_steps = (
+            self._images
+        ) = self._frames = 0
         self._ended = dict.fromkeys(REASONS, 0)
         self._audio = dict.fromkeys(TASKS, 0)
         self._audio_seconds = 0.0
@@ -91,6 +93,7 @@ class Metrics:
             self._observe_encoded(stats.encoded)
         self._ended["abort"] += stats.aborted
         self._denoise_steps += stats.denoise_steps
+        self._reused_steps += stats.denoise_steps_reused
         self._frames += stats.frames
         if stats.images:
             self._observe_images(stats.images)
@@ -209,6 +212,9 @@ class Metrics:
                     "Rollout": ("fastkernels:frames", "Frames generated", self._frames),
                 }[self.engine.kind],
             ]
+        if self.engine.kind in ("Denoise", "DenoiseVideo"):
+            about = "Denoising steps of finished requests that reused an output (step_cache)"
+            counters += [("fastkernels:denoise_steps_reused", about, self._reused_steps)]
         if self.engine.kind == "Speak":
             counters += [("fastkernels:speech_seconds", "Of the sound that was made", self._sound)]
         if self.engine.kind == "Render":

@@ -42,7 +42,7 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         ("n", "seed", "num_inference_steps", "output_compression", "priority", "partial_images"), int
     ),
-    **dict.fromkeys(("guidance_scale", "strength"), float),
+    **dict.fromkeys(("guidance_scale", "strength", "step_cache"), float),
 }
 _FLAGS = {"true": True, "false": False}
 
@@ -81,6 +81,12 @@ class ImageGenerationRequest(Body):
     num_inference_steps: int | None = Field(None, ge=1, le=INT64)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     negative_prompt: str | None = Field(None, max_length=32000)
+    step_cache: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="The threshold of steps that reuse the last output (default: none does).",
+    )
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     # OpenAI's, with the values that change nothing
     background: Literal["auto", "opaque"] | None = "auto"
@@ -111,7 +117,8 @@ class ImageGenerationRequest(Body):
         found = SIZE.fullmatch(self.size or "")
         width, height = (None, None) if found is None else map(int, found.groups())
         return ImageParams(
-            self.n or 1, height, width, self.num_inference_steps, self.guidance_scale, self.negative_prompt, self.seed
+            self.n or 1, height, width, self.num_inference_steps, self.guidance_scale, self.negative_prompt, self.seed,
+            step_cache=self.step_cache,
         )  # fmt: skip
 
 
@@ -131,6 +138,7 @@ class ImageEditRequest(ImageGenerationRequest):
 class Picture(BaseModel):
     b64_json: str
     seed: int
+    steps_reused: int | None = None
 
 
 class PictureList(BaseModel):
@@ -198,6 +206,9 @@ class Pictures:
         if found is None:
             return Response(status_code=499)
         data = await asyncio.to_thread(_encoded, found, kind, body.output_compression)
+        if body.step_cache is not None:
+            for entry, output in zip(data, found, strict=True):
+                entry["steps_reused"] = output.steps_reused[0]
         answer = {
             "created": int(time.time()),
             "data": data,

@@ -20,7 +20,13 @@ from fastkernels.engine.http.embeddings import Inputs, _base64, results, usage
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import CloudsRequest, PoolingRequest
 from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.segmentation import MASK_THRESHOLD, MOST_BOXES, MOST_CHARACTERS, THRESHOLD
+from fastkernels.engine.segmentation import (
+    MASK_THRESHOLD,
+    MOST_BOXES,
+    MOST_CHARACTERS,
+    THRESHOLD,
+    ClipOutput,
+)
 
 MOST_TEXTS = 64  # of a request
 Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
@@ -83,7 +89,10 @@ class Segmentation:
 
 
 class ImageSegmentationRequest(PoolingRequest):
-    """Find what a text or boxes name in images: data URLs, base64, or content parts of type image_url."""
+    """Find what a text or boxes name in images: data URLs, base64, or content parts of type image_url.
+
+    Of videos, content parts of type video_url, objects are followed through the frames; texts are then sought together.
+    """
 
     text: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)] | None = Field(
         None, description="A short phrase that names the objects, or a list, each for each image."
@@ -130,12 +139,28 @@ class SegmentedImage(BaseModel):
     size: list[int]
 
 
+class SegmentedFrame(BaseModel):
+    object_ids: list[int]
+    boxes: list[list[float]]
+    scores: list[float]
+    labels: list[str]
+    masks: list[Rle] | None
+
+
+class SegmentedVideo(BaseModel):
+    index: int
+    object: Literal["segmentation"]
+    texts: list[str]
+    frames: list[SegmentedFrame]
+    size: list[int]
+
+
 class SegmentedImages(BaseModel):
     id: str
     object: Literal["list"]
     created: int
     model: str
-    data: list[SegmentedImage]
+    data: list[SegmentedImage | SegmentedVideo]
     usage: schema.EmbeddingUsage
 
 
@@ -168,13 +193,9 @@ class ImageSegmentation:
     def _answer(self, numbers: list[int], found: list[Any]) -> bytes:
         """The answer in JSON. numbers: of the images."""
         data = [
-            {
-                "index": i, "object": "segmentation", "text": o.outputs.text, "boxes": o.outputs.boxes,
-                "scores": o.outputs.scores, "labels": o.outputs.labels, "masks": o.outputs.rles,
-                "semantic": o.outputs.semantic_rle, "size": list(o.outputs.size),
-            }
+            {"index": i, "object": "segmentation", **_found(o.outputs), "size": list(o.outputs.size)}
             for i, o in zip(numbers, found, strict=True)
-        ]  # fmt: skip
+        ]
         answer = {
             "id": f"segmentations-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
             "model": self.context.model_name, "data": data, "usage": usage(found),
@@ -201,10 +222,15 @@ class ImageSegmentation:
         read, own, made = Inputs(self.context), uuid.uuid4().hex, []
         for i, given in enumerate(images):
             image = await read(i, given)
-            for j, text in enumerate(texts):
-                prompt = {"image": image, "text": text, "boxes": body.boxes, "box_labels": body.box_labels}
+            prompts: list[dict[str, Any]]
+            if isinstance(image, (list, bytes)):
+                prompts, wanted = [{"video": image, "text": texts}], _of_video(body)
+            else:
+                boxes = {"boxes": body.boxes, "box_labels": body.box_labels}
+                prompts, wanted = [{"image": image, "text": text, **boxes} for text in texts], params
+            for j, prompt in enumerate(prompts):
                 make = partial(
-                    self.context.llm.make_request, f"{own}-{i}-{j}", prompt, params, body.priority or 0
+                    self.context.llm.make_request, f"{own}-{i}-{j}", prompt, wanted, body.priority or 0
                 )
                 try:
                     made.append((i, await asyncio.to_thread(make)))  # resizing an image takes milliseconds
@@ -215,3 +241,32 @@ class ImageSegmentation:
                         raise ApiError(400, message, field) from error
                     raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
         return made
+
+
+def _found(outputs: Any) -> dict[str, Any]:
+    """The fields of an image with a text, or of a video."""
+    if isinstance(outputs, ClipOutput):
+        frames = [
+            {
+                "object_ids": o.object_ids,
+                "boxes": o.boxes,
+                "scores": o.scores,
+                "labels": o.labels,
+                "masks": o.rles,
+            }
+            for o in outputs.frames
+        ]
+        return {"texts": outputs.texts, "frames": frames}
+    return {
+        "text": outputs.text, "boxes": outputs.boxes, "scores": outputs.scores, "labels": outputs.labels,
+        "masks": outputs.rles, "semantic": outputs.semantic_rle,
+    }  # fmt: skip
+
+
+def _of_video(body: ImageSegmentationRequest) -> PoolingParams:
+    """The settings of a video, whose thresholds are the model's own. Raises ApiError for those of images."""
+    for field in ("boxes", "box_labels", "mask_threshold", "max_detections", "semantic"):
+        if field in body.model_fields_set and getattr(body, field) not in (None, False):
+            raise ApiError(400, f"{field} applies to images, not to a video: leave it out", field)
+    threshold = body.threshold if "threshold" in body.model_fields_set else None
+    return PoolingParams("segment", threshold=threshold, masks=body.masks is not False)

@@ -25,7 +25,15 @@ RATE = 24  # frames a second
 MOST_FIELDS = 32  # of a form
 # The fields of VideoParams by the names that clients know
 _FIELDS = {"height": "size", "width": "size"}
-_NUMBERS = ("seconds", "num_frames", "seed", "num_inference_steps", "guidance_scale", "priority")
+_NUMBERS = (
+    "seconds",
+    "num_frames",
+    "seed",
+    "num_inference_steps",
+    "guidance_scale",
+    "step_cache",
+    "priority",
+)
 
 
 class VideoGenerationRequest(Body):
@@ -39,6 +47,12 @@ class VideoGenerationRequest(Body):
     num_inference_steps: int | None = Field(None, ge=1, le=INT64)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     negative_prompt: str | None = Field(None, max_length=32000)
+    step_cache: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="The threshold of steps that reuse the last output (default: none does).",
+    )
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
 
     def video_params(self, period: int, most: int) -> VideoParams:
@@ -60,7 +74,8 @@ class VideoGenerationRequest(Body):
             frames = int(seconds * RATE) // period * period + 1
             frames = frames if frames <= most else frames - period
         return VideoParams(
-            1, height, width, self.num_inference_steps, self.guidance_scale, self.negative_prompt, self.seed, frames
+            1, height, width, self.num_inference_steps, self.guidance_scale, self.negative_prompt, self.seed, frames,
+            step_cache=self.step_cache,
         )  # fmt: skip
 
 
@@ -80,6 +95,7 @@ class Video(BaseModel):
     seconds: str
     num_frames: int
     seed: int
+    steps_reused: int | None = None
     error: JobError | None = None
 
 
@@ -154,7 +170,8 @@ class Videos(JobRoutes):
         return Video(
             id=own, model=self.context.model_name, prompt=request.prompt, progress=job.progress(request.steps),
             status=job.status, size=f"{width}x{height}", seconds=f"{frames / RATE:.2f}", num_frames=frames,
-            seed=request.seed, **self.times(job, "generation_failed"),
+            seed=request.seed, steps_reused=None if request.params.step_cache is None else request.reused,
+            **self.times(job, "generation_failed"),
         )  # fmt: skip
 
     def listed(self, data: list[Any], **more: Any) -> VideoList:

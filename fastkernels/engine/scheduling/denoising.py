@@ -24,6 +24,8 @@ class ImageParams:
     negative_prompt      what the image should not show, for a model with guidance by a doubled batch
     seed                 of the first noise, 0 to 2^63 - 1; None: drawn by the engine
     strength             how much of the schedule a given image goes through, above 0 to 1
+    step_cache           the threshold, above 0 to 1, of steps that reuse the last output (engine/cache/step_cache.py);
+                         None: all steps are computed
     """
 
     n: int = 1
@@ -34,6 +36,7 @@ class ImageParams:
     negative_prompt: str | None = None
     seed: int | None = None
     strength: float | None = field(default=None, kw_only=True)
+    step_cache: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("n", "height", "width", "num_inference_steps"):
@@ -45,9 +48,10 @@ class ImageParams:
         scale = self.guidance_scale
         if scale is not None and (type(scale) not in (int, float) or not 0 <= scale <= 100):
             raise ValueError(f"guidance_scale must be a number from 0 to 100, got {scale!r}")
-        part = self.strength
-        if part is not None and (type(part) not in (int, float) or not 0 < part <= 1):
-            raise ValueError(f"strength must be a number above 0, at most 1, got {part!r}")
+        for name in ("strength", "step_cache"):
+            part = getattr(self, name)
+            if part is not None and (type(part) not in (int, float) or not 0 < part <= 1):
+                raise ValueError(f"{name} must be a number above 0, at most 1, got {part!r}")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise ValueError(f"negative_prompt must be text, got {self.negative_prompt!r:.80}")
 
@@ -77,6 +81,7 @@ class ImageRequest:
     image       [height, width, 3] uint8, of which it is made
     first       the step that it begins with
     step        steps that are done, those before `first` included
+    reused      steps that reused an output, when it has ended
     """
 
     request_id: str
@@ -91,6 +96,7 @@ class ImageRequest:
     image: np.ndarray | None = None
     first: int = 0
     step: int = 0
+    reused: int = 0
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     scheduled_time: float | None = None
@@ -102,13 +108,17 @@ class ImageRequest:
 
 @dataclass
 class ImageRequestOutput:
-    """The images of a request: arrays [height, width, 3] of uint8, and the seed of each. Videos: [frames, ...]."""
+    """The images of a request: arrays [height, width, 3] of uint8, and the seed of each. Videos: [frames, ...].
+
+    steps_reused: of each, the steps that reused an output, with a step_cache
+    """
 
     request_id: str
     prompt: str
     arrays: list[np.ndarray]
     seeds: list[int]
     steps: int = 0
+    steps_reused: list[int] = field(default_factory=list)
     finished: bool = True
     prompt_token_ids: tuple[int, ...] = ()  # none are known: a prompt has tokens of several encoders
 

@@ -15,9 +15,10 @@ from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
 if TYPE_CHECKING:
-    from fastkernels.engine.segmentation import Concept
+    from fastkernels.engine.segmentation import ClipPrompt, Concept
 
 TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect", "segment")
+CLIP_FRAMES = 4  # of a clip in a step: others run between the steps
 ROLES = ("", "query", "document")
 
 
@@ -82,6 +83,7 @@ class EncodeRequest:
     """One sequence, or the patches of one image or video, to encode. A lower priority number goes first.
 
     seen, kept: of retrieval.Shaped; None: all tokens. concept: what to find in the image, for the task 'segment'.
+    clip: the frames and texts of a clip, of which `done` frames are computed; a step takes CLIP_FRAMES of them.
     """
 
     request_id: str
@@ -97,11 +99,21 @@ class EncodeRequest:
     seen: int | None = None
     kept: np.ndarray | None = None
     concept: Concept | None = None
+    clip: ClipPrompt | None = None
+    done: int = 0
     streams_deltas = False  # one output, at the end
 
     @property
     def num_tokens(self) -> int:
+        """Of a sequence or an image; of a frame of a clip, whose frames follow each other."""
+        if self.clip is not None:
+            return self.clip.frames[0].tokens
         return len(self.prompt_token_ids) if self.image is None else self.image.tokens
+
+    @property
+    def all_tokens(self) -> int:
+        """`num_tokens`, of all frames of a clip."""
+        return self.num_tokens if self.clip is None else sum(frame.tokens for frame in self.clip.frames)
 
     @property
     def num_features(self) -> int:

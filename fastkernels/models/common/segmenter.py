@@ -3,11 +3,14 @@
 A segmenter runs in three steps, so that requests share the results of the first two: `see` of images, `read` of texts,
 and `segment` of pairs of both with the boxes of the prompt. Images have one size, the model's: `check_grid` refuses
 others. They come as patches (models/vision/dinov3.py). Its only task is 'segment'.
+
+A ClipSegmenter also follows the objects through the frames of a clip.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -81,3 +84,56 @@ class Segmenter(nn.Module):
     def features(self, grid: tuple[int, int]) -> int:
         """The number of results of an image: one."""
         return 1
+
+
+class Seen(NamedTuple):
+    """A frame as a tracker reads it: cells [1, n, channels] of three levels, the largest first."""
+
+    fine: torch.Tensor
+    middle: torch.Tensor
+    cells: torch.Tensor
+
+
+@dataclass
+class FrameObjects:
+    """The objects of a frame. Objects have a number in the clip, and equal numbers are the same object.
+
+    masks       [n, h, w] float32, logits of pixels of the model's own mask
+    presence    of each, from 0 to 1: that of the tracker in this frame
+    scores      of each, from 0 to 1: that of the detector when it was found
+    prompts     the numbers of their prompts
+    hidden      numbers of objects that are not shown
+    """
+
+    numbers: list[int]
+    masks: torch.Tensor
+    presence: list[float]
+    scores: list[float]
+    prompts: list[int]
+    hidden: set[int]
+
+
+class Clip(ABC):
+    """The state of a clip. frame: the number of the next one."""
+
+    frame: int
+
+    @abstractmethod
+    def advance(self, seen: Seen, found: Found) -> None:
+        """Take the next frame. found: of this frame with each prompt, in order."""
+
+    @abstractmethod
+    def result(self) -> list[FrameObjects]:
+        """The objects of the frames, after the last one: some are known to be wrong only then."""
+
+
+class ClipSegmenter(Segmenter):
+    """Base of segmenters that follow objects through the frames of clips."""
+
+    @abstractmethod
+    def watch(self, patches: torch.Tensor) -> tuple[torch.Tensor, Seen]:
+        """Patches of frames [B, cells, C * p * p] to (features as of `see`, what the tracker reads, of B frames)."""
+
+    @abstractmethod
+    def clip(self, frames: int) -> Clip:
+        """The state before the first of this number of frames."""

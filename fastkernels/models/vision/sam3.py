@@ -770,9 +770,6 @@ ARCH = Architecture(
     model_type="sam3",
     inputs="images",
     packed={"qkv": ("q_of_all", "k_of_all", "v_of_all"), "qk_proj": ("q_of_self", "k_of_self")},
-    text_of=("Sam3VideoModel",),
-    within="detector_config",
-    prefixes={"detector_model.": ""},
     parts={
         "attention.q_proj": "attention.q_of_all",
         "attention.k_proj": "attention.k_of_all",
@@ -782,5 +779,5 @@ ARCH = Architecture(
         "self_attn.out_proj": "self_attn.o_proj",
     },
     unneeded="fastkernels.models.vision.sam3:unneeded",
-    unused=("text_encoder.text_projection.weight", "tracker_model.*", "tracker_neck.*", "*.position_ids"),
+    unused=("text_encoder.text_projection.weight", "*.position_ids"),
 )

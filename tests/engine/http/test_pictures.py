@@ -187,6 +187,16 @@ def test_edits_take_a_form(url):
     assert answer.status_code == 415 and "multipart/form-data" in answer.json()["error"]["message"]
 
 
+def test_steps_that_reuse_an_output_are_reported(url):
+    before = metric(url, "fastkernels:denoise_steps_reused_total")
+    body = {"prompt": "a", "num_inference_steps": 5, "seed": 1, **SMALL}
+    plain, cached = post(url, **body).json(), post(url, step_cache=1, **body).json()
+    assert "steps_reused" not in plain["data"][0] and cached["data"][0]["steps_reused"] == 1
+    assert metric(url, "fastkernels:denoise_steps_reused_total") - before == 1
+    answer = post(url, step_cache=0, **body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "step_cache"
+
+
 def test_progress_and_disconnect(served):
     """Steps that are left are in /metrics; a client that leaves frees its images."""
     url, server = served
