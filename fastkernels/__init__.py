@@ -17,9 +17,9 @@ _LAZY = {
     "unpatch": ".patch",
     "unpatch_async": ".patch",
     "Report": ".patch",
-    "plan": ".models.common.plan",
+    "plan": ".models.common.plans.plan",
     "AsyncLLM": ".engine.async_llm",
-    "EngineConfig": ".engine.config",
+    "EngineConfig": ".engine.options.config",
     "FoldParams": ".engine.scheduling.folding",
     "FrameParams": ".engine.scheduling.rollout",
     "ImageParams": ".engine.scheduling.denoising",
@@ -35,8 +35,8 @@ __all__ = ["__version__", *_LAZY]
 
 if TYPE_CHECKING:
     from fastkernels.engine.async_llm import AsyncLLM
-    from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.llm import LLM
+    from fastkernels.engine.options.config import EngineConfig
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.sampling.unmask_params import UnmaskParams
     from fastkernels.engine.scheduling.acting import ActionParams
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.scheduling.rollout import FrameParams
     from fastkernels.engine.scheduling.speaking import SpeechParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
-    from fastkernels.models.common.plan import plan
+    from fastkernels.models.common.plans.plan import plan
     from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async
 
 

@@ -85,7 +85,7 @@ def op_file(name: str) -> Path:
 
 def models() -> str:
     """Every architecture that the engine builds, by category."""
-    from fastkernels.models.common.registry import models as known
+    from fastkernels.models.common.descriptions.registry import models as known
 
     lines = [
         "# Models", "",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.engine import StepStats, make_engine
+from fastkernels.engine.engines.engine import StepStats, make_engine
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.stream import OutputStream, deliver

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastkernels.engine import scoring
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.engine import is_integer, make_engine
-from fastkernels.engine.images import is_image
-from fastkernels.engine.media import data_of
+from fastkernels.engine.engines.engine import is_integer, make_engine
+from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
+from fastkernels.engine.inputs.images import is_image
+from fastkernels.engine.inputs.media import data_of
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
@@ -24,7 +25,6 @@ from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.scheduling.rollout import FrameParams, FrameRequestOutput
 from fastkernels.engine.scheduling.speaking import SpeechOutput, SpeechParams
 from fastkernels.engine.speech.files import recording
-from fastkernels.engine.speech.recognition import Options, Recognition, Transcript
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Progress: TypeAlias = "bool | Callable[..., Any]"

@@ -294,4 +294,4 @@ def _with_winners(module: str, text: str) -> str:
 def _with_methods() -> set[str]:
     """Names of which some family uses methods of the Op object, other than a call and `run`."""
     called = re.compile(rf"\b(\w+)\.(?:{METHODS})\b")
-    return {name for file in registry.OPS_ROOT.glob("*/*.py") for name in called.findall(file.read_text())}
+    return {name for file in registry.OPS_ROOT.rglob("*.py") for name in called.findall(file.read_text())}

@@ -20,7 +20,7 @@ import torch
 
 from fastkernels.core import compile_cache, cuda_rtc
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import skinny_linear_cuda as skinny
+from fastkernels.overrides.linear.kernels import skinny_linear_cuda as skinny
 
 NO_NVRTC = cuda_rtc.unavailable()
 CODE = b"\x7fELF" + bytes(range(256)) * 512

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"fastkernels": ROOT, "fk_integrations": ROOT / "integrations", "fk_bench": ROOT / "bench"}
-MOST_BYTES = 6_000_000  # of the tracked files, each compressed
+MOST_BYTES = 7_000_000  # of the tracked files, each compressed
 INIT_LINES = 3  # of the docstring of an __init__.py
 
 HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "flash_attn"}
@@ -210,18 +210,16 @@ def _under(parent: str, parts: str) -> set[str]:
 
 # Folders that still import each other. A group may lose folders; a new circle, or another folder in one, fails.
 CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
-    _under("fastkernels.overrides", "activation kit linear moe quant routing"),
+    _under("fastkernels.overrides", "activation linear"),
     _under("fastkernels.overrides", "dense_attention diffusion"),
-    {"fastkernels", "fastkernels.engine"}
-    | _under("fastkernels.engine", "cache execution execution.attention scheduling speech"),
-    {"fastkernels.engine.http"}
-    | _under("fastkernels.engine.http", "anthropic_api audio_api parsing responses_api sglang_api"),
 )
 
 
 def folder_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {folder_of(module): set() for module in modules()}
     for module, file in modules().items():
+        if module in PACKAGES:
+            continue  # only names what users import
         found = (imported_module(i) for i in imports(module, file, typing=True))
         graph[folder_of(module)] |= {folder_of(other) for other in found if other} - {folder_of(module)}
     return graph

@@ -190,20 +190,20 @@ def test_judge_page_names_every_status_source_and_metric() -> None:
 
 def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.cache.blocks import BlockManager
-    from fastkernels.engine.config import EngineConfig
-    from fastkernels.engine.execution.startup import Phases
-    from fastkernels.engine.http import protocol
+    from fastkernels.engine.execution.forward.startup import Phases
+    from fastkernels.engine.http.answers.metrics import Metrics
     from fastkernels.engine.http.anthropic_api.protocol import MessagesRequest
     from fastkernels.engine.http.audio_api.protocol import TranscriptionRequest
-    from fastkernels.engine.http.config import ServerConfig
-    from fastkernels.engine.http.metrics import Metrics
-    from fastkernels.engine.http.pictures import ImageGenerationRequest
+    from fastkernels.engine.http.requests import protocol
+    from fastkernels.engine.http.requests.config import ServerConfig
     from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
+    from fastkernels.engine.http.routes.pictures import ImageGenerationRequest
     from fastkernels.engine.http.server import ROUTES, Server
     from fastkernels.engine.http.sglang_api.protocol import SglangRequest, SglangSampling
+    from fastkernels.engine.options.config import EngineConfig
+    from fastkernels.engine.options.speculation import Speculation
     from fastkernels.engine.scheduling.payoff import Payoff
     from fastkernels.engine.scheduling.scheduler import Scheduler
-    from fastkernels.engine.scheduling.speculation import Speculation
 
     text = (DOCS / "serve.md").read_text()
     routes: set[str] = set()

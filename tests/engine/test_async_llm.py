@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fastkernels.engine.async_llm import MAX_FAILED_STEPS, AsyncLLM, EngineError
-from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.request import CompletionOutput, Logprob, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull

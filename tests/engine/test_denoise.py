@@ -17,11 +17,11 @@ from support.tiny_pipelines import make_tiny_flux, make_tiny_sdxl
 import fastkernels
 from fastkernels import LLM, EngineConfig, ImageParams
 from fastkernels.core.registry import UnknownName
-from fastkernels.engine.denoise_engine import DenoiseEngine
-from fastkernels.engine.engine import make_engine
+from fastkernels.engine.engines.denoise_engine import DenoiseEngine
+from fastkernels.engine.engines.engine import make_engine
 from fastkernels.engine.scheduling.scheduler import QueueFull
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
 
 MAKE = {"flux": make_tiny_flux, "sdxl": make_tiny_sdxl}
 PROMPT = "A red cat, 3 m high"

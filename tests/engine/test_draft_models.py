@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.execution.attention.base import metadata_of
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import StepInput
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.engine.execution.runners.generate import Generate
+from fastkernels.engine.steps.step import StepInput
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.llm.llama_eagle3 import Eagle3
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "draft_kernel_cases.py"

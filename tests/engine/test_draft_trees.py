@@ -18,8 +18,8 @@ from support.tiny import make_scripted, make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.execution.attention.base import metadata_of
-from fastkernels.engine.execution.drafting import Drafter
-from fastkernels.engine.scheduling.draft_tree import DraftTree
+from fastkernels.engine.execution.drafts.drafting import Drafter
+from fastkernels.engine.options.draft_tree import DraftTree
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "tree_kernel_cases.py"
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1)]"

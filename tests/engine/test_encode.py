@@ -18,15 +18,15 @@ from support.tiny import make_tiny_bert
 import fastkernels
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import counters
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.encode_engine import EncodeEngine
-from fastkernels.engine.execution.pooling import Pooling, read_pooling
-from fastkernels.engine.llm_engine import LLMEngine
-from fastkernels.engine.runners import RUNNERS
+from fastkernels.engine.engines.encode_engine import EncodeEngine
+from fastkernels.engine.engines.llm_engine import LLMEngine
+from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.options.runners import RUNNERS
 from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest, PoolingParams
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.registry import load, models
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.registry import load, models
 
 TEXTS = [
     "A man is eating food.",

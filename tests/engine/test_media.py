@@ -15,8 +15,8 @@ from support.vlm_oracle import VlmOracle, image, prompt
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
-from fastkernels.engine.execution.media_features import MediaFeatures
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.engine.execution.forward.media_features import MediaFeatures
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}

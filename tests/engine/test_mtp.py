@@ -13,7 +13,7 @@ from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, resu
 from support.tiny import make_tiny
 
 from fastkernels import LLM
-from fastkernels.engine.execution.drafting import Drafter
+from fastkernels.engine.execution.drafts.drafting import Drafter
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, **ALWAYS}
 KINDS = ["deepseek_v3", "qwen3_next"]

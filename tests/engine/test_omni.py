@@ -15,8 +15,8 @@ from support.tiny import OMNI, make_tiny_omni, small_videos
 from support.vlm_oracle import image
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.execution.media_features import MediaFeatures
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.engine.execution.forward.media_features import MediaFeatures
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 
 CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}
 WIDE = image(0, 40, 24)  # 15 tokens

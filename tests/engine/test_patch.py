@@ -14,10 +14,10 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.engine.async_llm import AsyncLLM
-from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http.report_file import ReportFile
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind
-from fastkernels.models.common.ops import ops_of_model
+from fastkernels.models.common.plans.ops import ops_of_model
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

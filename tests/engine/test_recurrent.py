@@ -14,8 +14,8 @@ from support.tiny import RECURRENT, make_tiny
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import KVSpec, StateSpec
-from fastkernels.models.common import build
-from fastkernels.models.common.weights import CheckpointError
+from fastkernels.models.common.checkpoints.weights import CheckpointError
+from fastkernels.models.common.plans import build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -26,9 +26,9 @@ from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.engine import scoring
 from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.tokenizer import encode_pair, shortened
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.engine.scheduling.tokenizer import encode_pair, shortened
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
 
 ASKED = ["who, me?", "a far longer question"]
 GIVEN = ["It is I.", "No.", "something else, and longer than doc_maxlen"]

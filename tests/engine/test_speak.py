@@ -19,11 +19,11 @@ from support.cosyvoice import TEXT, make_tiny_cosyvoice, voice
 from support.tiny import make_tiny_llama
 
 from fastkernels import LLM
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.engine import make_engine
+from fastkernels.engine.engines.engine import make_engine
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.speaking import SpeechParams
 from fastkernels.engine.speech import sentences
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 
 RECORDED = np.load(Path(__file__).parent / "speech" / "cosyvoice3.npz")
 GREEDY: dict[str, Any] = {"voice": "anna", "temperature": 0.0}

@@ -13,13 +13,13 @@ from support.llada import make_tiny_llada
 from support.tiny import make_scripted, make_tiny, make_tiny_bert
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution import draft_costs
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.execution.drafts import draft_costs
+from fastkernels.engine.execution.runners.generate import Generate
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.options.speculation import Speculation
 from fastkernels.engine.scheduling.ngrams import Lookup
 from fastkernels.engine.scheduling.payoff import Payoff
-from fastkernels.engine.scheduling.speculation import Speculation
+from fastkernels.engine.steps.step import StepInput
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, **ALWAYS}
 SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.kernels import warm
 
-from fastkernels.engine import tokenizer
-from fastkernels.models.common.weights import CheckpointError
+from fastkernels.engine.scheduling import tokenizer
+from fastkernels.models.common.checkpoints.weights import CheckpointError
 
 
 @pytest.fixture()

@@ -16,12 +16,12 @@ from support.llada import FIELDS, Llada, make_tiny_llada
 
 from fastkernels import LLM, SamplingParams, UnmaskParams
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.engine.execution.unmask import Unmask
-from fastkernels.engine.execution.unmask_step import UnmaskInput
+from fastkernels.engine.execution.runners.unmask import Unmask
 from fastkernels.engine.sampling.unmask_params import NOT_HERE, OWN
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.engine.steps.unmask_step import UnmaskInput
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans.plan import plan
 
 CPU: dict[str, Any] = {"device": "cpu", "num_blocks": 40, "block_size": 8}
 PROMPTS = [[7], list(range(10, 47)), [300, 4, 4, 4, 90]]

@@ -14,9 +14,9 @@ from support.tiny import IMAGE, OMNI, VLMS, make_tiny_omni, make_tiny_vlm, small
 from support.vlm_oracle import image
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine import videos
-from fastkernels.engine.execution.media_features import MediaFeatures
-from fastkernels.models.common.media import grid_offsets, mrope_positions
+from fastkernels.engine.execution.forward.media_features import MediaFeatures
+from fastkernels.engine.inputs import videos
+from fastkernels.models.common.layers.media import grid_offsets, mrope_positions
 
 CPU: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "num_blocks": 100}
 VIDEO = IMAGE.replace("image", "video")
@@ -105,7 +105,7 @@ def test_steps_of_a_video_are_encoded_apart(oracles: Any, monkeypatch: pytest.Mo
 
 def test_long_videos_are_encoded_in_parts(omni: MediaOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same features as of all steps at once."""
-    monkeypatch.setattr("fastkernels.engine.media.PART", 13)
+    monkeypatch.setattr("fastkernels.engine.inputs.media.PART", 13)
     llm = LLM(str(omni.folder), **CPU)
     given = prompt(f"{OMNI['video']} end", video=[CLIP[:, :24]])
     items = llm.llm_engine.media.read(None, [514 + 1], given["multi_modal_data"]).items

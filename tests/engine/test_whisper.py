@@ -15,7 +15,7 @@ from support.tiny import make_tiny_whisper
 from support.whisper_base import whisper_base_path
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.execution.cross_states import CrossStates
+from fastkernels.engine.execution.forward.cross_states import CrossStates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CPU: dict[str, Any] = {"device": "cpu", "num_blocks": 60}

@@ -28,7 +28,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export import fork
 from fastkernels.export.exporter import INSTEAD, NO_PLACE, ExportError, export, fork_targets, printed, targets
 from fastkernels.overrides.attention import attention_decode_cuda
-from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
+from fastkernels.overrides.linear.kernels import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]

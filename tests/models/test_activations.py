@@ -11,10 +11,10 @@ from support.modules import randn
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common.activation_modules import make, named
-from fastkernels.models.common.activations import NAMES, TABLE, op_of
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.descriptions.activations import NAMES, TABLE, op_of
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers.activation_modules import make, named
+from fastkernels.models.common.plans.plan import plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

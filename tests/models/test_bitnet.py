@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 LAYOUTS = ("online", "autobitlinear", "bitlinear")
 KEY = "model.layers.1.mlp.up_proj.weight"

@@ -13,9 +13,9 @@ import torch
 from fk_bench.info import model_blocks
 
 from fastkernels.core import registry
-from fastkernels.models.common import block_tasks, blocks
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import models
+from fastkernels.models.common.plans import block_tasks, blocks
 from fastkernels.overrides.attention.vllm import VllmAttention
 
 FEW = (

@@ -15,9 +15,11 @@ from fk_bench.cli import app
 from support.tiny import make_tiny
 from typer.testing import CliRunner
 
-from fastkernels.models.common import build, checks, registry
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Attention, Experts, Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs import checks
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Attention, Experts, Unsupported
+from fastkernels.models.common.plans import build
 
 REMOTE = {
     "AutoConfig": "configuration_novel.NovelConfig",

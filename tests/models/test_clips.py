@@ -13,8 +13,8 @@ from support.segmenters import TRACKER, config, frames_of, make_sam3_video, mask
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
-from fastkernels.models.common import tracks
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces import tracks
 
 TEXTS = ["cat", "red ball"]
 

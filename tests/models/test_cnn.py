@@ -15,11 +15,11 @@ from PIL import Image
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.core.registry import UnknownName
-from fastkernels.engine.timm_images import TimmProcessor
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.registry import models
-from fastkernels.models.common.timm_config import Preprocessing
+from fastkernels.engine.inputs.timm_images import TimmProcessor
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs.timm_config import Preprocessing
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import models
 
 timm = pytest.importorskip("timm")
 TINY = {"dims": (8, 16, 24, 32), "depths": (1, 2, 1, 1)}

@@ -11,8 +11,10 @@ import pytest
 from support.kernels import warm
 from support.tiny import KINDS, SIZES
 
-from fastkernels.models.common import build, config, description
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.configs import config
+from fastkernels.models.common.descriptions import description
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
 from fastkernels.overrides.block.self_attention import sliding_window
 

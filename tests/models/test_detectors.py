@@ -16,14 +16,14 @@ from support.tiny import make_tiny_encoder
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
-from fastkernels.engine.images import decode
-from fastkernels.engine.letterbox import LetterboxProcessor
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.detector import Detector
-from fastkernels.models.common.registry import model_class, models
-from fastkernels.models.common.ultralytics_config import Letterbox
+from fastkernels.engine.inputs.images import decode
+from fastkernels.engine.inputs.letterbox import LetterboxProcessor
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs.ultralytics_config import Letterbox
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import model_class, models
+from fastkernels.models.common.interfaces.detector import Detector
+from fastkernels.models.common.plans import build
 from fastkernels.models.vision.yolov10 import read_config
 
 SIZES = (80, 70), (64, 64), (100, 50)

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from support.tiny import FLA, make_tiny
 
 from fastkernels.engine.cache.state_cache import state_bytes, state_layers
-from fastkernels.models.common import build, checks, registry
-from fastkernels.models.common import config as config_file
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Attention, Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs import checks
+from fastkernels.models.common.configs import config as config_file
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Attention, Unsupported
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 SPEC = {"layers": [1], "num_heads": 4}
 

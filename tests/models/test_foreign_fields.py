@@ -16,10 +16,11 @@ from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.layer_state import StateSpec
-from fastkernels.models.common import build, registry
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Decoder, Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Decoder, Unsupported
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 from fastkernels.overrides.attention.attention import PagedAttention
 
 IDS = torch.tensor([(i * 37) % 500 for i in range(30)])

@@ -16,11 +16,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
-from fastkernels.models.common import build, checks, clamped_experts
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs import checks
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers import clamped_experts
+from fastkernels.models.common.layers.clamped_experts import ClampedExperts
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 PROMPTS = [[7], list(range(10, 43))]
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

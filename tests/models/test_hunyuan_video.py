@@ -15,12 +15,12 @@ import torch
 from support.tiny_pipelines import make_tiny_hunyuan
 
 from fastkernels import LLM, FrameParams
-from fastkernels.engine.execution.denoise import Denoise
+from fastkernels.engine.execution.runners.denoise import Denoise
 from fastkernels.engine.scheduling.denoising import ImageParams, VideoParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.pipelines.video_decoder import VideoDecoder
+from fastkernels.models.common.plans import build
 from fastkernels.models.diffusion import hunyuan_video
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

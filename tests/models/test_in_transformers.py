@@ -25,7 +25,7 @@ from support.vlm_oracle import VlmOracle, image
 
 import fastkernels
 from fastkernels.core import registry
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
 
 NORMS = {"rms_norm", "gemma_rms_norm", "layer_norm"}
 

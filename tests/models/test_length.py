@@ -11,7 +11,7 @@ import pytest
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common import length
+from fastkernels.models.common.configs import length
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 # As Qwen's model cards extend a model of 32,768 positions to 131,072

@@ -9,9 +9,9 @@ import pytest
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 ORIGINAL = 48
 ROPE = {

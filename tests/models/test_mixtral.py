@@ -13,8 +13,8 @@ from support.tiny import make_tiny
 
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common.build import build, load_config
-from fastkernels.models.common.weights import CheckpointError
+from fastkernels.models.common.checkpoints.weights import CheckpointError
+from fastkernels.models.common.plans.build import build, load_config
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.sglang import SGLangMixtralMoE

@@ -19,9 +19,10 @@ from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.engine.execution import ranks
-from fastkernels.models.common import build, decoder
-from fastkernels.models.common.clamped_experts import StackedExperts
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
+from fastkernels.models.common.layers import decoder
+from fastkernels.models.common.layers.clamped_experts import StackedExperts
+from fastkernels.models.common.plans import build
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe.sparse_moe import Experts
 

@@ -12,10 +12,10 @@ import torch
 from support import worlds
 
 from fastkernels import LLM, VideoParams
-from fastkernels.engine.execution.rollout import Rollout
+from fastkernels.engine.execution.runners.rollout import Rollout
 from fastkernels.engine.scheduling.rollout import FrameParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
 from fastkernels.models.diffusion import oasis
 
 RECORDED = json.loads((Path(worlds.__file__).parent / "oasis.json").read_text())

@@ -16,10 +16,10 @@ import torch
 from support import structures
 
 from fastkernels import LLM, FoldParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.folding import features, residues, structure_text
+from fastkernels.models.common.plans import build
 from fastkernels.models.science import openfold3
 
 RECORDED = json.loads((Path(structures.__file__).parent / "openfold3.json").read_text())

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import weight_files
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import weight_files
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import load
 from fastkernels.models.common.pipelines import schedules
-from fastkernels.models.common.registry import load
+from fastkernels.models.common.plans import build
 
 FLOW, EULER = "FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler"
 SOLVER = "DPMSolverMultistepScheduler"

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from support.tiny import MODELS, make_tiny
 
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.plans.plan import plan
 
 
 @pytest.mark.parametrize("name", MODELS)

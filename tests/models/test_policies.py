@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from support import policies
 
 from fastkernels import LLM, ActionParams, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
 from fastkernels.models.robotics import dp3
 
 

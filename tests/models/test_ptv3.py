@@ -21,8 +21,8 @@ from fk_bench.info.verified import POINTS
 from support import clouds
 
 from fastkernels import LLM
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
 
 State = dict[str, torch.Tensor]
 Cell = tuple[int, int, int]

@@ -32,12 +32,13 @@ from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
-from fastkernels.models.common import build, quantized
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
-from fastkernels.models.common.quantization import Scheme, read
-from fastkernels.models.common.registry import find
+from fastkernels.models.common.checkpoints import quantized
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.quantization import Scheme, read
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import find
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 from fastkernels.overrides.linear.linear_int4 import dequantize_int4, pack_int4, untile_int4
 from fastkernels.overrides.linear.parallel_linear import weights_as
 from fastkernels.overrides.linear.quantized import DequantizedMethod, Int4LinearMethod

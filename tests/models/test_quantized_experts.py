@@ -17,12 +17,13 @@ from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
-from fastkernels.models.common import build, quantized, weights
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
-from fastkernels.models.common.quantization import read
-from fastkernels.models.common.registry import find
+from fastkernels.models.common.checkpoints import quantized, weights
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.quantization import read
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import find
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 SHARED = {"hidden_size": 256, "intermediate_size": 256}
 KINDS: dict[str, dict[str, Any]] = {

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common import build, weights
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
-from fastkernels.models.common.registry import find, models
-from fastkernels.models.common.weights import CheckpointError
+from fastkernels.models.common.checkpoints import weights
+from fastkernels.models.common.checkpoints.weights import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import find, models
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 FILE = Path(__file__).parent / "checkpoints.json.xz"
 RECORDED = {row["id"]: row for row in json.loads(lzma.decompress(FILE.read_bytes()))}

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from support import recommenders
 
 from fastkernels import LLM
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
 
 
 def scores(llm: LLM, samples: list[dict[str, Any]]) -> torch.Tensor:

@@ -15,9 +15,10 @@ from fastkernels.core import registry as ops
 from fastkernels.core.registry import DuplicateName, UnknownName
 from fastkernels.engine.http.parsing.reasoning import REASONING_PARSERS
 from fastkernels.engine.http.parsing.tool_parsers import TOOL_PARSERS
-from fastkernels.models.common import quantization, registry
-from fastkernels.models.common.ops import ops_of_model
-from fastkernels.models.common.registry import InvalidModelFile, models, read_models
+from fastkernels.models.common.checkpoints import quantization
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.registry import InvalidModelFile, models, read_models
+from fastkernels.models.common.plans.ops import ops_of_model
 
 ARCH = "ARCH = Architecture(names=('{0}',), category='llm', model='A', runner='Generate', model_type='a')\n"
 
@@ -31,7 +32,8 @@ def write(root: Path, path: str, text: str) -> Path:
 
 def test_no_file_is_imported() -> None:
     code = (
-        "import sys; from fastkernels.models.common.registry import architectures; found = architectures();"
+        "import sys; from fastkernels.models.common.descriptions.registry import architectures as found_in;"
+        "found = found_in();"
         "print(found, [m for m in ('torch', 'transformers', 'fastkernels.models.llm.llama') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
@@ -45,7 +47,7 @@ def test_arch_as_read_equals_arch_as_imported(name: str) -> None:
     assert model.arch == importlib.import_module(model.module).ARCH
     built_by = registry.model_class(model.arch.names[0]).__module__
     assert built_by == model.module or (
-        built_by == "fastkernels.models.common.decoder" and registry.load(f"{model.module}:describe")
+        built_by == "fastkernels.models.common.layers.decoder" and registry.load(f"{model.module}:describe")
     )
     assert model.about
 
@@ -93,7 +95,7 @@ def test_a_file_without_usable_arch_is_named(tmp_path: Path, text: str, words: s
 
 
 def test_common_and_init_files_are_no_models(tmp_path: Path) -> None:
-    write(tmp_path, "common/weights.py", "")
+    write(tmp_path, "common/checkpoints/weights.py", "")
     write(tmp_path, "llm/__init__.py", "")
     model = write(tmp_path, "llm/a.py", '"""A model.\n\nMore."""\n' + ARCH.format("A"))
     (found,) = read_models(tmp_path, "pkg").values()
@@ -143,14 +145,17 @@ def test_engine_and_common_code_names_no_model() -> None:
     parsing = package / "engine" / "http" / "parsing"
     # `quant_method` in config.json names a number format, one of them after its model.
     allowed = {f: formats if f.parent == parsing else set() for f in files}
-    allowed[package / "models" / "common" / "quantization.py"] = set(quantization.READERS)
+    allowed[package / "models" / "common" / "checkpoints" / "quantization.py"] = set(quantization.READERS)
     # The names of languages are in this module of transformers.
     allowed[package / "engine" / "speech" / "vocabulary.py"] = {"whisper"}
     # Files of scenes belong to one model each.
-    allowed[package / "models" / "common" / "scenes.py"] = {"gaussian_splatting", "GaussianSplatting"}
-    allowed[package / "models" / "common" / "snapshots.py"] = {"instant_ngp", "InstantNGP"}
+    allowed[package / "models" / "common" / "checkpoints" / "scenes.py"] = {
+        "gaussian_splatting",
+        "GaussianSplatting",
+    }
+    allowed[package / "models" / "common" / "checkpoints" / "snapshots.py"] = {"instant_ngp", "InstantNGP"}
     # The published folder of a model of speech is read by the name of its file.
-    for file in ("checkpoint.py", "speech_config.py"):
+    for file in ("checkpoints/checkpoint.py", "configs/speech_config.py"):
         allowed[package / "models" / "common" / file] = {"cosyvoice3", "CosyVoice3Model"}
     found = {str(f): names & code_words(f) - allowed[f] for f in files}
     assert {f: named for f, named in found.items() if named} == {}

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from support import scenes
 
 from fastkernels import LLM, RenderParams, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.plans import build
 from fastkernels.overrides.geometry.spherical_harmonics import basis
 
 RAW = RenderParams(raw=True)

@@ -17,15 +17,16 @@ from support.tiny import make_tiny_encoder
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
-from fastkernels.engine.execution.segmenting import runs_of
+from fastkernels.engine.execution.runners.segmenting import runs_of
 from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.segmentation import coco_rle, compress, decode_runs
-from fastkernels.models.common import build, weights
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.cnn import Folded
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.registry import find
-from fastkernels.models.common.segmenter import NO_BOX, Segmenter
+from fastkernels.engine.scheduling.segmentation import coco_rle, compress, decode_runs
+from fastkernels.models.common.checkpoints import weights
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import find
+from fastkernels.models.common.interfaces.segmenter import NO_BOX, Segmenter
+from fastkernels.models.common.layers.cnn import Folded
+from fastkernels.models.common.plans import build
 
 SIZES = (80, 70), (64, 64), (100, 50)
 OPS = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.cosyvoice import RECORDED, weights
 
-from fastkernels.models.common.checkpoint import DIRECTION, LENGTH, without_norm
+from fastkernels.models.common.checkpoints.checkpoint import DIRECTION, LENGTH, without_norm
 from fastkernels.models.common.speech.flow import FlowConfig, SpeechFlow, Utterance
 from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 

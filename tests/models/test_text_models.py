@@ -12,9 +12,9 @@ import transformers
 from support.tiny import KINDS, SIZES, byte_tokenizer
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.plan import plan
-from fastkernels.models.common.weights import CheckpointError
+from fastkernels.models.common.checkpoints.weights import CheckpointError
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOWERS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 40))]

@@ -14,10 +14,11 @@ from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.cache.state_cache import state_bytes, state_layers
-from fastkernels.models.common import build, registry
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 
 LAYERS, SUFFIX, HIDDEN, INNER, VOCAB, HEAD = 3, 2, 16, 24, 32, 8
 CONFIG: dict[str, Any] = {

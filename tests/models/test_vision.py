@@ -16,12 +16,12 @@ from support.tiny import ENCODERS, make_tiny_encoder
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.core.registry import UnknownName
-from fastkernels.engine.images import decode
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.detector import Detector
-from fastkernels.models.common.registry import model_class, models
-from fastkernels.models.common.segmenter import Segmenter
+from fastkernels.engine.inputs.images import decode
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import model_class, models
+from fastkernels.models.common.interfaces.detector import Detector
+from fastkernels.models.common.interfaces.segmenter import Segmenter
 
 SIZES = ((50, 40), (64, 24), (9, 70), (50, 40))  # width, height
 

@@ -16,9 +16,9 @@ from support.tiny import make_tiny
 from fastkernels import LLM
 from fastkernels.core import parallel
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common import build
-from fastkernels.models.common.registry import model_class
-from fastkernels.models.common.weights import CheckpointError, resolve
+from fastkernels.models.common.checkpoints.weights import CheckpointError, resolve
+from fastkernels.models.common.descriptions.registry import model_class
+from fastkernels.models.common.plans import build
 
 
 @pytest.fixture()
@@ -374,7 +374,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from fastkernels.core import parallel
-from fastkernels.models.common import build
+from fastkernels.models.common.plans import build
 def load(folder):
     return build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
 def resident(line):

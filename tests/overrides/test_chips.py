@@ -13,7 +13,7 @@ from triton.compiler.errors import CompilationError
 
 from fastkernels.core import cuda_rtc, registry
 from fastkernels.overrides.kit import fp8, hopper
-from fastkernels.overrides.linear import linear_fp8_triton
+from fastkernels.overrides.linear.kernels import linear_fp8_triton
 
 CAPABILITIES = (80, 100)
 QUICK = {"embedding", "gelu", "l2_norm", "layer_norm"}

@@ -16,8 +16,8 @@ import torch
 from fk_bench.core import machine
 
 from fastkernels.core import compile_cache
-from fastkernels.engine.execution import packed_weights
-from fastkernels.engine.execution.runner import pick_dtype
+from fastkernels.engine.execution.forward import packed_weights
+from fastkernels.engine.execution.forward.runner import pick_dtype
 from fastkernels.overrides.kit import cpp, cpu
 
 TESTS = Path(__file__).parents[1]

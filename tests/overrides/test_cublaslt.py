@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.overrides.kit import cublaslt
-from fastkernels.overrides.kit.modules import products
+from fastkernels.overrides.linear.modules import products
 
 
 def arguments(

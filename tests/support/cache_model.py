@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastkernels.engine.execution.step import SAMPLED, StepInput, StepOutput
+from fastkernels.engine.steps.step import SAMPLED, StepInput, StepOutput
 
 VOCAB = 50
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from fastkernels.models.common import build, ultralytics_config
+from fastkernels.models.common.configs import ultralytics_config
+from fastkernels.models.common.plans import build
 
 T = torch.Tensor
 NAMES = ["cat", "dog", "bird", "fish"]

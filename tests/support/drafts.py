@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.execution.drafting import Drafter
-from fastkernels.engine.scheduling.speculation import DraftCounts
+from fastkernels.engine.execution.drafts.drafting import Drafter
+from fastkernels.engine.options.speculation import DraftCounts
 
 SMALL: dict[str, Any] = {
     "device": "cpu", "num_blocks": 40, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 48,

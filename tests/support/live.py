@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import process as serving
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.server import Server
+from fastkernels.engine.options.config import EngineConfig
 
 # httpx's 5 s are too short for an answer on a busy machine.
 inspect.signature(httpx.get).parameters["timeout"].default.read = 60.0

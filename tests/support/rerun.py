@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastkernels.engine.execution.graphs import Graphs, Outputs
+from fastkernels.engine.execution.forward.graphs import Graphs, Outputs
 
 
 class Rerun(Graphs):

@@ -64,7 +64,7 @@ def save_ply(file: Path, count: int = COUNT) -> None:
 
 def field(config: dict[str, Any] = NGP) -> dict[str, torch.Tensor]:
     """The tensors of a radiance field: colors and densities that differ from place to place."""
-    from fastkernels.models.common.radiance_field import read_config, sizes_of
+    from fastkernels.models.common.checkpoints.radiance_field import read_config, sizes_of
 
     full, generator = read_config(config), torch.Generator().manual_seed(2)
     made = {

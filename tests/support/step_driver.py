@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import PromptTargets, StepInput
+from fastkernels.engine.execution.runners.generate import Generate
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.models.common.build import load_config
+from fastkernels.engine.steps.step import PromptTargets, StepInput
+from fastkernels.models.common.plans.build import load_config
 
 BLOCK = 4
 PROMPT = [5, 17, 300, 4, 4, 90, 211]

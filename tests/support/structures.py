@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fastkernels.models.common.config import plain
+from fastkernels.models.common.configs.config import plain
 from fastkernels.models.science import openfold3
 
 SINGLE, PAIR, TOKEN, INPUTS = 24, 16, 24, 24 + 65

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
+from fastkernels.engine.http.requests.protocol import ChatCompletionRequest, CompletionRequest
 from fastkernels.engine.llm import LLM
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -25,7 +25,7 @@ from fastkernels import LLM
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind
-from fastkernels.models.common.ops import one_layer
+from fastkernels.models.common.plans.ops import one_layer
 from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 from fastkernels.patch import Report, Request
 from fastkernels.verify import cache, measure

@@ -18,8 +18,8 @@ from torch import nn
 
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Provider
-from fastkernels.models.common.decoder import DecoderExperts
-from fastkernels.models.common.description import Experts
+from fastkernels.models.common.descriptions.description import Experts
+from fastkernels.models.common.layers.decoder import DecoderExperts
 from fastkernels.overrides.linear.parallel_linear import weights_as
 from fastkernels.overrides.moe.cases import router_choice
 from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod

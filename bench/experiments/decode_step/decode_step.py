@@ -37,14 +37,14 @@ from transformers import LlamaConfig
 from fastkernels.core import tuning as tuned
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.engine.execution.input_batch import InputBatch
-from fastkernels.engine.execution.step import StepInput
-from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.models.common import build
-from fastkernels.models.common.decoder import Decoder
+from fastkernels.engine.steps.input_batch import InputBatch
+from fastkernels.engine.steps.step import StepInput
+from fastkernels.engine.steps.step_kernels import begin, finish
+from fastkernels.models.common.layers.decoder import Decoder
+from fastkernels.models.common.plans import build
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.kit import overlap as _overlap
 from fastkernels.overrides.sampling.sampling import sampling

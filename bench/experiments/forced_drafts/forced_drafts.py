@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.execution import draft_costs
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.execution.drafts import draft_costs
+from fastkernels.engine.steps.step import StepInput
 
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]"
 LANES: dict[str, dict[str, Any] | None] = {

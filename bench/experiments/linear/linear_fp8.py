@@ -47,11 +47,11 @@ from experiments.linear.linear_kernels import label
 from fk_bench.core.baselines import Baseline, baselines
 
 from fastkernels.overrides.kit.fp8 import FP8
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
+from fastkernels.overrides.linear.kernels.linear_fp8_triton import linear_fp8_triton
 from fastkernels.overrides.linear.linear_fp8 import reference
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
-from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton
 from fastkernels.overrides.quant.quantize_fp8 import quantize_triton
 
 OURS, TILED = "cuda-wgmma-fp8", "cuda-tiled-fp8"

@@ -10,7 +10,7 @@ import torch
 from experiments.linear.linear_kernels import label
 
 from fastkernels.overrides.kit.launch import multiprocessors
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma
 
 # N, K
 STEP = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

@@ -29,9 +29,9 @@ from experiments.common.graph_clock import Run, against, poisoned, rounds
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import int4_linear_cuda as few
 from fastkernels.overrides.linear import linear_int4 as int4
 from fastkernels.overrides.linear import linear_nvfp4 as nvfp4
+from fastkernels.overrides.linear.kernels import int4_linear_cuda as few
 from fastkernels.overrides.linear.production import _marlin, _marlin_weights
 
 # Four of Llama-3.1-8B, two of Qwen2.5-7B, two of Qwen2.5-32B, one of Llama-3.3-70B and one of Qwen3-4B

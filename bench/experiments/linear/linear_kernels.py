@@ -11,9 +11,9 @@ import torch
 from experiments.common.graph_clock import Compiles
 
 from fastkernels.overrides.kit.launch import multiprocessors
-from fastkernels.overrides.linear import skinny_linear_cuda as cuda
-from fastkernels.overrides.linear import skinny_linear_triton as skinny
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import skinny_linear_cuda as cuda
+from fastkernels.overrides.linear.kernels import skinny_linear_triton as skinny
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
 
 Shape = tuple[int, int]  # N, K
 Sets = tuple[dict[str, Any], ...]

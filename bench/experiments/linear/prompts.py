@@ -21,7 +21,7 @@ from experiments.common.results import Results
 
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.launch import multiprocessors
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.selection import PROMPTS
 
 # {model: (width, intermediate, rows of packed queries, keys and values, columns of the output projection)}

@@ -19,8 +19,8 @@ from fk_bench.core.rows import Row, Status, Subject, append
 from torch import nn
 
 from fastkernels import LLM
-from fastkernels.engine.execution.act import ActInput
-from fastkernels.models.common.policy import Observation
+from fastkernels.engine.execution.runners.act import ActInput
+from fastkernels.models.common.interfaces.policy import Observation
 from fastkernels.models.robotics import dp3
 
 WARM_UP, RUNS = 3, 20

@@ -26,8 +26,9 @@ from fk_bench.core.rows import Status
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.recurrence import cases, chunks, linear_chunks, recurrent
-from fastkernels.overrides.recurrence.problem import DELTA, LINEAR, Problem
+from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.kernels import chunks, linear_chunks, recurrent
+from fastkernels.overrides.recurrence.kernels.problem import DELTA, LINEAR, Problem
 from fastkernels.overrides.recurrence.production import BASELINES
 
 # By importance: an exhausted time limit cuts the last ones.

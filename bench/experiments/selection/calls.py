@@ -23,9 +23,9 @@ from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_decode import reference as decode_reference
 from fastkernels.overrides.kit.selection import Candidate
 from fastkernels.overrides.linear import selection as linear_selection
-from fastkernels.overrides.linear import skinny_linear_cuda as skinny
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma_fp8
+from fastkernels.overrides.linear.kernels import skinny_linear_cuda as skinny
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma_fp8
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear import reference as linear_reference
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8

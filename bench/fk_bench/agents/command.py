@@ -13,8 +13,8 @@ import typer
 
 from fastkernels.core import registry
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.agents import adapters, tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop

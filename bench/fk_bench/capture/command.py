@@ -128,7 +128,7 @@ def _small() -> str:
 
 
 def _resolved(model: str) -> str:
-    from fastkernels.models.common import weights
+    from fastkernels.models.common.checkpoints import weights
 
     return str(weights.resolve(model))
 

@@ -36,7 +36,9 @@ class Engine:
 def fastkernels(options: dict[str, Any]) -> Engine:
     import fastkernels
     from fastkernels import LLM, SamplingParams, capture
-    from fastkernels.models.common import build, checkpoint, registry
+    from fastkernels.models.common.checkpoints import checkpoint
+    from fastkernels.models.common.descriptions import registry
+    from fastkernels.models.common.plans import build
 
     settings = {
         "dtype": options["dtype"], "skip_tokenizer_init": True, "max_model_len": options["max_model_len"],

@@ -52,7 +52,7 @@ def _check(command: str, words: Sequence[str]) -> None:
     ops = [*(first if command in OPS else ()), *filter(None, map(str.strip, named))]
     check_names([op for op in ops if not _is_block(op)])
     if command in ARCHITECTURE_OPTIONS:
-        from fastkernels.models.common.registry import by_architecture, models
+        from fastkernels.models.common.descriptions.registry import by_architecture, models
         from fk_bench.core.model_names import public_name
 
         for flag in ARCHITECTURE_OPTIONS[command]:
@@ -85,7 +85,7 @@ def _check(command: str, words: Sequence[str]) -> None:
 
 def _is_block(name: str) -> bool:
     """Whether a name can be that of a block of a model, MODEL.KIND."""
-    from fastkernels.models.common.registry import models
+    from fastkernels.models.common.descriptions.registry import models
 
     model, dot, _ = name.partition(".")
     return bool(dot) and model in models()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
 from fk_bench.core import hub
 from fk_bench.core.hub import ModelError
 
@@ -22,7 +22,7 @@ _HUB_NAMES = {
     for m in models().values()
     for hub_id in m.arch.public
 }
-SCENES = {".ply", ".ingp", ".msgpack"}  # files of models/common/scenes.py, which imports torch
+SCENES = {".ply", ".ingp", ".msgpack"}  # files of models/common/checkpoints/scenes.py, which imports torch
 _OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
 
 

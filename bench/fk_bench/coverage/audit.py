@@ -11,7 +11,7 @@ from typing import Any
 from fk_integrations.transformers import architectures, switches
 from fk_integrations.transformers.matching import Kind, Match, match
 
-from fastkernels.models.common import registry
+from fastkernels.models.common.descriptions import registry
 
 
 class Coverage(str, Enum):

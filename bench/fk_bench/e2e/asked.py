@@ -322,7 +322,9 @@ def longest_of(path: str, loads: Sequence[Load]) -> int:
 
 def context_of(path: str) -> int | None:
     """The tokens of the longest sequence of a model, None if its config has no limit."""
-    from fastkernels.models.common import build, length, weights
+    from fastkernels.models.common.checkpoints import weights
+    from fastkernels.models.common.configs import length
+    from fastkernels.models.common.plans import build
 
     return length.longest(build.load_config(weights.resolve(path)))
 

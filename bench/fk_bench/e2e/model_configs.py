@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common.registry import architectures, by_architecture, models
+from fastkernels.models.common.descriptions.registry import architectures, by_architecture, models
 from fk_bench.core.hub import ModelError
 from fk_bench.core.model_names import PUBLIC, check_name, public_name, unknown
 
@@ -20,8 +20,8 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
 
     Raises ModelError, and Unsupported for a quantization in a file of its own that cannot be read.
     """
-    from fastkernels.models.common.config import text_model
-    from fastkernels.models.common.quantization import with_own_file
+    from fastkernels.models.common.checkpoints.quantization import with_own_file
+    from fastkernels.models.common.configs.config import text_model
 
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
@@ -67,7 +67,7 @@ def _check_generates(model: str, architecture: str) -> None:
 
 def _of_type(kind: str, fields: Mapping[str, Any]) -> Any:
     """The config with these fields; others have transformers' defaults."""
-    from fastkernels.models.common.config import of_type, plain
+    from fastkernels.models.common.configs.config import of_type, plain
 
     names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
     found = plain({**fields, "model_type": kind, "architectures": names})
@@ -80,9 +80,9 @@ def _read(model: str, path: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from fastkernels.models.common.checkpoint import CheckpointError
-    from fastkernels.models.common.checks import check_file
-    from fastkernels.models.common.config import from_transformers
+    from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+    from fastkernels.models.common.configs.checks import check_file
+    from fastkernels.models.common.configs.config import from_transformers
 
     check_name(model)
     if path.is_file():

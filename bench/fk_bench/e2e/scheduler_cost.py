@@ -14,7 +14,7 @@ class NoModel:
     """An executor whose steps take no time and always return the same token."""
 
     def launch(self, step):  # type: ignore[no-untyped-def]
-        from fastkernels.engine.execution.step import StepOutput
+        from fastkernels.engine.steps.step import StepOutput
 
         self.output = StepOutput(np.full(len(step.slots), 5))
         return self

@@ -55,8 +55,8 @@ def need(
     Raises ValueError for an unknown architecture.
     """
     import fastkernels
-    from fastkernels.models.common import build
-    from fastkernels.models.common.plan import SIZES
+    from fastkernels.models.common.plans import build
+    from fastkernels.models.common.plans.plan import SIZES
 
     plan = fastkernels.plan(path, dtype)
     config: Any = build.load_config(Path(path))

@@ -330,7 +330,7 @@ def _small(data: Mapping[str, Any], name: str) -> Suite:
 
 def architecture_of(model: Model) -> str:
     """The name of our model file that runs this model; '' for a model of which we have none."""
-    from fastkernels.models.common.registry import by_architecture, models
+    from fastkernels.models.common.descriptions.registry import by_architecture, models
     from fk_bench.core.model_names import PUBLIC, public_name
 
     config = model.config
@@ -354,7 +354,7 @@ def architecture_of(model: Model) -> str:
 
 def _with_served(data: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a suite with those that [served] stands for. Raises SuiteError."""
-    from fastkernels.models.common.registry import models
+    from fastkernels.models.common.descriptions.registry import models
 
     given = _made("[served]", _Served, data["served"])
     texts = (m for m in models().values() if m.arch.runner == "Generate" and m.arch.media != ("audio",))
@@ -480,14 +480,14 @@ def _model(name: str, given: Mapping[str, Any]) -> Model:
     if made.config and not made.public and "task" not in made.config:  # ultralytics' have a task
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        from fastkernels.models.common.registry import models
+        from fastkernels.models.common.descriptions.registry import models
 
         kind = made.config.get("model_type", "")
         types = {*CONFIG_MAPPING_NAMES, *(m.arch.model_type for m in models().values())}
         if kind not in types:
             raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), sorted(types))}")
     if made.public:
-        from fastkernels.models.common.registry import models
+        from fastkernels.models.common.descriptions.registry import models
         from fk_bench.core.model_names import PUBLIC, public_name
 
         if public_name(made.public) is None and made.public not in models():

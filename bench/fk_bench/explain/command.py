@@ -330,7 +330,7 @@ def _peaks(gpu: str, timer: str) -> roofline.Peaks | None:
 def _dtype(name: str, config: Any, timer: str) -> Any:
     import torch
 
-    from fastkernels.engine.execution.runner import pick_dtype
+    from fastkernels.engine.execution.forward.runner import pick_dtype
 
     return pick_dtype(name, config, torch.device("cpu" if timer == "cpu" else "cuda"))
 

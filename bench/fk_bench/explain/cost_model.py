@@ -21,8 +21,8 @@ from fastkernels.core import parallel, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.core.spec import Case
-from fastkernels.models.common import build
-from fastkernels.models.common.cross import CrossAttention
+from fastkernels.models.common.layers.cross import CrossAttention
+from fastkernels.models.common.plans import build
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.sampling.sampling import sampling
 from fk_bench.kernels.judge.clock import roofline

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fastkernels.core import registry
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import SIZES, Item, Plan, plan
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans.plan import SIZES, Item, Plan, plan
 from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.e2e.model_configs import load_config

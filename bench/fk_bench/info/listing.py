@@ -59,7 +59,7 @@ def model_rows() -> list[dict[str, Any]]:
     """
     from dataclasses import asdict
 
-    from fastkernels.models.common.registry import architectures, find
+    from fastkernels.models.common.descriptions.registry import architectures, find
     from fk_bench.evaluate import suites
 
     hosts: dict[str, dict[str, None]] = {}

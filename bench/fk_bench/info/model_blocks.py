@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
-from fastkernels.models.common.registry import by_architecture, models
+from fastkernels.models.common.descriptions.registry import by_architecture, models
 from fk_bench.core.model_names import PUBLIC, public_name
 
 
@@ -16,7 +16,8 @@ def config_of(model: str) -> Any:
 
     Raises UnknownName, CheckpointError, and Unsupported for a model that does not read tokens or images.
     """
-    from fastkernels.models.common import build, shrunk
+    from fastkernels.models.common.configs import shrunk
+    from fastkernels.models.common.plans import build
 
     if Path(model).expanduser().exists():
         return build.load_config(Path(model).expanduser())
@@ -53,7 +54,7 @@ def register(model: str) -> tuple[str, tuple[str, ...]]:
 
     Raises UnknownName, CheckpointError, and Unsupported for a model without a block that can be judged.
     """
-    from fastkernels.models.common import block_tasks
+    from fastkernels.models.common.plans import block_tasks
 
     return block_tasks.register_model(config_of(model))
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from fastkernels.core import registry
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import models
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.info import model_blocks
 
@@ -55,7 +55,7 @@ def selected_ops(ops: Sequence[str], level: int | None, model: str | None) -> li
     """The named ops (all without names) of that level and on that model's path. Raises UnknownName."""
     names = list(dict.fromkeys(registry.check_names(ops))) if ops else registry.op_names()
     if model is not None:
-        from fastkernels.models.common.ops import ops_of_model
+        from fastkernels.models.common.plans.ops import ops_of_model
 
         path = ops_of_model(model)
         names = [n for n in names if n in path or "." in n]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastkernels.models.common.registry import Model
+from fastkernels.models.common.descriptions.registry import Model
 
 # Absolute tolerances, which those tests import
 LOGITS = 2e-4  # and relative

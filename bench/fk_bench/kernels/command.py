@@ -14,9 +14,9 @@ import typer
 from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError, sources_folder
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.descriptions.registry import models
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line

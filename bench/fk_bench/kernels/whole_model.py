@@ -19,8 +19,9 @@ from uuid import uuid4
 
 import torch
 
-from fastkernels.models.common import block_tasks, shrunk
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs import shrunk
+from fastkernels.models.common.plans import block_tasks
 from fk_bench.core import machine
 from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Row, Status, Subject
@@ -104,7 +105,7 @@ def judge(
 ) -> list[Row]:  # fmt: skip
     """Rows of the phases, and with `timed` of the engine with candidates against without; `on_row` gets each.
 
-    text    of the model whose blocks are known; see models.common.blocks
+    text    of the model whose blocks are known; see models.common.plans.blocks
     model   a checkpoint's folder. Another name gets random weights: of its sizes on a GPU, of a small model with the
             same structure on a CPU
     files   {op or block: file}

@@ -113,7 +113,8 @@ def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[i
 
 
 def vocab_size(model: str) -> int:
-    from fastkernels.models.common import build, weights
+    from fastkernels.models.common.checkpoints import weights
+    from fastkernels.models.common.plans import build
 
     return int(build.load_config(weights.resolve(model)).vocab_size)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.weights import EMBEDDING_STD, MX_SCALE, STD, random_generator
+from fastkernels.models.common.checkpoints.weights import EMBEDDING_STD, MX_SCALE, STD, random_generator
 
 EMBEDDING = "VocabParallelEmbedding"  # the class of vLLM and SGLang
 # Gemma's buffers: the scales of its embedding, and of Gemma 4's inputs of layers

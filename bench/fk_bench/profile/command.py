@@ -185,7 +185,7 @@ def _costs(target: Target, gpu: str, folder: Path) -> tuple[Costs, Target]:
 def _model_costs(target: Target, peaks: roofline.Peaks | None, folder: Path) -> tuple[Costs, Target]:
     import torch
 
-    from fastkernels.engine.execution.runner import pick_dtype
+    from fastkernels.engine.execution.forward.runner import pick_dtype
     from fk_bench.e2e.model_configs import load_config
     from fk_bench.explain.cost_model import step
 

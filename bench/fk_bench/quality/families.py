@@ -90,9 +90,10 @@ def family_of(model: str, host: str) -> str:
 
 def _of_runner(model: Path) -> str:
     """The family of a checkpoint whose model of our engine answers requests other than text; '' for others."""
-    from fastkernels.models.common import build, registry
-    from fastkernels.models.common.checkpoint import CheckpointError
-    from fastkernels.models.common.detector import Detector
+    from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+    from fastkernels.models.common.descriptions import registry
+    from fastkernels.models.common.interfaces.detector import Detector
+    from fastkernels.models.common.plans import build
 
     try:
         config = build.load_config(model)

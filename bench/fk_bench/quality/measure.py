@@ -261,7 +261,7 @@ def folder_of(model: str, folder: Path) -> str:
         return known
     if not hub.is_id(model):
         raise ModelError(f"model {model!r} is neither a folder, nor a public name, nor a hub id (OWNER/NAME)")
-    from fastkernels.models.common.checkpoint import resolve
+    from fastkernels.models.common.checkpoints.checkpoint import resolve
 
     hub.check(model)
     return str(resolve(model))

@@ -13,9 +13,10 @@ import typer
 from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import NotObserved, Unexplained
 
-from fastkernels.models.common import checks, registry
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.configs import checks
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.scaffold import matched_parts, model_file, samples, tasks, verification
 from fk_bench.scaffold.expressions import NoExpression

@@ -7,7 +7,7 @@ from itertools import chain, combinations, permutations, takewhile
 from math import isfinite
 from typing import Any
 
-from fastkernels.models.common import description as d
+from fastkernels.models.common.descriptions import description as d
 from fk_bench.scaffold.samples import Sample, Samples, equal
 
 FORMULAS = ("{}", "{}**-0.5", "1 / {}", "{}**0.5", "{} or 0.0")

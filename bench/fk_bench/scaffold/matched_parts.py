@@ -15,8 +15,8 @@ from fk_integrations.transformers.matching import Kind, Match, attention_call, m
 from torch import nn
 
 from fastkernels.core import registry
-from fastkernels.models.common import description as d
-from fastkernels.models.common.decoder import NoRope, make_rope
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.layers.decoder import NoRope, make_rope
 from fastkernels.overrides.attention.vllm import VllmAttention
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")

@@ -11,10 +11,10 @@ from typing import Any
 from fk_integrations.transformers.recurrent_roles import ROLE
 from fk_integrations.transformers.tiny_models import declared
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import PACKED
-from fastkernels.models.common.checks import REQUIRED
-from fastkernels.models.common.decoder import EXPERTS
+from fastkernels.models.common.configs.checks import REQUIRED
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import PACKED
+from fastkernels.models.common.layers.decoder import EXPERTS
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import MLP, NORMS, Samples, block, equal, expert_names, normal
@@ -45,7 +45,7 @@ def text(samples: Samples, about: str, category: str = "llm") -> str:
     return "\n".join([
         f'"""{about}"""', "", "from __future__ import annotations", "", "from typing import Any", "",
         "from fastkernels.models.common import description as d",
-        "from fastkernels.models.common.architecture import Architecture", "", "", body, "", "",
+        "from fastkernels.models.common.descriptions.architecture import Architecture", "", "", body, "", "",
         _architecture(samples, category, body), "",
     ])  # fmt: skip
 
@@ -485,7 +485,7 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
             raise NoExpression(
                 f"the names {', '.join(expert_names(names))} of an expert's projections", set()
             )
-        lines.append(f'    experts="fastkernels.models.common.decoder:{function}",')
+        lines.append(f'    experts="fastkernels.models.common.layers.decoder:{function}",')
     parts |= samples.aliases
     for name, mapping in (("renamed", renamed), ("parts", parts)):
         if mapping:

@@ -11,7 +11,7 @@ from typing import Any
 from fk_integrations.transformers import tiny_models
 from fk_integrations.transformers.decoder_roles import NotObserved, Observed, Unexplained, observe
 
-from fastkernels.models.common import description as d
+from fastkernels.models.common.descriptions import description as d
 
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")

@@ -13,8 +13,9 @@ from fk_integrations.transformers import module_walk, tiny_models
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
-from fastkernels.models.common import build, registry
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 from fastkernels.overrides.attention.attention import PagedAttention
 from fk_bench.scaffold.samples import Sample, Samples, equal, normal
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.options.config import EngineConfig
 from fk_bench.core.panels import grouped
 
 DEFAULT = EngineConfig(model="")
@@ -223,7 +223,7 @@ def serve(
     """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.http import process
-    from fastkernels.models.common.weights import CheckpointError
+    from fastkernels.models.common.checkpoints.weights import CheckpointError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "urllib3"):

@@ -30,7 +30,7 @@ def voice_command(
     from fastkernels.engine.speech.files import AudioError, MissingPackage
     from fastkernels.engine.speech.voice_reader import VoiceReader
     from fastkernels.engine.speech.voices import NAME, SUFFIX, Voice, VoiceError
-    from fastkernels.models.common.checkpoint import CheckpointError, resolve
+    from fastkernels.models.common.checkpoints.checkpoint import CheckpointError, resolve
 
     if out.suffix != SUFFIX or not NAME.fullmatch(out.stem):
         fail(

@@ -19,7 +19,7 @@ import typer
 from fastkernels.core import registry, tuning
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import REACH, Entry, Table, TableError
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
 from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core import rows, scores
 from fk_bench.core.hub import ModelError

@@ -12,10 +12,10 @@ import torch
 from fastkernels.core import parallel, registry
 from fastkernels.core.shapes import dtype_name
 from fastkernels.core.tuning import Key
-from fastkernels.models.common.description import Attention
-from fastkernels.models.common.plan import Item, Plan
-from fastkernels.models.common.quantization import BLOCK, Scheme, read
-from fastkernels.models.common.registry import find
+from fastkernels.models.common.checkpoints.quantization import BLOCK, Scheme, read
+from fastkernels.models.common.descriptions.description import Attention
+from fastkernels.models.common.descriptions.registry import find
+from fastkernels.models.common.plans.plan import Item, Plan
 
 TENSOR, ROW, FOUND = 0, 1, 2  # granularity of scales, as in the keys of FP8 ops
 
@@ -42,7 +42,7 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
 
 def _built(name: str, key: Key, model: str, dtype: torch.dtype, tp: int) -> list[dict[str, Any]]:
     """The shapes of the modules of a model with a short name."""
-    from fastkernels.models.common.ops import one_layer
+    from fastkernels.models.common.plans.ops import one_layer
 
     if key.module is None:
         return []
@@ -82,7 +82,7 @@ def _plan_of(model: str, dtype: str = "") -> tuple[Plan | None, Callable[[str], 
 @lru_cache(maxsize=8)  # several ops have shapes of the same model
 def _planned(model: str, dtype: str, changed: int) -> tuple[Plan, Callable[[str], Scheme | None]]:
     import fastkernels
-    from fastkernels.models.common import build
+    from fastkernels.models.common.plans import build
 
     config = build.load_config(Path(model))
     formats, arch = read(config), find(config.architectures[0], config).arch

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.models.common import length
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.models.common.configs import length
 
 log = logging.getLogger("fastkernels")
 CPU_CACHE = 1 << 30  # default bytes of KV cache on the CPU

@@ -15,7 +15,7 @@ import torch
 
 from fastkernels.core.layer_state import StateSpec, zero_states
 from fastkernels.engine.cache.kv_cache import GIB
-from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.options.config import EngineConfig
 
 SHARE = 8  # snapshots get at most this part of the memory of blocks
 EACH = 2  # snapshots for each sequence, at most

@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 
 from fastkernels.core import parallel
-from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.execution.forward.runner import Runner
+from fastkernels.engine.execution.forward.startup import Phases
 from fastkernels.engine.execution.ranks import Ranks, WorkerDied
-from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.startup import Phases
-from fastkernels.engine.execution.step import StepInput, StepOutput, idle_step
 from fastkernels.engine.execution.worker import COLLECT, Setup, as_rank, build_runner, invoke, join, pack
-from fastkernels.engine.runners import runner_class
-from fastkernels.models.common import build, checks, weights
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.options.runners import runner_class
+from fastkernels.engine.steps.step import StepInput, StepOutput, idle_step
+from fastkernels.models.common.checkpoints import weights
+from fastkernels.models.common.configs import checks
+from fastkernels.models.common.plans import build
 
 NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 

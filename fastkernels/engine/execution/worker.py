@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.startup import Phases, keep_objects
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.execution.forward.startup import Phases, keep_objects
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.rows import TokenMasks
+from fastkernels.engine.steps.step import StepInput
 
 log = logging.getLogger("fastkernels")
 
@@ -48,7 +48,7 @@ def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
     """This rank's Runner with its weights, not yet in a process group and without a KV cache."""
     import torch
 
-    from fastkernels.engine.runners import runner_class
+    from fastkernels.engine.options.runners import runner_class
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)

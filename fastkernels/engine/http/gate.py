@@ -11,8 +11,8 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from fastkernels.engine.http.config import ServerConfig
-from fastkernels.engine.http.errors import ApiError, error_response
+from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.http.requests.errors import ApiError, error_response
 
 # no key required, and answered during shutdown
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})

@@ -12,11 +12,11 @@ from typing import Any
 
 import uvicorn
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.startup import keep_objects
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.execution.forward.startup import keep_objects
 from fastkernels.engine.http.connection import limited
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.server import Server
+from fastkernels.engine.options.config import EngineConfig
 
 log = logging.getLogger("fastkernels")
 LAST_WORDS = 2.0  # seconds to send answers after their requests have been ended

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fastkernels.engine.engine import Engine
+from fastkernels.engine.engines.engine import Engine
 from fastkernels.patch import Request, find_host
 
 log = logging.getLogger("fastkernels")

@@ -21,36 +21,37 @@ from pydantic_core import from_json
 
 from fastkernels import __version__
 from fastkernels.engine.async_llm import AsyncLLM, EngineError
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http import errors, schema, templates
-from fastkernels.engine.http.actions import Actions
+from fastkernels.engine.http.answers import schema
+from fastkernels.engine.http.answers.metrics import Metrics
 from fastkernels.engine.http.anthropic_api.routes import Messages
 from fastkernels.engine.http.audio_api.routes import Audio
 from fastkernels.engine.http.audio_api.speech import Speech
-from fastkernels.engine.http.config import ServerConfig
-from fastkernels.engine.http.context import Context
-from fastkernels.engine.http.detection import Detection
-from fastkernels.engine.http.embeddings import Embeddings
-from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.frames import Frames
 from fastkernels.engine.http.gate import Gate
-from fastkernels.engine.http.generation import Generation, Unmasking
-from fastkernels.engine.http.media import MediaPrompts
-from fastkernels.engine.http.metrics import Metrics
 from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
 from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
-from fastkernels.engine.http.pictures import Pictures
-from fastkernels.engine.http.prompts import Prompts
-from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
-from fastkernels.engine.http.recommendation import Recommendation
-from fastkernels.engine.http.rendering import Rendering
 from fastkernels.engine.http.report_file import ReportFile
+from fastkernels.engine.http.requests import errors, templates
+from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.media import MediaPrompts
+from fastkernels.engine.http.requests.prompts import Prompts
+from fastkernels.engine.http.requests.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.responses_api.routes import Responses
-from fastkernels.engine.http.scoring import Scoring
-from fastkernels.engine.http.segmentation import ImageSegmentation, Segmentation
+from fastkernels.engine.http.routes.actions import Actions
+from fastkernels.engine.http.routes.context import Context
+from fastkernels.engine.http.routes.detection import Detection
+from fastkernels.engine.http.routes.embeddings import Embeddings
+from fastkernels.engine.http.routes.frames import Frames
+from fastkernels.engine.http.routes.generation import Generation, Unmasking
+from fastkernels.engine.http.routes.pictures import Pictures
+from fastkernels.engine.http.routes.recommendation import Recommendation
+from fastkernels.engine.http.routes.rendering import Rendering
+from fastkernels.engine.http.routes.scoring import Scoring
+from fastkernels.engine.http.routes.segmentation import ImageSegmentation, Segmentation
+from fastkernels.engine.http.routes.structures import StructureRoutes
+from fastkernels.engine.http.routes.videos import Videos
 from fastkernels.engine.http.sglang_api.routes import Sglang
-from fastkernels.engine.http.structures import StructureRoutes
-from fastkernels.engine.http.videos import Videos
+from fastkernels.engine.options.config import EngineConfig
 
 CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS and DELETE_PATHS, where a class has them: GET and DELETE routes

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastkernels.engine.scheduling.denoising import SEEDS
 from fastkernels.engine.scheduling.request import Status
-from fastkernels.models.common.policy import Observation
+from fastkernels.models.common.interfaces.policy import Observation
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
-from fastkernels.engine.execution.step import StepInput, StepOutput
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult, masks_of
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.scheduler import Batch, QueueFull, Scheduler
 from fastkernels.engine.scheduling.step_input import make_step
+from fastkernels.engine.steps.step import StepInput, StepOutput
 
 WAITING = 4  # running sequences that count as much as a waiting one, as in vLLM
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from fastkernels.engine.images import Patches
+from fastkernels.engine.inputs.images import Patches
 from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
 if TYPE_CHECKING:
-    from fastkernels.engine.segmentation import ClipPrompt, Concept
+    from fastkernels.engine.scheduling.segmentation import ClipPrompt, Concept
 
 TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect", "segment")
 CLIP_FRAMES = 4  # of a clip in a step: others run between the steps

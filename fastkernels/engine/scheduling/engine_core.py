@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenLogprobs
+from fastkernels.engine.options.draft_tree import DraftTree
+from fastkernels.engine.options.speculation import MOST_DRAFTS, Speculation
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.scheduling.constraints import advance
-from fastkernels.engine.scheduling.draft_tree import DraftTree
 from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
-from fastkernels.engine.scheduling.speculation import MOST_DRAFTS, Speculation
 from fastkernels.engine.scheduling.step_input import make_step
+from fastkernels.engine.steps.step import Launcher, Pending, StepOutput, TokenLogprobs
 
 
 @dataclass(frozen=True)

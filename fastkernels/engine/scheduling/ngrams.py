@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastkernels.engine.scheduling.speculation import Speculation
+from fastkernels.engine.options.speculation import Speculation
 
 
 class Lookup:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastkernels.engine.execution.step import TokenLogprobs
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.detokenizer import REPLACEMENT
 from fastkernels.engine.scheduling.request import (
@@ -17,6 +16,7 @@ from fastkernels.engine.scheduling.request import (
     RequestOutput,
     Status,
 )
+from fastkernels.engine.steps.step import TokenLogprobs
 
 MOST_PARTS = 4  # tokens that one character can have: its bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastkernels.engine.scheduling.request import Status
-from fastkernels.models.common.camera import Camera
+from fastkernels.models.common.interfaces.camera import Camera
 
 TILE = 16  # pixels of a tile's side: a budget of 8192 is one image of 1920 x 1080
 

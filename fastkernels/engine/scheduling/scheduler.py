@@ -35,11 +35,11 @@ from fastkernels.engine.cache.blocks import BlockManager, BlockNames, PrefixCach
 from fastkernels.engine.cache.cross_blocks import CrossBlocks
 from fastkernels.engine.cache.media_cache import MediaCache, MediaItem
 from fastkernels.engine.cache.snapshots import Snapshots
-from fastkernels.engine.execution.step import MADE
+from fastkernels.engine.options.speculation import DraftCounts, Speculation
 from fastkernels.engine.scheduling.ngrams import Lookup
 from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
-from fastkernels.engine.scheduling.speculation import DraftCounts, Speculation
+from fastkernels.engine.steps.step import MADE
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
 LEAST_TOKENS = 2048  # of a dense model's shortened step: fewer tokens take a GPU nearly as long

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastkernels.engine.execution.step import (
+from fastkernels.engine.sampling.rows import NewRow
+from fastkernels.engine.scheduling.request import BlockTable, Request
+from fastkernels.engine.scheduling.scheduler import Batch
+from fastkernels.engine.steps.step import (
     NO_COPIES,
     SAMPLED,
     Encoding,
@@ -14,9 +17,6 @@ from fastkernels.engine.execution.step import (
     StepMedia,
     StepSources,
 )
-from fastkernels.engine.sampling.rows import NewRow
-from fastkernels.engine.scheduling.request import BlockTable, Request
-from fastkernels.engine.scheduling.scheduler import Batch
 
 LONG = 64  # blocks of a request whose updates are made at once
 

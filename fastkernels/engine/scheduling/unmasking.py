@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastkernels.engine.cache.blocks import BlockManager
-from fastkernels.engine.execution.unmask_step import UnmaskInput, UnmaskOutput
 from fastkernels.engine.sampling.unmask_params import UnmaskParams
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
+from fastkernels.engine.steps.unmask_step import UnmaskInput, UnmaskOutput
 
 _WORD = 1 << 64
 

@@ -10,7 +10,7 @@ import torch
 from fastkernels.core import cuda_rtc
 from fastkernels.core.cuda_rtc import nvrtc  # type: ignore[attr-defined]  # of plain/cuda_rtc.py
 from fastkernels.overrides.kit.fp8 import FP8
-from fastkernels.overrides.linear.wgmma_linear_cuda import (  # type: ignore[attr-defined]  # of fork_wgmma.py
+from fastkernels.overrides.linear.kernels.wgmma_linear_cuda import (  # type: ignore[attr-defined]  # of fork_wgmma.py
     tile,
     wgmma_kernel,
 )

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common import towers
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.checks import MOST_LAYERS
-from fastkernels.models.common.decoder import Decoder
+from fastkernels.models.common.configs.checks import MOST_LAYERS
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions import towers
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.decoder import Decoder
 from fastkernels.models.common.speech.flow import TIMES, FlowConfig, SpeechFlow
 from fastkernels.models.common.speech.vocoder import Vocoder, VocoderConfig
 

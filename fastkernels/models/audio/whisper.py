@@ -16,13 +16,13 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import description as d
-from fastkernels.models.common import towers
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.cross import CrossAttention
-from fastkernels.models.common.decoder import Decoder, DecoderMlp
-from fastkernels.models.common.encoder import attend_within
-from fastkernels.models.common.qwen_vision import metadata_of
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions import towers
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.cross import CrossAttention
+from fastkernels.models.common.layers.decoder import Decoder, DecoderMlp
+from fastkernels.models.common.layers.encoder import attend_within
+from fastkernels.models.common.layers.qwen_vision import metadata_of
 from fastkernels.overrides.linear.vllm import VllmQKVParallelLinear, VllmRowParallelLinear
 from fastkernels.overrides.norm.vllm import VllmLayerNorm
 

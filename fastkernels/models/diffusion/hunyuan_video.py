@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import pipeline_folder
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.config import PlainConfig
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.configs import pipeline_folder
+from fastkernels.models.common.configs.config import PlainConfig
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.pipelines import schedules, texts
 from fastkernels.models.common.pipelines.pipeline import Conditions, Guidance, Pipeline, Size
 from fastkernels.models.common.pipelines.time_embedding import TimeMlp
@@ -32,7 +32,7 @@ from fastkernels.overrides.diffusion.diffusers_hunyuan import DiffusersHunyuanVi
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding
-from fastkernels.overrides.kit.modules import products
+from fastkernels.overrides.linear.modules import products
 from fastkernels.overrides.norm.layer_norm import layer_norm
 
 TIME_CHANNELS, GLYPH_SIZE, REFINER_RATIO, EPS = 256, 2048, 4, 1e-6

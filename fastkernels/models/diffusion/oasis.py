@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.pipelines.schedules import Schedule
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.dense_attention.frame_attention import frame_attention

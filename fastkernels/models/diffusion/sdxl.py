@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import pipeline_folder
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.config import PlainConfig
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.configs import pipeline_folder
+from fastkernels.models.common.configs.config import PlainConfig
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.pipelines import schedules, texts
 from fastkernels.models.common.pipelines.autoencoder import Autoencoder
 from fastkernels.models.common.pipelines.pipeline import Conditions, Guidance, Pipeline, Size

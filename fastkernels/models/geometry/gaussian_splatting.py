@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.camera import Camera, stacked
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.camera import Camera, stacked
 from fastkernels.overrides.geometry.cases import scene
 from fastkernels.overrides.geometry.intersect_tiles import intersect_tiles, tiles_per_gaussian
 from fastkernels.overrides.geometry.project_gaussians import project_gaussians
@@ -73,7 +73,7 @@ class GaussianSplatting(nn.Module):
         self.shN = nn.Parameter(self.coeffs[:, 1:])
 
     def ready(self, folder: Path, dummy: bool) -> None:
-        """See models/common/camera.py. Weights become values: dummy ones those of a synthetic scene."""
+        """See models/common/interfaces/camera.py. Weights become values: dummy ones those of a synthetic scene."""
         if not dummy:
             self.scales.data.exp_()
             self.opacities.data.sigmoid_()
@@ -86,10 +86,10 @@ class GaussianSplatting(nn.Module):
             ours.data.copy_(values)
 
     def refresh(self) -> None:
-        """See models/common/camera.py."""
+        """See models/common/interfaces/camera.py."""
 
     def render(self, cameras: Sequence[Camera]) -> list[torch.Tensor]:
-        """See models/common/camera.py."""
+        """See models/common/interfaces/camera.py."""
         size = max(AT_ONCE // len(self.means), 1)
         parts = [cameras[i : i + size] for i in range(0, len(cameras), size)]
         return [

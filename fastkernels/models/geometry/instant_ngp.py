@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.camera import Camera, rays, stacked
-from fastkernels.models.common.radiance_field import COLOR_OUT, DENSITY_OUT, padded, sizes_of
+from fastkernels.models.common.checkpoints.radiance_field import COLOR_OUT, DENSITY_OUT, padded, sizes_of
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.interfaces.camera import Camera, rays, stacked
 from fastkernels.overrides.geometry.composite_rays import composite_rays
 from fastkernels.overrides.geometry.fused_mlp import fused_mlp
 from fastkernels.overrides.geometry.hash_encoding import hash_encoding
@@ -53,13 +53,13 @@ class InstantNGP(nn.Module):
         self.bits = torch.empty(0, dtype=torch.uint8)
 
     def ready(self, folder: Path, dummy: bool) -> None:
-        """See models/common/camera.py."""
+        """See models/common/interfaces/camera.py."""
         if dummy:
             self._fill()
         self.refresh()
 
     def refresh(self) -> None:
-        """See models/common/camera.py: the bits of occupied cells."""
+        """See models/common/interfaces/camera.py: the bits of occupied cells."""
         config = self.config
         density = self.density_grid.data.float().view(config.cascades, -1)
         mean = float(density[0].clamp_min(0).mean())
@@ -118,7 +118,7 @@ class InstantNGP(nn.Module):
         return colors[:, :3].float().sigmoid(), hidden[:, 0].float().exp()
 
     def render(self, cameras: Sequence[Camera]) -> list[torch.Tensor]:
-        """See models/common/camera.py."""
+        """See models/common/interfaces/camera.py."""
         width, height = cameras[0].size
         views, ks, backgrounds = stacked(cameras, self.table.device)
         made = []
@@ -172,5 +172,5 @@ ARCH = Architecture(
     inputs="cameras",
     model_type="instant_ngp",
     packed={},
-    own_config="fastkernels.models.common.radiance_field:read_config",
+    own_config="fastkernels.models.common.checkpoints.radiance_field:read_config",
 )

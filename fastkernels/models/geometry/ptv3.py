@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.cnn import BatchNorm
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers.cnn import BatchNorm
 from fastkernels.models.recsys.dlrm_v2 import Place, Scores, fields, is_number, positive
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.conv.batch_norm import batch_norm

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common import fla
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.configs import fla
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 RANK, NORMALIZER = 16, 16  # fixed there
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -37,7 +37,7 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="jamba",
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     renamed={"model.final_layernorm.": "model.norm."},
     parts={"A_log": "A", "feed_forward.router": "feed_forward.gate"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},

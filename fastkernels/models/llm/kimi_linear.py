@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -45,7 +45,7 @@ ARCH = Architecture(
         "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "fg_a_proj": ("f_a_proj", "g_a_proj"),
         "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
     },
-    experts="fastkernels.models.common.decoder:numbered_expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:numbered_expert_mapping",
     parts={"A_log": "A", "block_sparse_moe": "mlp"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 # Fields of a config.json with the defaults of the checkpoint's own code
 DEFAULTS: dict[str, Any] = {

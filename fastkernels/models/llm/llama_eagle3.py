@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.decoder import Decoder, DecoderAttention, DecoderMlp, add_and_norm, make_norm
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderMlp,
+    add_and_norm,
+    make_norm,
+)
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
     VllmParallelLMHead,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -29,7 +29,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="minimax_m2",
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
-    experts="fastkernels.models.common.decoder:numbered_expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:numbered_expert_mapping",
     parts={"block_sparse_moe.e_score_correction_bias": "block_sparse_moe.gate.e_score_correction_bias"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={

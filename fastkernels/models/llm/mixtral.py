@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -34,7 +34,7 @@ ARCH = Architecture(
     model_type="mixtral",
     layers=("mixtral_decoder_layer",),
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
-    experts="fastkernels.models.common.decoder:numbered_expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:numbered_expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
     config_defaults={

@@ -14,11 +14,12 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import activation_modules, activations, towers
-from fastkernels.models.common import description as d
-from fastkernels.models.common import qwen_vision as vision
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.encoder import attend_within
+from fastkernels.models.common.descriptions import activations, towers
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers import qwen_vision as vision
+from fastkernels.models.common.layers.encoder import attend_within
 from fastkernels.models.multimodal import qwen2_5_vl
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,

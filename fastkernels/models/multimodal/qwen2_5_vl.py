@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import activation_modules, activations, towers
-from fastkernels.models.common import description as d
-from fastkernels.models.common import qwen_vision as vision
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.media import Grid
+from fastkernels.models.common.descriptions import activations, towers
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers import qwen_vision as vision
+from fastkernels.models.common.layers.media import Grid
 from fastkernels.overrides.linear.vllm import VllmMergedColumnParallelLinear, VllmRowParallelLinear
 from fastkernels.overrides.norm.vllm import VllmRMSNorm
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.forward_context import forward_context
-from fastkernels.models.common import activation_modules, towers
-from fastkernels.models.common import description as d
-from fastkernels.models.common import qwen_vision as vision
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.media import Grid
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions import towers
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers import qwen_vision as vision
+from fastkernels.models.common.layers.media import Grid
 from fastkernels.overrides.activation.vllm import VllmGELU
 from fastkernels.overrides.linear.vllm import VllmColumnParallelLinear, VllmRowParallelLinear
 from fastkernels.overrides.norm.vllm import VllmLayerNorm

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.llm.qwen import qwen3_moe
 from fastkernels.models.multimodal.qwen3_vl import Qwen3VLForConditionalGeneration, tower
 from fastkernels.overrides.moe.sparse_moe import Experts

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common import activation_modules
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.encoder import attend_within
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers.encoder import attend_within
 from fastkernels.overrides.embedding.embedding import embedding
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 from fastkernels.overrides.linear.vllm import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.recsys.bert import BertModel
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
 from fastkernels.overrides.recsys.embedding_bag import ROWS, embedding_bag

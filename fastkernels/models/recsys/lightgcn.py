@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.recsys.dlrm_v2 import Place, Scores, fields, ids_of, is_number, positive
 from fastkernels.overrides.recsys.cases import bipartite
 from fastkernels.overrides.recsys.graph_propagate import Graph, graph_of, graph_propagate

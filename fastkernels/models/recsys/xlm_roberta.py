@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.retrieval import Form, unit
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.retrieval import Form, unit
 from fastkernels.models.recsys.bert import BertEmbeddings, BertModel
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 

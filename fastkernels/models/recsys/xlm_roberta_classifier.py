@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.recsys.bert import BertModel
 from fastkernels.models.recsys.xlm_roberta import XLMRobertaEmbeddings
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear

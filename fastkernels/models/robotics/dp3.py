@@ -1,6 +1,6 @@
 """DP3 (Ze et al., arXiv 2403.03954), the variant simple DP3: actions from point clouds and the robot's state.
 
-The interface is that of common/policy.py. The denoiser is a UNet over time whose blocks read the observation and the
+Interface: interfaces/policy.py. The denoiser is a UNet over time whose blocks read the observation and the
 step through FiLM. Neither depends on the noisy actions, so that all scales and shifts are computed before the first
 step. Key names are those of the repository's state dict; config.json is ours, with the names of its `policy` section:
 
@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.policy import Observation, check_fields, numbers
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.policy import Observation, check_fields, numbers
 from fastkernels.overrides.conv.conv1d_norm_mish import conv1d_norm_mish
 from fastkernels.overrides.conv.convolution import convolution
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding

@@ -1,6 +1,6 @@
 """Pi0 (Black et al., arXiv 2410.24164): actions from images, a prompt and the robot's state, by flow matching.
 
-The interface is that of common/policy.py. Images and prompt pass PaliGemma once, and each of its layers keeps their
+The interface is that of interfaces/policy.py. Images and prompt pass PaliGemma once, and each of its layers keeps their
 keys and values. The state's token attends to these and to itself only, and reads no noise: it passes the action expert
 once, too. A denoising step then computes the tokens of the actions alone, which attend to everything: no mask.
 """
@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common import activation_modules
-from fastkernels.models.common.activations import NAMES
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import size_of
-from fastkernels.models.common.policy import Observation, check_fields, numbers
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+from fastkernels.models.common.descriptions.activations import NAMES
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.policy import Observation, check_fields, numbers
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.models.vision.siglip_vision import SiglipVisionModel
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.folding import features
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.linear.linear import linear

@@ -1,6 +1,6 @@
 """ConvNeXt V2 (Woo et al., arXiv 2301.00808): features and classes of images, from timm's checkpoints.
 
-The interface is that of dinov3.py; see models/common/cnn.py.
+The interface is that of dinov3.py; see models/common/layers/cnn.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers import cnn
 from fastkernels.models.vision.siglip2_vision import mean
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.conv.global_response_norm import global_response_norm
@@ -143,7 +143,7 @@ class Head(nn.Module):
 
 
 class ConvNeXtV2(nn.Module):
-    """config: of timm, see models/common/timm_config.py. An image's vector is the normalized mean of its hidden states.
+    """config: of timm, see configs/timm_config.py. An image's vector is the normalized mean of its hidden states.
 
     Raises Unsupported.
     """

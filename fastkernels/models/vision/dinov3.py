@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common import activation_modules
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import attend_within, size_of
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers.encoder import attend_within, size_of
 from fastkernels.overrides.activation.vllm import VllmGeluAndMul, VllmSiluAndMul
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (

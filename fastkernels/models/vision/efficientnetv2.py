@@ -1,6 +1,6 @@
 """EfficientNetV2 (Tan and Le, arXiv 2104.00298): features and classes of images, from timm's checkpoints.
 
-The interface is that of dinov3.py; see models/common/cnn.py.
+The interface is that of dinov3.py; see models/common/layers/cnn.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import cnn
 from fastkernels.models.vision.siglip2_vision import mean
 
 RATIO = 0.25  # of the gates' MLP
@@ -86,7 +86,7 @@ def _block(style: cnn.Style, stage: Stage, channels: int, out: int, stride: int)
 
 
 class EfficientNetV2(nn.Module):
-    """config: of timm, see models/common/timm_config.py. An image's vector is the mean of its hidden states.
+    """config: of timm, see models/common/configs/timm_config.py. An image's vector is the mean of its hidden states.
 
     Raises Unsupported.
     """

@@ -1,6 +1,6 @@
 """MobileNetV4 without attention (Qin et al., arXiv 2404.10518): features and classes of images, from timm checkpoints.
 
-The interface is that of dinov3.py; see models/common/cnn.py.
+The interface is that of dinov3.py; see models/common/layers/cnn.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers import cnn
 from fastkernels.models.vision.siglip2_vision import mean
 
 # A stage is rows of (repeats, window in front, window in the middle, stride, expansion, channels) of universal inverted
@@ -54,7 +54,7 @@ VARIANTS = {  # (sizes, factor of channels)
 
 
 class MobileNetV4(nn.Module):
-    """config: of timm, see models/common/timm_config.py. An image's vector is that before the classifier.
+    """config: of timm, see models/common/configs/timm_config.py. An image's vector is that before the classifier.
 
     Raises Unsupported, also for the hybrid models, which have attention.
     """

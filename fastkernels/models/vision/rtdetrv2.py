@@ -1,6 +1,6 @@
 """RT-DETRv2 (Lv et al., arXiv 2407.17140): boxes of the objects in images.
 
-The interface is that of models/common/detector.py. Convolutions have their channels last, and the two of a RepVGG block
+The interface is that of interfaces/detector.py. Convolutions have their channels last, and the two of a RepVGG block
 become one. The encoder scores all cells; everything else of a query is computed for the best cells only.
 """
 
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.detector import Detector, best
-from fastkernels.models.common.encoder import size_of
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.detector import Detector, best
+from fastkernels.models.common.layers import cnn
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 from fastkernels.overrides.detection.deformable_attention import deformable_attention

@@ -1,6 +1,6 @@
 """SAM 3 (Carion et al., arXiv 2511.16719): the objects in an image that a text or example boxes name, with masks.
 
-The interface is that of models/common/segmenter.py. Tokens of the backbone are in the order of its windows, so that the
+The interface is that of interfaces/segmenter.py. Tokens of the backbone are in the order of its windows, so that the
 windows of most layers are slices. Images are channels last throughout: levels of features are [B, cells, channels].
 """
 
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import size_of
-from fastkernels.models.common.segmenter import NO_BOX, Found, Segmenter
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.segmenter import NO_BOX, Found, Segmenter
+from fastkernels.models.common.layers import cnn
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense

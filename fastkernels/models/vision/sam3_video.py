@@ -1,8 +1,8 @@
 """SAM 3 for clips (Carion et al., arXiv 2511.16719): the objects that texts name, followed through the frames.
 
 The detector of sam3.py looks at each frame. The tracker, which is that of SAM 2 (Ravi et al., arXiv 2408.00714), moves
-the masks of earlier frames with a memory of each object; models/common/tracks.py has the rules that join both. Images
-alone are the detector's. The interface is that of models/common/segmenter.py.
+the masks of earlier frames with a memory of each object; interfaces/tracks.py has the rules that join both. Images
+alone are the detector's. The interface is that of models/common/interfaces/segmenter.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common import cnn, tracks
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import size_of
-from fastkernels.models.common.segmenter import Clip, ClipSegmenter, Found, FrameObjects, Seen
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces import tracks
+from fastkernels.models.common.interfaces.segmenter import Clip, ClipSegmenter, Found, FrameObjects, Seen
+from fastkernels.models.common.layers import cnn
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.models.vision import sam3
 from fastkernels.models.vision.sam3 import EPS, GELU, PLAIN, Weight, encodings, rotations
 from fastkernels.overrides.block.linear_residual import linear_residual

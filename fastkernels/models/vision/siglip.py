@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.vision.siglip2 import Siglip2
 from fastkernels.models.vision.siglip_vision import SiglipVisionModel
 

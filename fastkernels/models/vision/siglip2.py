@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.vision.dinov3 import Grids
 from fastkernels.models.vision.siglip2_vision import Replicated, Siglip2VisionModel, mean
 

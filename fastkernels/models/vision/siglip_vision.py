@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.encoder import size_of
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.models.vision.dinov3 import Grids, PatchEmbedding
 from fastkernels.models.vision.siglip2_vision import Siglip2VisionModel
 

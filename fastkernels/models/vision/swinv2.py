@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common import activation_modules
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import size_of
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.layers import activation_modules
+from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.models.vision.dinov3 import Grids, PatchEmbedding
 from fastkernels.models.vision.siglip2_vision import Replicated, mean
 from fastkernels.overrides.dense_attention.windows import attend_in_windows

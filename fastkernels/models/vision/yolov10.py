@@ -1,6 +1,6 @@
 """YOLOv10 (Wang et al., arXiv 2405.14458): boxes of the objects in images, without suppression of overlaps.
 
-The interface is that of models/common/detector.py. Parameters have the names of ultralytics' state dicts, of which the
+The interface is that of interfaces/detector.py. Parameters have the names of ultralytics' state dicts, of which the
 one-to-one head is used. Boxes are computed of the best cells only.
 """
 
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common import cnn
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.detector import Detector, best
-from fastkernels.models.common.ultralytics_config import Letterbox
+from fastkernels.models.common.configs.ultralytics_config import Letterbox
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.interfaces.detector import Detector, best
+from fastkernels.models.common.layers import cnn
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 from fastkernels.overrides.detection.dfl_boxes import dfl_boxes
 from fastkernels.overrides.detection.top_k_queries import top_k_queries

@@ -15,14 +15,14 @@ from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.kit import cublaslt
-from fastkernels.overrides.kit.modules import plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import (
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import (
     LEAST,
     RESIDUAL,
     for_tiles,
     linear_tiled,
     supports_tiled,
 )
+from fastkernels.overrides.linear.modules import plain_linear
 
 
 def reference(

@@ -9,8 +9,13 @@ from torch import nn
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.two_linears import side_by_side
-from fastkernels.overrides.kit.modules import plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import SWIGLU, linears_tiled, runs_tiled, supports_tiled
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import (
+    SWIGLU,
+    linears_tiled,
+    runs_tiled,
+    supports_tiled,
+)
+from fastkernels.overrides.linear.modules import plain_linear
 
 
 def _linear_swiglu(

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.swiglu import swiglu
-from fastkernels.overrides.kit.unlike import not_linear, not_silu
+from fastkernels.overrides.linear.unlike import not_linear, not_silu
 
 
 def _pair(value: Any) -> tuple[Any, Any]:

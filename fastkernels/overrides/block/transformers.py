@@ -13,8 +13,8 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.gated_gelu_mlp import ERF, TANH, GatedGeluMLP
 from fastkernels.overrides.block.gated_mlp import check_activation
 from fastkernels.overrides.block.two_linears import side_by_side
-from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.kit.unlike import not_linear, not_silu
+from fastkernels.overrides.linear.modules import changed
+from fastkernels.overrides.linear.unlike import not_linear, not_silu
 
 
 class TransformersLlamaMLP(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastkernels.overrides.kit.modules import plain_linear
+from fastkernels.overrides.linear.modules import plain_linear
 
 
 def side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.upsample_conv import upsample_conv
-from fastkernels.overrides.kit.modules import autocasts, changed
+from fastkernels.overrides.linear.modules import autocasts, changed
 
 
 def _convolution(module: Any) -> Any:

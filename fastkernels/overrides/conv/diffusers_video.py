@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.norm_pad import norm_pad
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 
 class ChannelNorm(nn.Module):

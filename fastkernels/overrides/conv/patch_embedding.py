@@ -16,8 +16,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Tensor, fan_in
 from fastkernels.overrides.conv.spatial import unsupported
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.kit.modules import autocasts
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.linear.modules import autocasts
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.kit.modules import autocasts, changed
+from fastkernels.overrides.linear.modules import autocasts, changed
 
 
 def not_conv(conv: Any) -> str | None:

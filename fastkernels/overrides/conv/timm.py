@@ -15,7 +15,7 @@ from fastkernels.overrides.conv.global_response_norm import global_response_norm
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
 from fastkernels.overrides.conv.timm_activations import act_of, activation_of, not_activation
-from fastkernels.overrides.kit.modules import autocasts, changed
+from fastkernels.overrides.linear.modules import autocasts, changed
 from fastkernels.overrides.norm.timm import TimmLayerNorm, TimmLayerNorm2d
 
 

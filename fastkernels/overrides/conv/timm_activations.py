@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 # {class of an activation, in torch and timm: its name in conv/epilogue.py}
 ACTIVATIONS = {

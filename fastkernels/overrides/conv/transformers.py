@@ -11,7 +11,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.timm_activations import activation_of, not_activation
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 FROZEN_EPS = 1e-5  # of RTDetrV2FrozenBatchNorm2d, which has no field for it
 BY_NAME = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU, None: nn.Identity}

@@ -16,7 +16,7 @@ from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
 from fastkernels.overrides.conv.plain_conv import as_is, moves, not_conv
 from fastkernels.overrides.conv.timm import not_norm
 from fastkernels.overrides.conv.timm_activations import activation_of, not_activation
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 
 def _parts(layer: Any) -> tuple[Any, Any]:

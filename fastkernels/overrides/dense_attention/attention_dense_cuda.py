@@ -14,7 +14,7 @@ from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+from fastkernels.overrides.linear.kernels.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_dense.cu"
 MOST = 128  # channels of a head

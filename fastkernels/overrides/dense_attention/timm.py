@@ -14,7 +14,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.dense_attention.timm_projections import in_one_kernel
 from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 

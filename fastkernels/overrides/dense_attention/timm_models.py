@@ -11,7 +11,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.dense_attention.timm import only_hosts
-from fastkernels.overrides.kit.modules import product
+from fastkernels.overrides.linear.modules import product
 
 
 class TimmMetaFormerAttention(nn.Module):

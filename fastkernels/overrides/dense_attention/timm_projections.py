@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.kit.modules import changed, stacked_products
+from fastkernels.overrides.linear.modules import changed, stacked_products
 from fastkernels.overrides.rope.linear_rope import rotated_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
 

@@ -17,7 +17,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.dense_attention.window_attention import window_attention
 from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 from fastkernels.overrides.rope.linear_rope import rotated_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb

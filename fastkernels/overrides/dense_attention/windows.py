@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.dense_attention.window_attention import window_attention
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 
 def relative_positions(

@@ -13,8 +13,8 @@ from fastkernels.overrides.diffusion.geglu import geglu
 from fastkernels.overrides.diffusion.group_norm import group_norm
 from fastkernels.overrides.diffusion.modulation import modulation
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding
-from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.kit.unlike import not_silu
+from fastkernels.overrides.linear.modules import changed
+from fastkernels.overrides.linear.unlike import not_silu
 
 
 def _not_layer_norm(norm: Any) -> str | None:

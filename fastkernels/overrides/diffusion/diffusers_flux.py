@@ -19,7 +19,7 @@ from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
-from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
+from fastkernels.overrides.linear.modules import changed, linear_of_two, mlp
 
 
 class _Attention(nn.Module):

@@ -12,7 +12,7 @@ from fastkernels.overrides.dense_attention.diffusers import DiffusersHunyuanVide
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersAdaLayerNormZero
 from fastkernels.overrides.diffusion.diffusers_flux import _Attention, _FeedForward, _gated
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
-from fastkernels.overrides.kit.modules import mlp
+from fastkernels.overrides.linear.modules import mlp
 
 
 class DiffusersHunyuanVideo15TransformerBlock(nn.Module):

@@ -11,7 +11,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
-from fastkernels.overrides.kit.modules import mlp
+from fastkernels.overrides.linear.modules import mlp
 
 
 class _Attention(nn.Module):

@@ -13,9 +13,9 @@ from torch import nn
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
-from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.overrides.linear.modules import autocasts, changed
 from fastkernels.overrides.norm.layer_norm import layer_norm
 
 

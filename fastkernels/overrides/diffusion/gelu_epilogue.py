@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
+from fastkernels.overrides.linear.modules import changed
 
 
 def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:

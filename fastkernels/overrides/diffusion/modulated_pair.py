@@ -9,7 +9,7 @@ import torch
 from fastkernels.overrides.diffusion.ada_layer_norm import ada_layer_norm
 from fastkernels.overrides.diffusion.diffusers import _unsupported
 from fastkernels.overrides.diffusion.modulation import modulation
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 Opened = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastkernels.core.dispatch import functional
-from fastkernels.overrides.kit.modules import plain_linear
-from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
+from fastkernels.overrides.linear.kernels.skinny_linear_cuda import linear_cuda, supports_cuda
+from fastkernels.overrides.linear.modules import plain_linear
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

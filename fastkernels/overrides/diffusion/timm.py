@@ -12,7 +12,7 @@ from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.dense_attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.diffusion.timm_residuals import add_both
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 
 class _LayerScale(nn.Module):

@@ -10,9 +10,9 @@ from fastkernels.overrides.block.linear_residual import adds, linear_residual
 from fastkernels.overrides.block.swiglu import fuses_swiglu, swiglu
 from fastkernels.overrides.dense_attention.timm import before_projection, only_hosts
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
-from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.kit.unlike import not_silu
+from fastkernels.overrides.linear.modules import changed
 from fastkernels.overrides.linear.timm import hidden
+from fastkernels.overrides.linear.unlike import not_silu
 
 
 def add_both(

@@ -14,7 +14,7 @@ from fastkernels.overrides.dense_attention.transformers import (
     TransformersYolosSelfAttention,
 )
 from fastkernels.overrides.diffusion.gated_residual import add_residual
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.modules import changed
 
 
 class LayerScale(nn.Module):

@@ -19,7 +19,7 @@ from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.latent_attention import mla_cases
-from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+from fastkernels.overrides.linear.kernels.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key

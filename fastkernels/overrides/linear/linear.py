@@ -18,12 +18,12 @@ from fastkernels.core.dispatch import ForOthers, Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit import cpu
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
+from fastkernels.overrides.linear.kernels import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
+from fastkernels.overrides.linear.kernels.skinny_linear_cuda import linear_cuda, supports_cuda
+from fastkernels.overrides.linear.kernels.skinny_linear_triton import linear_skinny, supports_skinny
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import LEAST, linear_tiled, supports_tiled
+from fastkernels.overrides.linear.kernels.wgmma_linear_cuda import linear_wgmma, supports_wgmma
 from fastkernels.overrides.linear.selection import PROMPTS, propose_linear
-from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
-from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
-from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, linear_tiled, supports_tiled
-from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
 
 MOST = 8192  # tokens; more are multiplied in the same tiles, only more of them
 

@@ -18,8 +18,8 @@ from fastkernels.core.shapes import dtype_name
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
-from fastkernels.overrides.linear import tiled_linear_cuda, wgmma_linear_fp8_cuda
-from fastkernels.overrides.linear.linear_fp8_scales import (
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda, wgmma_linear_fp8_cuda
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import (
     BLOCK,
     ROW,
     check,
@@ -27,9 +27,9 @@ from fastkernels.overrides.linear.linear_fp8_scales import (
     granularity,
     shape_of,
 )
-from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton, supports_triton
+from fastkernels.overrides.linear.kernels.linear_fp8_triton import linear_fp8_triton, supports_triton
+from fastkernels.overrides.linear.kernels.wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 from fastkernels.overrides.linear.selection import propose_linear_fp8
-from fastkernels.overrides.linear.wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 
 
 def reference(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import installed
-from fastkernels.overrides.linear.linear_fp8_scales import (
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import (
     BLOCK,
     ROW,
     TENSOR,
@@ -20,7 +20,7 @@ from fastkernels.overrides.linear.linear_fp8_scales import (
     matrix,
     shaped,
 )
-from fastkernels.overrides.linear.linear_fp8_triton import unsupported
+from fastkernels.overrides.linear.kernels.linear_fp8_triton import unsupported
 
 T = torch.Tensor
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")

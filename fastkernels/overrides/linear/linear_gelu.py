@@ -13,15 +13,15 @@ from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.cublaslt import gelu_product
-from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
-from fastkernels.overrides.linear.tiled_linear_cuda import (
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import (
     GELU,
     GELU_TANH,
     LEAST,
     linear_tiled,
     supports_tiled,
 )
+from fastkernels.overrides.linear.modules import plain_linear
 
 
 def reference(

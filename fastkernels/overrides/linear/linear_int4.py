@@ -23,7 +23,7 @@ from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2, tickets
-from fastkernels.overrides.linear import int4_linear_cuda
+from fastkernels.overrides.linear.kernels import int4_linear_cuda
 from fastkernels.overrides.linear.linear_ternary import output
 
 UNIT = 32  # columns that are packed together

@@ -20,7 +20,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
-from fastkernels.overrides.linear import int4_linear_cuda
+from fastkernels.overrides.linear.kernels import int4_linear_cuda
 from fastkernels.overrides.linear.linear_int4 import (
     STEP,
     UNIT,

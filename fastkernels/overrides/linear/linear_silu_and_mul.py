@@ -14,8 +14,7 @@ from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.selection import HOPPER
-from fastkernels.overrides.linear.linear import linear
-from fastkernels.overrides.linear.tiled_linear_cuda import (
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import (
     LEAST,
     PARAMS,
     SWIGLU,
@@ -24,6 +23,7 @@ from fastkernels.overrides.linear.tiled_linear_cuda import (
     linears_tiled,
     supports_tiled,
 )
+from fastkernels.overrides.linear.linear import linear
 
 FEW = 64  # tokens of decodes, in which `linear` and `silu_and_mul` have kernels of their own
 MANY = 8192  # tokens; more are multiplied in the same tiles, only more of them

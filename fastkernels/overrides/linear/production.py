@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, Function, Preparation, dense, filled, first, half, inductor
 from fastkernels.overrides.kit.libraries import T, from_blas, from_torch
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, granularity
 from fastkernels.overrides.linear.linear_fp8_libraries import (
     DEEP_GEMM,
     linear_fp8_cublas,
@@ -24,7 +25,6 @@ from fastkernels.overrides.linear.linear_fp8_libraries import (
     supports_flashinfer,
     supports_sgl,
 )
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
 from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4, untile_int4
 from fastkernels.overrides.linear.linear_int4 import supports_cublas as supports_int4_cublas
 from fastkernels.overrides.linear.linear_nvfp4 import linear_nvfp4_cublas

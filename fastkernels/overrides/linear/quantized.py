@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, ROW, expanded
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, expanded
 from fastkernels.overrides.linear.linear_int4 import (
     UNIT,
     dequantize_int4,

@@ -9,13 +9,13 @@ import torch
 
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
-from fastkernels.overrides.linear import skinny_linear_cuda as skinny
-from fastkernels.overrides.linear import skinny_linear_triton as triton
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma_fp8
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
-from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
+from fastkernels.overrides.linear.kernels import skinny_linear_cuda as skinny
+from fastkernels.overrides.linear.kernels import skinny_linear_triton as triton
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma_fp8
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.kernels.skinny_linear_triton import MAX_TOKENS
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 # Sets of cuda-tiled for prompts. Of nine sets, the first was the fastest in most sizes of five models: 0.97 to 1.06

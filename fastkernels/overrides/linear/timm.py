@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.modules import autocasts
-from fastkernels.overrides.kit.unlike import not_linear
 from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue, linear_gelu
+from fastkernels.overrides.linear.modules import autocasts
+from fastkernels.overrides.linear.unlike import not_linear
 
 
 def _approximate(act: Any) -> str | None:

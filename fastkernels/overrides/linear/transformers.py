@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.kit.unlike import not_linear
 from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue
+from fastkernels.overrides.linear.modules import changed
+from fastkernels.overrides.linear.unlike import not_linear
 
 
 class TransformersVJEPA2MLP(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.fp8_arguments import refuse
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, blocks, holder_of
 from fastkernels.overrides.linear.linear import UnquantizedLinearMethod, linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, blocks, holder_of
 from fastkernels.overrides.linear.parallel_linear import (
     QKV,
     Column,

@@ -11,7 +11,7 @@ from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, overlap
 from fastkernels.overrides.moe.moe_tiles import Tiles
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 
 # The number of pairs changes between calls: one compiled kernel serves all of them.

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK
 
 T = torch.Tensor
 FEWEST, NARROWEST = 128, 512  # tokens from which, and intermediate size above which, vLLM uses DeepGEMM

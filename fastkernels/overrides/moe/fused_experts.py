@@ -26,7 +26,7 @@ from fastkernels.overrides.moe.few_pairs import few_pairs, unsupported_few
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
 from fastkernels.overrides.moe.selection import propose_experts
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.routing.sorted_pairs import sort_pairs
 
 # The key of a call in tuned tables; `here` is the number of experts on this rank.
 SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)

@@ -14,9 +14,9 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tenso
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, GROUP_EPS, MIN_ABSMAX, quantize_rows
 from fastkernels.overrides.kit.hopper import no_hopper
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks, expanded
-from fastkernels.overrides.linear.linear_fp8_triton import unsupported_fp8
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks, expanded
+from fastkernels.overrides.linear.kernels.linear_fp8_triton import unsupported_fp8
 from fastkernels.overrides.moe import expert_libraries as libraries
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -42,9 +42,9 @@ from fastkernels.overrides.moe.fused_experts import (
 from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import LEAST, chosen, sets, tiles_fp8, wide
 from fastkernels.overrides.moe.selection import propose_experts_fp8
-from fastkernels.overrides.moe.sorted_pairs import gather, sort_pairs
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
+from fastkernels.overrides.routing.sorted_pairs import gather, sort_pairs
 
 T = torch.Tensor
 # Kinds of activation scales, in addition to BLOCK.

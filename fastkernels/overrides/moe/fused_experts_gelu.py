@@ -14,7 +14,7 @@ from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes
 from fastkernels.overrides.moe.fused_experts import check_sizes, on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import tiles, wide
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.routing.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 

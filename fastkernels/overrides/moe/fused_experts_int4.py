@@ -37,7 +37,7 @@ from fastkernels.overrides.moe.cases import (
 from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import Tiles
-from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs, sorts
+from fastkernels.overrides.routing.sorted_pairs import Sorted, sort_pairs, sorts
 
 T = torch.Tensor
 

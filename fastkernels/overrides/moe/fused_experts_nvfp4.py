@@ -30,7 +30,7 @@ from fastkernels.overrides.moe.cases import (
     routing,
 )
 from fastkernels.overrides.moe.fused_experts import fused_experts, on_own_rows, weighted_sum
-from fastkernels.overrides.moe.sorted_pairs import sorts
+from fastkernels.overrides.routing.sorted_pairs import sorts
 
 T = torch.Tensor
 # Rows an expert with which weights are dequantized for the call: the kernel reads them again, from L2, for each 8 rows

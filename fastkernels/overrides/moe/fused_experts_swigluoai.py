@@ -23,7 +23,7 @@ from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes
 from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import parsed
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs, sorts
+from fastkernels.overrides.routing.sorted_pairs import sort_pairs, sorts
 
 T = torch.Tensor
 

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel, overlap
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, ROW
 from fastkernels.overrides.moe.moe_tiles import Tiles
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 
 class Scales(NamedTuple):

@@ -15,7 +15,7 @@ from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
-from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
+from fastkernels.overrides.routing.sorted_pairs import Sorted, sort_pairs
 
 FOLDER = Path(__file__).parent / "csrc"
 COMMON, SOURCE = FOLDER / "mxfp4.cu", FOLDER / "mxfp4_gemm.cu"

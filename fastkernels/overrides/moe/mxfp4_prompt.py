@@ -15,7 +15,7 @@ from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.moe.mxfp4_gemm import COMMON, TYPES, arguments, loaded, unsuitable
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 SOURCE = Path(__file__).parent / "csrc" / "mxfp4_prompt.cu"
 TOKENS, ROWS = 128, 256  # of a tile

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastkernels.overrides.kit.fp8 import FP8
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_int4 import UNIT
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP as NVFP4_GROUP
 from fastkernels.overrides.linear.quantized import check_multiple

@@ -16,7 +16,7 @@ import torch
 
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK
 from fastkernels.overrides.moe.few_pairs import MOST_TOKENS, PARAMS
 from fastkernels.overrides.moe.moe_tiles import LEAST, SHARED, Tiles, fits, parsed, sets
 

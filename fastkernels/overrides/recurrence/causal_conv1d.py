@@ -15,7 +15,8 @@ from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.chunk_parts import sequence_of
+from fastkernels.overrides.recurrence.kernels.chunk_parts import sequence_of
+from fastkernels.overrides.recurrence.kernels.problem import unsupported
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
@@ -25,7 +26,6 @@ from fastkernels.overrides.recurrence.packed import (
     wide,
     written,
 )
-from fastkernels.overrides.recurrence.problem import unsupported
 
 T = torch.Tensor
 ACTIVATIONS = ("silu", "none")

@@ -18,8 +18,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.recurrence.kernels.problem import softplus, unsupported
 from fastkernels.overrides.recurrence.packed import check_shapes
-from fastkernels.overrides.recurrence.problem import softplus, unsupported
 
 T = torch.Tensor
 BLOCK = 256  # numbers of a program

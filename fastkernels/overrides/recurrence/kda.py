@@ -13,10 +13,10 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence import gated_delta_rule as rule
-from fastkernels.overrides.recurrence.chunks import solve
 from fastkernels.overrides.recurrence.gated_delta_rule import check, delta_rule
+from fastkernels.overrides.recurrence.kernels.chunks import solve
+from fastkernels.overrides.recurrence.kernels.problem import DELTA, Problem
 from fastkernels.overrides.recurrence.packed import check_slots, store
-from fastkernels.overrides.recurrence.problem import DELTA, Problem
 
 T = torch.Tensor
 

@@ -17,6 +17,7 @@ from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.kernels.problem import WIDEST, softplus, unsupported
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
@@ -26,7 +27,6 @@ from fastkernels.overrides.recurrence.packed import (
     wide,
     written,
 )
-from fastkernels.overrides.recurrence.problem import WIDEST, softplus, unsupported
 
 T = torch.Tensor
 BLOCK = 32  # channels of a program

@@ -12,7 +12,8 @@ import torch
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.chunks import solve
+from fastkernels.overrides.recurrence.kernels.chunks import solve
+from fastkernels.overrides.recurrence.kernels.problem import PAIR, Problem, unsupported
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
@@ -22,7 +23,6 @@ from fastkernels.overrides.recurrence.packed import (
     wide,
     written,
 )
-from fastkernels.overrides.recurrence.problem import PAIR, Problem, unsupported
 
 T = torch.Tensor
 

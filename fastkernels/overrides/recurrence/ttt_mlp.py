@@ -15,7 +15,7 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor, fan_
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm
 from fastkernels.overrides.moe.moe_tiles import tiles, wide
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.routing.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 

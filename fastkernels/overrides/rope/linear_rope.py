@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import functional
-from fastkernels.overrides.kit.modules import compute_products, plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import (
+from fastkernels.overrides.linear.kernels.tiled_linear_cuda import (
     HEAD,
     ROTATED_HALVES,
     ROTATED_NEIGHBORS,
@@ -17,6 +16,7 @@ from fastkernels.overrides.linear.tiled_linear_cuda import (
     runs_tiled,
     supports_tiled,
 )
+from fastkernels.overrides.linear.modules import compute_products, plain_linear
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 LONGEST = 2048  # columns of x for which it was faster than products and a rotation

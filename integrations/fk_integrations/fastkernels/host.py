@@ -120,7 +120,7 @@ class _Experts(HostOp):
         self.model_runner = model_runner
 
     def layers(self, op: Any, model: Any) -> Sequence[Any]:
-        from fastkernels.models.common.decoder import DecoderExperts
+        from fastkernels.models.common.layers.decoder import DecoderExperts
 
         found = [m for m in model.modules() if isinstance(m, DecoderExperts)]
         return [m for m in found if m.experts.quant_method.op == op.name]
@@ -209,7 +209,7 @@ def _apply(runner: Any, request: Request) -> Patched:
     def begun(patched: Patched) -> None:
         _patches[runner] = patched
         if any(is_block(op) or registry.get(op).level > 2 for op in kept):
-            from fastkernels.models.common.decoder import own_sums
+            from fastkernels.models.common.layers.decoder import own_sums
 
             for module, name, value in own_sums(runner.model):
                 patched.journal.set_attribute(module, name, value)
@@ -241,7 +241,7 @@ def _name_blocks(runner: Any, names: Iterable[str]) -> None:
     Raises Unsupported for a model without blocks, and UnknownName for a block of another model.
     """
     if named := [name for name in names if is_block(name)]:
-        from fastkernels.models.common import block_tasks
+        from fastkernels.models.common.plans import block_tasks
 
         _, own = block_tasks.register_model(runner.hf_config)
         for name in named:

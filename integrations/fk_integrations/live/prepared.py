@@ -12,7 +12,7 @@ import torch
 
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import within
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError
 from fk_integrations.core.journal import ABSENT, Journal
 from fk_integrations.live.live_class import PREPARED

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastkernels.core.reasons import Reason
-from fastkernels.models.common import block_tasks
+from fastkernels.models.common.plans import block_tasks
 from fk_integrations.patching.seam_interface import Seam, Swap, set_live_class
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastkernels.core.reasons import Reason
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import holder_of
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.live.live_class import replace_attribute
 from fk_integrations.patching.seam_interface import Seam, Swap

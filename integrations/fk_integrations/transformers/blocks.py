@@ -21,10 +21,11 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.core.baseline import Baseline, inductor_compiled, refusing
-from fastkernels.models.common import block_tasks, shrunk
-from fastkernels.models.common.blocks import Block, caches_of, states_of
-from fastkernels.models.common.registry import find
-from fastkernels.models.common.weights import packed_parts
+from fastkernels.models.common.checkpoints.weights import packed_parts
+from fastkernels.models.common.configs import shrunk
+from fastkernels.models.common.descriptions.registry import find
+from fastkernels.models.common.plans import block_tasks
+from fastkernels.models.common.plans.blocks import Block, caches_of, states_of
 from fk_integrations.transformers.tiny_models import quiet
 
 HOST = "transformers"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.models.common.description import Attention, Norm
+from fastkernels.models.common.descriptions.description import Attention, Norm
 from fastkernels.overrides.rope.vllm import get_rope
 from fk_integrations.transformers.recording import ModuleCall
 

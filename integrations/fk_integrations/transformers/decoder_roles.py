@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
+from fastkernels.models.common.descriptions import description as d
 from fastkernels.overrides.routing import grouped_topk
 from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers import recurrent_roles

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common import description as d
-from fastkernels.models.common import state_layers
-from fastkernels.models.common.decoder import make_norm
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.layers import state_layers
+from fastkernels.models.common.layers.decoder import make_norm
 from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import ModuleCall, Recording

@@ -368,7 +368,7 @@ def _accepted(config: Any, change: dict[str, Any]) -> bool:
 
 
 def _activations() -> tuple[str, ...]:
-    from fastkernels.models.common.activations import NAMES
+    from fastkernels.models.common.descriptions.activations import NAMES
 
     return tuple(NAMES)
 

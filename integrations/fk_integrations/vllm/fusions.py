@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import holder_of
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fk_integrations.core.journal import Journal
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastkernels.core.reasons import Reason
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import holder_of
 from fastkernels.verify.measure import Live
 from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.core.journal import Journal

@@ -129,9 +129,9 @@ def test_public_name_gives_config_for_dummy_weights(tmp_path: Path) -> None:
     from fk_bench.core.model_names import PUBLIC
     from fk_bench.e2e.command import sizes_of
 
-    from fastkernels.models.common import config
-    from fastkernels.models.common.build import load_config
-    from fastkernels.models.common.registry import models
+    from fastkernels.models.common.configs import config
+    from fastkernels.models.common.descriptions.registry import models
+    from fastkernels.models.common.plans.build import load_config
 
     found = load_config(Path(sizes_of("meta-llama/Llama-3.1-8B-Instruct", tmp_path)))
     assert found.architectures == ["LlamaForCausalLM"] and found.num_hidden_layers == 32

@@ -20,7 +20,7 @@ from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.info.stubs import source
 
 from fastkernels.core import registry
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
 
 SMALL = {entry.name: entry for entry in suites.load("small").entries}
 FAST = (

@@ -10,8 +10,8 @@ from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.suites import SuiteError
 
 from fastkernels.core.registry import UnknownName
-from fastkernels.models.common import build
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
+from fastkernels.models.common.plans import build
 
 SMALL = {
     "workloads": {"chat": {"kind": "text", "about": "", "throughput": 2, "lengths": [[4, 4]]}},
@@ -184,7 +184,7 @@ def test_served_items_follow_the_registry(monkeypatch):
     data = {**SMALL, "served": {"category": "text", "workload": "chat", "minutes": {"vllm": 2}, "layers": 3}}
     whole = suites.read(data, "a")
     left = {name: model for name, model in models().items() if name != "bitnet"}
-    monkeypatch.setattr("fastkernels.models.common.registry.models", lambda: left)
+    monkeypatch.setattr("fastkernels.models.common.descriptions.registry.models", lambda: left)
     assert suites.read(data, "a").digest != whole.digest
     first = whole.entries[0]
     assert (first.item.host, first.minutes, first.model.layers) == ("vllm", 2, 3)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.decode_step.decode_step import table_of
 from experiments.linear.linear_kernels import label
 
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
 
 
 def test_sets_with_new_parameters_are_found(tmp_path: Path) -> None:

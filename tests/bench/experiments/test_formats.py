@@ -15,7 +15,7 @@ from fk_bench.e2e.loads import Load
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 from experiments.checkpoints import formats
 
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.plans.plan import plan
 
 SMALL = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

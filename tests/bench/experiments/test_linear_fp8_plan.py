@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.linear import linear_fp8_plan as plan
 from experiments.linear.linear_kernels import label
 
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma
 
 
 def told(tokens: str = "1,8,16,32,64", layers: str = "", sets: str = "") -> argparse.Namespace:

@@ -22,7 +22,7 @@ from support.tiny import make_tiny
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import dispatch, parallel, registry
 from fastkernels.core.dispatch import Op, Provider
-from fastkernels.models.common import build
+from fastkernels.models.common.plans import build
 
 H200 = roofline.peaks("NVIDIA H200")
 BATCH, PROMPT = 3, 21

@@ -15,8 +15,8 @@ from support.tiny import make_tiny
 from transformers import AutoConfig
 
 from fastkernels import plan
-from fastkernels.models.common import build
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans import build
 
 
 def config_of(kind: str, architecture: str, **fields: object):

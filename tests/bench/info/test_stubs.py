@@ -21,8 +21,8 @@ from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
 
 from fastkernels.core import candidate, registry
-from fastkernels.models.common.ops import ops_of_model
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
+from fastkernels.models.common.plans.ops import ops_of_model
 
 NAMES = registry.op_names()
 FUNCTIONS = [n for n in NAMES if registry.get(n).op is not None]

@@ -36,18 +36,18 @@ OWN = {
     "rope/rotary_emb_cpp.py": {"native-library"},
     "collective/measure.py": {"clock", "own-op"},  # no kernel: times ours and the group's, at a model's start
     "kit/selection.py": {"files"},  # weights of the selection model
-    "linear/int4_linear_cuda.py": {"native-library"},
+    "linear/kernels/int4_linear_cuda.py": {"native-library"},
     "linear/linear_ternary.py": {"native-library"},
-    "linear/skinny_linear_cuda.py": {"native-library"},
+    "linear/kernels/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
-    "linear/wgmma_linear_cuda.py": {"native-library"},
-    "linear/tiled_linear_cuda.py": {"native-library", "pointer-cache"},
+    "linear/kernels/wgmma_linear_cuda.py": {"native-library"},
+    "linear/kernels/tiled_linear_cuda.py": {"native-library", "pointer-cache"},
     "dense_attention/attention_dense_cuda.py": {"native-library"},
     "latent_attention/mla_decode_cuda.py": {"native-library"},
     # cuBLASLt, through ctypes: its proposals are timed at a shape's first call, by one thread
     "kit/cublaslt.py": {"clock", "native-library", "threads"},
     "moe/mxfp4_gemm.py": {"native-library"},
-    "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
+    "linear/kernels/wgmma_linear_fp8_cuda.py": {"native-library"},
     "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets
     "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model
     "rope/rope_rounding.py": {"baseline-library"},  # to round as vLLM's CPU kernel does

@@ -16,9 +16,9 @@ from fk_integrations.transformers.recurrent_roles import find
 from support.tiny import KINDS, SIZES
 from torch import nn
 
-from fastkernels.models.common import registry
-from fastkernels.models.common.decoder import make_norm
-from fastkernels.models.common.description import Attention, Decoder, Norm, Recurrent, limits
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Attention, Decoder, Norm, Recurrent, limits
+from fastkernels.models.common.layers.decoder import make_norm
 
 
 def tiny_config(kind: str, **fields: Any) -> Any:

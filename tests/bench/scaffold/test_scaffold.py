@@ -15,8 +15,8 @@ from fk_integrations.transformers import tiny_models
 from support.tiny import KINDS, SIZES, make_tiny
 from transformers import AutoConfig
 
-from fastkernels.models.common import registry
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Unsupported
 
 # Architectures of the repository, and others that were not looked at when the scaffold was written.
 FIRST = ("qwen2", "olmo2", "granite", "phi3", "starcoder2", "smollm3")

@@ -11,7 +11,7 @@ import torch
 from fastkernels.core.layer_state import KVSpec
 from fastkernels.engine.cache.blocks import BlockManager, BlockNames, hash_block, known_prefix
 from fastkernels.engine.cache.kv_cache import block_bytes, fitting_blocks, group_blocks, groups_of
-from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.options.config import EngineConfig
 
 CONFIG = EngineConfig(model="", block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
 

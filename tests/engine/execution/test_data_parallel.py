@@ -22,14 +22,14 @@ from support.tiny import MODELS, make_tiny, make_tiny_bert
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.cache.blocks import BlockManager
-from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution import ranks
 from fastkernels.engine.execution.executor import WorkerDied
-from fastkernels.engine.execution.step import StepInput, StepOutput
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
-from fastkernels.models.common.decoder import EXPERTS
+from fastkernels.engine.steps.step import StepInput, StepOutput
+from fastkernels.models.common.layers.decoder import EXPERTS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331)), [5, 6, 7]]

@@ -23,11 +23,11 @@ from support.tiny import make_tiny, make_tiny_llama
 
 from fastkernels.engine.execution.attention import mla
 from fastkernels.engine.execution.attention.base import metadata_of
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
+from fastkernels.engine.execution.runners.generate import Generate
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.steps.step import SAMPLED, PromptTargets, StepInput, StepOutput
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "step_kernel_cases.py"
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
@@ -339,7 +339,7 @@ def test_long_step_with_many_decodes_runs_eagerly(tiny: Path, monkeypatch: pytes
         driver.enter(slot)
     driver.run(*((slot, OTHER) for slot in range(4)))
     for hidden, in_one, decodes in ((8, True, 3), (8, True, 2), (8, False, 3), (10, True, 3)):
-        monkeypatch.setattr("fastkernels.engine.execution.graphs.HIDDEN_TOKENS", hidden)
+        monkeypatch.setattr("fastkernels.engine.execution.forward.graphs.HIDDEN_TOKENS", hidden)
         assert runner.graphs is not None
         before = runner.graphs.replays["mixed"]
         monkeypatch.setattr(backend, "_in_one", lambda op, provider, said=in_one: said)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.step_driver import BLOCK, OTHER, PROMPT, Driver, make_runner
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
-from fastkernels.models.common.build import load_config
+from fastkernels.engine.execution.runners.generate import Generate
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.steps.step import SAMPLED, PromptTargets, StepInput, StepOutput
+from fastkernels.models.common.plans.build import load_config
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_prompt_logprobs_in_slices(runner, monkeypatch) -> None:
     driver.enter(0)
     wanted = [PromptTargets(0, 2, np.array(PROMPT[1:]))]
     whole = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
-    monkeypatch.setattr("fastkernels.engine.execution.generate.PROMPT_LOGITS", 2 * 512)
+    monkeypatch.setattr("fastkernels.engine.execution.runners.generate.PROMPT_LOGITS", 2 * 512)
     driver.enter(0)
     sliced = runner.launch(driver.step([(0, PROMPT)], wanted)).result().prompt_logprobs[0]
     assert (whole.token_ids == sliced.token_ids).all() and (whole.ranks == sliced.ranks).all()

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.generate import Generate
-from fastkernels.engine.execution.startup import Phases, process_age
-from fastkernels.engine.execution.warm_up import DECODES, PROMPTS, warm_up, warm_up_steps
+from fastkernels.engine.execution.forward.startup import Phases, process_age
+from fastkernels.engine.execution.runners.generate import Generate
+from fastkernels.engine.execution.runners.warm_up import DECODES, PROMPTS, warm_up, warm_up_steps
 from fastkernels.engine.http import process as serving
-from fastkernels.models.common.build import load_config
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.models.common.plans.build import load_config
 
 SMALL: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "num_blocks": 40, "block_size": 4, "max_model_len": 64, "max_num_seqs": 6,
@@ -78,7 +78,7 @@ def test_kernels_are_counted_and_listeners_kept(monkeypatch: pytest.MonkeyPatch)
 
 def test_process_age_of_a_real_process() -> None:
     code = (
-        "import time; time.sleep(0.5); from fastkernels.engine.execution.startup import process_age;"
+        "import time; time.sleep(0.5); from fastkernels.engine.execution.forward.startup import process_age;"
         "print(process_age(time.monotonic()))"
     )
     start = time.monotonic()
@@ -197,8 +197,8 @@ def test_no_kernel_is_compiled_after_warm_up(tiny: Path) -> None:
     )
     runner = Generate(config, tiny, load_config(tiny))
     phases, params = Phases(), SamplingParams(temperature=0.7, top_p=0.9, seed=1)
-    from fastkernels.engine.execution.memory_profile import made_up_step
-    from fastkernels.engine.execution.step import even
+    from fastkernels.engine.execution.forward.memory_profile import made_up_step
+    from fastkernels.engine.steps.step import even
 
     with phases.counting():
         for rows, tokens in ((1, 1), (7, 7), (30, 30), (48, 48), (1, 211), (3, 900), (5, 1300), (9, 2001)):

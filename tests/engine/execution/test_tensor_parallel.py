@@ -27,11 +27,11 @@ import fastkernels
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.core import registry
 from fastkernels.engine.async_llm import AsyncLLM
-from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import WorkerDied
-from fastkernels.engine.execution.step import PromptTargets, StepInput
 from fastkernels.engine.execution.worker import pack, unpack
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.rows import NewRow
+from fastkernels.engine.steps.step import PromptTargets, StepInput
 from fastkernels.patch import PatchError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

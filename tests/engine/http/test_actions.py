@@ -13,7 +13,7 @@ from support import policies
 from support.live import live_server
 
 from fastkernels import LLM, ActionParams
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 
 @pytest.fixture(scope="module", params=["pi0", "dp3"])

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from support.live import live_server, unmerged
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"

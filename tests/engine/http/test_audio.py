@@ -20,9 +20,9 @@ from support.live import live_server, wait_for
 from support.speech import RATE, make_tiny_speech, recording
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
-from fastkernels.engine.speech import recognition
-from fastkernels.engine.speech.recognition import Transcript
+from fastkernels.engine.engines import recognition
+from fastkernels.engine.engines.recognition import Transcript
+from fastkernels.engine.http.requests.config import ServerConfig
 
 PATH = "/v1/audio/transcriptions"
 SECONDS = 1.4

@@ -14,9 +14,9 @@ from support.live import live_server, wait_for
 from support.segmenters import frames_of, make_sam3_video, mask_of
 
 from fastkernels import LLM
-from fastkernels.engine import segmentation
-from fastkernels.engine.http.config import ServerConfig
-from fastkernels.engine.http.video_files import write_mp4
+from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.http.routes.video_files import write_mp4
+from fastkernels.engine.scheduling import segmentation
 from fastkernels.engine.scheduling.encoding import PoolingParams
 
 FRAMES = frames_of(5)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.live import live_server, wait_for
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 LIMIT = 0.3
 

@@ -13,7 +13,7 @@ from support.detectors import NAMES, make_yolo, pictures
 from support.live import live_server
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 IMAGES = pictures((80, 70), (64, 64), (100, 50))
 

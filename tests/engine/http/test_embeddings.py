@@ -18,7 +18,7 @@ from support.server_process import ended, start
 from support.tiny import make_tiny_bert
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 TEXTS = ["A man is eating food.", "Revenue fell by 3%."]
 

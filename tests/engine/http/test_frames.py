@@ -15,7 +15,7 @@ from support import worlds
 from support.live import live_server, wait_for
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.scheduling.rollout import FrameParams
 
 PATH = "/v1/frames"

@@ -15,7 +15,7 @@ from support.live import live_server
 from support.segmenters import make_sam3, mask_of
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.scheduling.encoding import PoolingParams
 
 IMAGES = pictures((80, 70), (64, 64))

@@ -14,7 +14,7 @@ from support.live import live_server, metric
 from support.minilm import minilm_path
 from support.tiny import make_tiny_encoder
 
-import fastkernels.engine.images as reading
+import fastkernels.engine.inputs.images as reading
 from fastkernels import LLM
 
 RNG = np.random.default_rng(1)

@@ -23,7 +23,7 @@ from support.tiny import IMAGE, make_tiny_vlm
 from support.vlm_oracle import image, prompt
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 WIDE, HIGH = image(0, 40, 24), image(1, 24, 56)  # 15 and 21 tokens
 LIMITS = {"image": 2}

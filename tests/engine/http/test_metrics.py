@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Theirs
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http.histogram import Histogram, one_two_five
-from fastkernels.engine.http.metrics import Metrics
-from fastkernels.engine.llm_engine import LLMEngine
+from fastkernels.engine.engines.llm_engine import LLMEngine
+from fastkernels.engine.http.answers.histogram import Histogram, one_two_five
+from fastkernels.engine.http.answers.metrics import Metrics
+from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 BUCKETS = (0.5, 1.0, 2.5, 10.0)

@@ -22,7 +22,7 @@ from support.tiny import OMNI, make_tiny_omni, make_tiny_vlm, small_videos
 from support.vlm_oracle import image
 
 from fastkernels import LLM, SamplingParams
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 SOUND, PITCH = wav(tone(1, 0.53)), wav(tone(2, 1.27))
 MOVIE = video_file(smooth(17, 32, 24))

@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from support.tiny_pipelines import make_tiny_flux
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.server import Server
+from fastkernels.engine.options.config import EngineConfig
 
 CHECKS = (
     not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,

@@ -16,8 +16,8 @@ from support.live import before_steps, live_server, metric, wait_for
 from support.tiny_pipelines import make_tiny_flux
 
 from fastkernels import LLM, ImageParams
-from fastkernels.engine.http import pictures
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.http.routes import pictures
 
 PATH = "/v1/images/generations"
 SMALL = {"size": "24x16", "num_inference_steps": 2}

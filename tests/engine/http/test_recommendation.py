@@ -10,7 +10,7 @@ from support import recommenders
 from support.live import live_server
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 MAKERS = {"dlrm": recommenders.dlrm, "lightgcn": recommenders.lightgcn}
 

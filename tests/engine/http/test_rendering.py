@@ -14,7 +14,7 @@ from support import scenes
 from support.live import live_server
 
 from fastkernels import LLM, RenderParams
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 OPTIONS = {
     "num_blocks": None,

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from support.live import live_server, unmerged
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]"

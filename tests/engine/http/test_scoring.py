@@ -13,7 +13,7 @@ from support.minilm import minilm_path
 from support.retrievers import make_tiny_bge_m3, make_tiny_colbert, make_tiny_cross_encoder
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 QUERY = "who, me?"
 DOCUMENTS = ["It is I.", "No.", "something else"]

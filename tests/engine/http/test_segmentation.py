@@ -12,7 +12,7 @@ from support import clouds
 from support.live import live_server
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 OPTIONS = {"num_blocks": None, "max_model_len": 400, "max_waiting": 40, "max_num_seqs": 64}
 

@@ -11,7 +11,7 @@ import pytest
 from support.live import live_server
 from support.tiny import make_tiny_vlm
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUESTS, INPUT, OUTPUT = 4, 16, 8

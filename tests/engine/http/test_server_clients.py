@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.live import before_steps, live_server, metric, wait_for
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 LONG = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
 

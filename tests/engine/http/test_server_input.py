@@ -9,7 +9,7 @@ import httpx
 import pytest
 from support.live import before_steps, live_server, metric, wait_for
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 
 @pytest.fixture(scope="module")

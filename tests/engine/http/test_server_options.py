@@ -10,9 +10,9 @@ import openai
 import pytest
 from support.live import before_steps, live_server, wait_for
 
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.server import Server
+from fastkernels.engine.options.config import EngineConfig
 
 HI = [{"role": "user", "content": "Hi"}]
 OWN = "own:{{ messages[0].content }}"

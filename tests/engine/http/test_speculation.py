@@ -9,7 +9,7 @@ from support.eagle import make_scripted_eagle3
 from support.live import live_server, metric
 from support.tiny import make_scripted
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 SPECULATION = (
     '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": null}'

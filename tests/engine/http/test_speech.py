@@ -18,7 +18,7 @@ from support.cosyvoice import TEXT, make_tiny_cosyvoice
 from support.live import live_server, wait_for
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.scheduling.speaking import SpeechParams
 
 PATH = "/v1/audio/speech"

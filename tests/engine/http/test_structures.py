@@ -12,7 +12,7 @@ from support import structures
 from support.live import live_server, wait_for
 
 from fastkernels import LLM, FoldParams
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 PATH = "/v1/structures"
 CHAINS = [{"sequence": "MKV", "count": 2}]

@@ -13,9 +13,9 @@ import pytest
 from support.live import DEVICES, live_server, replayed, unmerged
 
 from fastkernels.core.registry import UnknownName
-from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.server import Server
+from fastkernels.engine.options.config import EngineConfig
 
 HERMES = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"

@@ -8,7 +8,7 @@ import pytest
 from support.live import live_server, metric
 from support.llada import Llada, make_tiny_llada
 
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 
 WAY = {"block_length": 8, "threshold": 0.4, "block_cache": "dual", "ignore_eos": True}
 PROMPT = list(range(10, 30))

@@ -14,7 +14,7 @@ from support.live import before_steps, live_server, wait_for
 from support.tiny_pipelines import make_tiny_hunyuan
 
 from fastkernels import LLM
-from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.scheduling.denoising import VideoParams
 
 PATH = "/v1/videos"

@@ -7,7 +7,7 @@ import pytest
 from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager
-from fastkernels.engine.llm_engine import _least_tokens
+from fastkernels.engine.engines.llm_engine import _least_tokens
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status

@@ -30,9 +30,10 @@ from support.speech import (
 from support.whisper_base import whisper_base_path
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine.engines import recognition
+from fastkernels.engine.engines.recognition import Job, Options, Recognition, Recognizer, Transcript
 from fastkernels.engine.scheduling.request import CompletionOutput, Logprob, RequestOutput
-from fastkernels.engine.speech import files, recognition, vocabulary
-from fastkernels.engine.speech.recognition import Job, Options, Recognition, Recognizer, Transcript
+from fastkernels.engine.speech import files, vocabulary
 from fastkernels.engine.structured.timestamps import TimestampRules
 
 SENTENCES = (

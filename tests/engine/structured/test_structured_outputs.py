@@ -210,7 +210,7 @@ def test_steps_go_on_while_a_grammar_compiles(tiny, monkeypatch):
     import asyncio
 
     from fastkernels.engine.async_llm import AsyncLLM
-    from fastkernels.engine.config import EngineConfig
+    from fastkernels.engine.options.config import EngineConfig
 
     llm = AsyncLLM(EngineConfig(str(tiny), device="cpu", num_blocks=50, max_model_len=256))
     compiling, go = threading.Event(), threading.Event()

@@ -313,7 +313,7 @@ def test_compiled_geglu_is_in_the_kernel_of_its_product(tokens: int, inner: int)
     """Of many tokens, and halves that are whole blocks of columns."""
     from diffusers.models.attention import FeedForward
 
-    from fastkernels.overrides.kit.modules import mlp
+    from fastkernels.overrides.linear.modules import mlp
 
     ff, x, seen = FeedForward(64, inner_dim=inner).bfloat16(), torch.randn(2, tokens, 64).bfloat16(), []
 

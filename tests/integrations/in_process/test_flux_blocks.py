@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.kit.modules import joined_linears
+from fastkernels.overrides.linear.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import structures
 
-from fastkernels.models.common import build
+from fastkernels.models.common.plans import build
 from fastkernels.models.science.openfold3 import OpenFold3
 
 SEED, SAMPLES, STEPS = 5, 2, 4

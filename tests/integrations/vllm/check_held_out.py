@@ -10,7 +10,7 @@ from support.hosts.vllm_engine import generate, make_llm
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind
-from fastkernels.models.common.registry import architectures
+from fastkernels.models.common.descriptions.registry import architectures
 
 # vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which these models have.
 WRONG_IN_VLLM = ("deepseek_v2", "deepseek_v3")

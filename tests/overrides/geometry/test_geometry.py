@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkernels.models.common.camera import rays
+from fastkernels.models.common.interfaces.camera import rays
 from fastkernels.overrides.geometry import composite_rays as composite
 from fastkernels.overrides.geometry import fused_mlp as mlp
 from fastkernels.overrides.geometry import hash_encoding as hashing

@@ -18,9 +18,9 @@ from fastkernels.core import registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.engine.execution.attention.mla import MlaBackend
-from fastkernels.models.common import build
-from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.plan import plan
+from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.plans import build
+from fastkernels.models.common.plans.plan import plan
 from fastkernels.overrides.latent_attention import mla_sparse, sparse_indexer
 from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits

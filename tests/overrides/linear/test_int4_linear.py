@@ -15,7 +15,7 @@ from support.kernels import emulated_int4
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import int4_linear_cuda as few
+from fastkernels.overrides.linear.kernels import int4_linear_cuda as few
 from fastkernels.overrides.linear.linear_int4 import linear_int4, reference, tiled, untiled
 
 ROOT = Path(__file__).resolve().parents[3]

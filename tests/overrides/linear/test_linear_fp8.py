@@ -21,9 +21,9 @@ from fastkernels.core import tuning as tuned
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import linear_fp8_libraries as flashinfer
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
-from fastkernels.overrides.linear import linear_fp8_scales as scales
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma16
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels import linear_fp8_scales as scales
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma16
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8, reference
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 

@@ -7,7 +7,7 @@ import torch
 from support.kernels.linear_fp8 import args, randn
 
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
-from fastkernels.overrides.linear import linear_fp8_scales as scales
+from fastkernels.overrides.linear.kernels import linear_fp8_scales as scales
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8, reference
 
 

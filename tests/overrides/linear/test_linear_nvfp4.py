@@ -12,8 +12,8 @@ from support.kernels import emulated_int4
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import int4_linear_cuda as few
 from fastkernels.overrides.linear import linear_nvfp4 as op
+from fastkernels.overrides.linear.kernels import int4_linear_cuda as few
 
 # all values of e4m3 that are not negative, without NaN
 SCALES = torch.arange(127, dtype=torch.uint8).view(FP8)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fastkernels.core import registry
 from fastkernels.core.dispatch import ForOthers
 from fastkernels.core.tuning import Chip
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear import MOST, linear
 from fastkernels.overrides.linear.selection import PROMPTS, propose_linear
 from fastkernels.verify import measure

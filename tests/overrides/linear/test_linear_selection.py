@@ -14,8 +14,8 @@ from experiments.selection.models import linear_shapes
 
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.linear import selection
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma_fp8
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma_fp8
 from fastkernels.overrides.linear.linear import linear
 
 H200 = Chip("NVIDIA H200", 132, 4.917e12, 50 << 20)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastkernels.engine.execution import packed_weights
+from fastkernels.engine.execution.forward import packed_weights
 from fastkernels.overrides.kit import cpu
 from fastkernels.overrides.linear import linear as gemm
 from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod

@@ -15,7 +15,7 @@ from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.overrides.kit.launch import Tickets
-from fastkernels.overrides.linear import skinny_linear_triton as skinny
+from fastkernels.overrides.linear.kernels import skinny_linear_triton as skinny
 from fastkernels.overrides.linear.linear import linear
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,12 +17,12 @@ from support.kernels.linear_fp8 import args as fp8_args
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_fp8 import reference as fp8_reference
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
-from fastkernels.overrides.moe.sorted_pairs import Sorted
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 NO_NVRTC = cuda_rtc.unavailable()
 SQUARE = {"rows": 128, "columns": 128, "cooperate": True}

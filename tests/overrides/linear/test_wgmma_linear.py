@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit import hopper
-from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear.kernels import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear.linear import linear
 
 NO_NVRTC = cuda_rtc.unavailable()

@@ -20,8 +20,8 @@ from fastkernels.overrides.linear.linear_nvfp4 import dequantize_nvfp4
 from fastkernels.overrides.moe import fused_experts_int4 as int4
 from fastkernels.overrides.moe import fused_experts_nvfp4 as nvfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
 from fastkernels.overrides.routing.moe_align import moe_align, padded_size
+from fastkernels.overrides.routing.sorted_pairs import Sorted, sort_pairs
 
 ALPHA, LIMIT = 1.5, 0.75
 

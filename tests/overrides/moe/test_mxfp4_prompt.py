@@ -16,8 +16,8 @@ from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.moe import mxfp4_prompt as many
 from fastkernels.overrides.moe.fused_experts_swigluoai import fused_experts_swigluoai
-from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
 from fastkernels.overrides.routing.moe_align import moe_align, padded_size
+from fastkernels.overrides.routing.sorted_pairs import Sorted, sort_pairs
 
 ALPHA, LIMIT = 1.5, 0.75
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.recurrence import chunks, linear_chunks
+from fastkernels.overrides.recurrence.kernels import chunks, linear_chunks
 
 INTERPRETED = """
 import sys

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common import build
+from fastkernels.models.common.plans import build
 from fastkernels.overrides.attention.attention import PagedAttention
 
 # Names of quantized layers in checkpoints. An indexer's weights_proj is not: its result weights the heads.

@@ -15,17 +15,18 @@ from support.kernels import step_kernel_cases
 
 from fastkernels.core import registry
 from fastkernels.core.communicator import Symmetric
-from fastkernels.engine.execution import draft_kernels, tree_kernels
-from fastkernels.engine.execution.input_batch import InputBatch
+from fastkernels.engine.execution.drafts import draft_kernels, tree_kernels
 from fastkernels.engine.sampling import token_masks
+from fastkernels.engine.steps.input_batch import InputBatch
 from fastkernels.overrides.attention import attention_decode_split
 from fastkernels.overrides.collective import exchange, words
 from fastkernels.overrides.dense_attention import wide_heads
 from fastkernels.overrides.diffusion import qk_norm_rope_pair
 from fastkernels.overrides.latent_attention import mla_triton
 from fastkernels.overrides.linear import linear_int4
-from fastkernels.overrides.moe import expert_libraries, mxfp4_prompt, sorted_pairs
-from fastkernels.overrides.recurrence import linear_chunks
+from fastkernels.overrides.moe import expert_libraries, mxfp4_prompt
+from fastkernels.overrides.recurrence.kernels import linear_chunks
+from fastkernels.overrides.routing import sorted_pairs
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 HIDDEN, TOKENS = 256, 5
@@ -166,17 +167,17 @@ CALLS: dict[str, Callable[[], Any]] = {
     "overrides.linear.linear_int4:_dequantize_kernel": lambda: _with_case(
         "linear_int4", linear_int4.linear_int4_cublas
     ),
-    "overrides.recurrence.linear_chunks:_join_kernel": lambda: _with_case(
+    "overrides.recurrence.kernels.linear_chunks:_join_kernel": lambda: _with_case(
         "gated_linear_attention", _joined, "chunks_of_heads"
     ),
     "overrides.moe.mxfp4_prompt:_in_order_kernel": _in_order,
     "overrides.moe.expert_libraries:_known_kernel": _known,
-    "overrides.moe.sorted_pairs:_gather_kernel": _gathered,
+    "overrides.routing.sorted_pairs:_gather_kernel": _gathered,
     "engine.sampling.token_masks:_mask_kernel": _masked,
-    "engine.execution.step_kernels:_begin_kernel": step_kernel_cases.problems,
-    "engine.execution.step_kernels:_finish_kernel": step_kernel_cases.problems,
-    "engine.execution.draft_kernels:_accept_kernel": _accepted,
-    "engine.execution.draft_kernels:_advance_kernel": _advanced,
-    "engine.execution.tree_kernels:_accept_tree_kernel": _tree,
-    "engine.execution.tree_kernels:_keep_kernel": _kept_of_tree,
+    "engine.steps.step_kernels:_begin_kernel": step_kernel_cases.problems,
+    "engine.steps.step_kernels:_finish_kernel": step_kernel_cases.problems,
+    "engine.execution.drafts.draft_kernels:_accept_kernel": _accepted,
+    "engine.execution.drafts.draft_kernels:_advance_kernel": _advanced,
+    "engine.execution.drafts.tree_kernels:_accept_tree_kernel": _tree,
+    "engine.execution.drafts.tree_kernels:_keep_kernel": _kept_of_tree,
 }

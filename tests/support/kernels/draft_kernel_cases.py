@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.engine.execution import draft_kernels
-from fastkernels.engine.execution.draft_kernels import COLUMNS, Held, Rows
-from fastkernels.engine.execution.input_batch import InputBatch
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.execution.drafts import draft_kernels
+from fastkernels.engine.execution.drafts.draft_kernels import COLUMNS, Held, Rows
+from fastkernels.engine.steps.input_batch import InputBatch
+from fastkernels.engine.steps.step import StepInput
 
 
 def problems(device: str = "cpu") -> list[str]:

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory, mkdtemp
 import torch
 
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, strides
-from fastkernels.overrides.linear.wgmma_linear_cuda import Plan
+from fastkernels.overrides.linear.kernels import wgmma_linear_fp8_cuda as wgmma
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, strides
+from fastkernels.overrides.linear.kernels.wgmma_linear_cuda import Plan
 
 BODIES = {
     "shared_address": "return (u32)((uintptr_t)p - (uintptr_t)shared_memory);",

@@ -11,7 +11,7 @@ from support.kernels.emulated import ported, run
 
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.linear import int4_linear_cuda as few
+from fastkernels.overrides.linear.kernels import int4_linear_cuda as few
 
 BODIES = {
     **{

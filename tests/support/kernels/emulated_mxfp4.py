@@ -11,7 +11,7 @@ from support.kernels.emulated import ported, run
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 BODIES = {
     "shared_address": "return (u32)((uintptr_t)p - (uintptr_t)shared_memory);",

@@ -15,7 +15,7 @@ from support.kernels.emulated import ported, run
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 SHARED = (
     "shared_address", "meet", "widen", "load_weights", "load_from_l2", "halves", "product", "power", "inverse",

@@ -9,9 +9,9 @@ import torch
 from support.kernels.emulated import ported, run
 
 from fastkernels.overrides.kit.hopper import text
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, strides
-from fastkernels.overrides.moe.sorted_pairs import Sorted
+from fastkernels.overrides.linear.kernels import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.kernels.linear_fp8_scales import BLOCK, strides
+from fastkernels.overrides.routing.sorted_pairs import Sorted
 
 FP8 = torch.float8_e4m3fn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastkernels.overrides.linear import linear_fp8_scales as scales
+from fastkernels.overrides.linear.kernels import linear_fp8_scales as scales
 
 FP8 = torch.float8_e4m3fn
 

@@ -13,7 +13,7 @@ from support.kernels.op_cases import call, make_args, mismatch, oracle, poison
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.recurrence import linear_chunks
+from fastkernels.overrides.recurrence.kernels import linear_chunks
 
 OPS = "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7", "ssd"
 CASES = {

@@ -11,7 +11,7 @@ from op_cases import mismatch, poison
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
-from fastkernels.overrides.linear import skinny_linear_triton as skinny
+from fastkernels.overrides.linear.kernels import skinny_linear_triton as skinny
 
 SPEC = registry.get("linear")
 # variant, block_m, block_n, block_k, split_k: every path of the kernel, with remainders in all dimensions

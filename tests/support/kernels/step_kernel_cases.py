@@ -7,12 +7,12 @@ import json
 import numpy as np
 import torch
 
-from fastkernels.engine.execution import step_kernels
-from fastkernels.engine.execution.input_batch import InputBatch
-from fastkernels.engine.execution.step import SAMPLED, StepInput
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampling_params import SamplingParams
+from fastkernels.engine.steps import step_kernels
+from fastkernels.engine.steps.input_batch import InputBatch
+from fastkernels.engine.steps.step import SAMPLED, StepInput
 
 
 def problems(device: str = "cpu") -> list[str]:

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.engine.execution.draft_kernels import COLUMNS, Rows
-from fastkernels.engine.execution.tree_kernels import Caches, accept_tree, accept_tree_triton, tables_of
-from fastkernels.engine.scheduling.draft_tree import DraftTree
+from fastkernels.engine.execution.drafts.draft_kernels import COLUMNS, Rows
+from fastkernels.engine.execution.drafts.tree_kernels import (
+    Caches,
+    accept_tree,
+    accept_tree_triton,
+    tables_of,
+)
+from fastkernels.engine.options.draft_tree import DraftTree
 
 TREE = DraftTree.read("[(0,),(1,),(2,),(0,0),(0,1),(1,0),(2,0),(0,0,0),(1,0,0),(1,0,1)]")
 

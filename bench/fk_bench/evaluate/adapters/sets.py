@@ -15,7 +15,7 @@ from types import ModuleType
 
 from fastkernels.core import candidate, registry
 from fastkernels.core.candidate import CandidateError
-from fastkernels.models.common.registry import models
+from fastkernels.models.common.descriptions.registry import models
 from fk_bench.evaluate.adapters.foreign_files import Adapted, digest_of, write
 
 PLAIN = "plain"  # the layout of files that our tools take as they are

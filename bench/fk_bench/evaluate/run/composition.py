@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
 from fastkernels.core.candidate import is_block
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.suites import Suite

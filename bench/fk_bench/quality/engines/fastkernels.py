@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from fastkernels import LLM, SamplingParams, UnmaskParams
-from fastkernels.engine.execution.unmask import Unmask, UnmaskStep
-from fastkernels.engine.execution.unmask_step import UnmaskInput
+from fastkernels.engine.execution.runners.unmask import Unmask, UnmaskStep
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import DeviceMasks
+from fastkernels.engine.steps.unmask_step import UnmaskInput
 from fk_bench.quality.forced import Progress, step, store
 
 _tasks: dict[int, dict[str, Any]] = {}  # by the request's seed

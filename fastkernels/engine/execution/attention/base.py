@@ -11,8 +11,8 @@ import torch
 
 from fastkernels.core.dispatch import Op
 from fastkernels.core.forward_context import AttentionMetadata
-from fastkernels.engine.execution.input_batch import Inputs
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.steps.input_batch import Inputs
+from fastkernels.engine.steps.step import StepInput
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
 

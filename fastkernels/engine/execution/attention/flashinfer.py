@@ -11,7 +11,7 @@ import torch
 
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of, store
-from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.engine.steps.input_batch import Inputs
 
 WORKSPACE = 384 << 20  # bytes for partial results of split keys, with 128 query heads of size 128
 INT_WORKSPACE = 8 << 20  # bytes for a plan

@@ -11,8 +11,8 @@ from fastkernels.core.dispatch import Op, Provider
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of
 from fastkernels.engine.execution.attention.ops import choose
-from fastkernels.engine.execution.input_batch import Inputs
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.steps.input_batch import Inputs
+from fastkernels.engine.steps.step import StepInput
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.latent_attention.expansion import Expansion, Rest
 from fastkernels.overrides.latent_attention.mla_attention import LatentAttention

@@ -10,8 +10,8 @@ import torch
 from fastkernels.core.dispatch import Op, Provider
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of, store
-from fastkernels.engine.execution.input_batch import Inputs
-from fastkernels.engine.execution.step import StepInput
+from fastkernels.engine.steps.input_batch import Inputs
+from fastkernels.engine.steps.step import StepInput
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from fastkernels.engine.http.errors import ANTHROPIC, error_body
+from fastkernels.engine.http.answers.responses import Answer, Outputs, Prompt
 from fastkernels.engine.http.parsing.message import MessageParser
 from fastkernels.engine.http.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from fastkernels.engine.http.responses import Answer, Outputs, Prompt
+from fastkernels.engine.http.requests.errors import ANTHROPIC, error_body
 from fastkernels.engine.scheduling.request import CompletionOutput
 
 

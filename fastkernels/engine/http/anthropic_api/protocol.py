@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from fastkernels.engine.http.protocol import INT64, Body, CacheSalt, Stop
-from fastkernels.engine.http.unserved import field_error, shown
+from fastkernels.engine.http.requests.protocol import INT64, Body, CacheSalt, Stop
+from fastkernels.engine.http.requests.unserved import field_error, shown
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 
 # The fields of each kind of block: (name, type, whether it is required)

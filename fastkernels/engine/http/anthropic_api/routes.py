@@ -14,9 +14,9 @@ from fastkernels.engine.http.anthropic_api import schema
 from fastkernels.engine.http.anthropic_api.answer import MessagesAnswer
 from fastkernels.engine.http.anthropic_api.conversation import chat_body
 from fastkernels.engine.http.anthropic_api.protocol import CountTokensRequest, MessagesRequest
-from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.generation import Generation, Plan
-from fastkernels.engine.http.protocol import ChatCompletionRequest
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.protocol import ChatCompletionRequest
+from fastkernels.engine.http.routes.generation import Generation, Plan
 
 
 class Messages(Generation):

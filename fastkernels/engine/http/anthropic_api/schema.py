@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from fastkernels.engine.http.schema import answers
+from fastkernels.engine.http.answers.schema import answers
 
 
 class MessagesError(BaseModel):

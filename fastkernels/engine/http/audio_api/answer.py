@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from fastkernels.engine.http.errors import error_body
-from fastkernels.engine.http.responses import event
-from fastkernels.engine.speech.recognition import Segment, Transcript
+from fastkernels.engine.engines.recognition import Segment, Transcript
+from fastkernels.engine.http.answers.responses import event
+from fastkernels.engine.http.requests.errors import error_body
 
 MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fastkernels.engine.http import unserved
+from fastkernels.engine.http.requests import unserved
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, SamplingParams
 
 LISTS = ("timestamp_granularities",)

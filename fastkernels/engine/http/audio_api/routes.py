@@ -15,15 +15,15 @@ from pydantic_core import PydanticCustomError, to_json
 from starlette.datastructures import UploadFile
 
 from fastkernels.engine.async_llm import EngineError
+from fastkernels.engine.engines.recognition import Options, Recognition, Recognizer
+from fastkernels.engine.http.answers.streaming import EventStream, unless_gone
 from fastkernels.engine.http.audio_api import answer, schema
 from fastkernels.engine.http.audio_api.protocol import TranscriptionRequest, TranslationRequest, fields
-from fastkernels.engine.http.context import Context
-from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.streaming import EventStream, unless_gone
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.scheduling.request import RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.speech import files
-from fastkernels.engine.speech.recognition import Options, Recognition, Recognizer
 from fastkernels.engine.stream import OutputStream
 
 MOST_FIELDS = 64

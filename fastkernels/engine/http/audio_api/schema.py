@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from fastkernels.engine.engines.recognition import Segment
+from fastkernels.engine.http.answers.schema import answers
 from fastkernels.engine.http.audio_api.protocol import LISTS, TranscriptionRequest, TranslationRequest
-from fastkernels.engine.http.schema import answers
-from fastkernels.engine.speech.recognition import Segment
 
 
 class Duration(BaseModel):

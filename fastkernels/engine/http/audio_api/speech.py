@@ -12,13 +12,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from fastkernels.engine.http import schema
-from fastkernels.engine.http.context import Context
-from fastkernels.engine.http.embeddings import results
-from fastkernels.engine.http.errors import ApiError, error_body
-from fastkernels.engine.http.protocol import INT64, Body
-from fastkernels.engine.http.responses import event
-from fastkernels.engine.http.streaming import EventStream
+from fastkernels.engine.http.answers import schema
+from fastkernels.engine.http.answers.responses import event
+from fastkernels.engine.http.answers.streaming import EventStream
+from fastkernels.engine.http.requests.errors import ApiError, error_body
+from fastkernels.engine.http.requests.protocol import INT64, Body
+from fastkernels.engine.http.routes.context import Context
+from fastkernels.engine.http.routes.embeddings import results
 from fastkernels.engine.scheduling.speaking import FASTEST, SLOWEST, SpeechOutput, SpeechParams
 from fastkernels.engine.speech.encoding import FORMATS, Encoder
 from fastkernels.engine.speech.files import MissingPackage

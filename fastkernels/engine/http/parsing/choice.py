@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.parsing.pieces import ToolParser
 from fastkernels.engine.http.parsing.tool_parsers import TOOL_PARSERS, ToolFormat
 from fastkernels.engine.http.parsing.tools_json import Arguments, Calls
-from fastkernels.engine.http.protocol import ChatCompletionRequest
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.protocol import ChatCompletionRequest
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from fastkernels.engine.http.logprobs import chat_logprobs
+from fastkernels.engine.http.answers.logprobs import chat_logprobs
+from fastkernels.engine.http.answers.responses import Answer, Outputs, Prompt
 from fastkernels.engine.http.parsing.message import ContentTokens, MessageParser, last_tokens
 from fastkernels.engine.http.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from fastkernels.engine.http.responses import Answer, Outputs, Prompt
 from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
 from fastkernels.engine.scheduling.request import CompletionOutput
 

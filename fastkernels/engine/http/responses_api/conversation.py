@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.unserved import shown
 from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
-from fastkernels.engine.http.unserved import shown
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text")
 

@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.generation import Generation
-from fastkernels.engine.http.protocol import ChatCompletionRequest
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.protocol import ChatCompletionRequest
 from fastkernels.engine.http.responses_api import schema
 from fastkernels.engine.http.responses_api.answer import ResponseAnswer
 from fastkernels.engine.http.responses_api.conversation import messages
 from fastkernels.engine.http.responses_api.protocol import ResponsesRequest, TextFormat
+from fastkernels.engine.http.routes.generation import Generation
 
 SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "include_reasoning", "top_k", "min_p",

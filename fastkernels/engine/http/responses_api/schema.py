@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from fastkernels.engine.http.schema import PromptTokensDetails, answers
+from fastkernels.engine.http.answers.schema import PromptTokensDetails, answers
 
 
 class OutputTokensDetails(BaseModel):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastkernels.engine.http.logprobs import json_number
-from fastkernels.engine.http.responses import Answer, Outputs, Prompt, event
+from fastkernels.engine.http.answers.logprobs import json_number
+from fastkernels.engine.http.answers.responses import Answer, Outputs, Prompt, event
 from fastkernels.engine.http.sglang_api.protocol import SglangRequest
 from fastkernels.engine.scheduling.request import CompletionOutput, Logprob
 

@@ -6,9 +6,18 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema, WrapValidator, model_validator
 
-from fastkernels.engine.http import unserved
-from fastkernels.engine.http.protocol import INT64, MAX_N, MAX_PROMPTS, Body, CacheSalt, Stop, Strict, TokenId
-from fastkernels.engine.http.unserved import field_error
+from fastkernels.engine.http.requests import unserved
+from fastkernels.engine.http.requests.protocol import (
+    INT64,
+    MAX_N,
+    MAX_PROMPTS,
+    Body,
+    CacheSalt,
+    Stop,
+    Strict,
+    TokenId,
+)
+from fastkernels.engine.http.requests.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 
 DEFAULT_TOKENS = 128  # SGLang's max_new_tokens

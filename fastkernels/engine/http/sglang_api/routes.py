@@ -12,10 +12,10 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 
 from fastkernels import __version__
-from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.generation import Generation
-from fastkernels.engine.http.protocol import CompletionRequest
-from fastkernels.engine.http.responses import Prompt
+from fastkernels.engine.http.answers.responses import Prompt
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.protocol import CompletionRequest
+from fastkernels.engine.http.routes.generation import Generation
 from fastkernels.engine.http.sglang_api import schema
 from fastkernels.engine.http.sglang_api.answer import SglangAnswer
 from fastkernels.engine.http.sglang_api.protocol import DEFAULT_TOKENS, SglangRequest, SglangSampling

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, RootModel
 
-from fastkernels.engine.http.schema import answers
+from fastkernels.engine.http.answers.schema import answers
 
 TokenLogprobs = list[list[float | int | str | None]]
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import pipeline_folder
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.configs import pipeline_folder
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.overrides.conv.diffusers import DiffusersUpsample2D
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.diffusion.diffusers import DiffusersResnetBlock2D
 from fastkernels.overrides.diffusion.group_norm import group_norm
-from fastkernels.overrides.kit.modules import products
+from fastkernels.overrides.linear.modules import products
 
 EPS, UP, DOWN = 1e-6, "UpDecoderBlock2D", "DownEncoderBlock2D"
 LIMITS = -30.0, 20.0  # of the logarithm of a latent's variance

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.models.common import pipeline_folder
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.configs import pipeline_folder
+from fastkernels.models.common.descriptions.description import Unsupported
 
 FLOW = {
     "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False, "base_shift": 0.5, "max_shift": 1.15,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.checkpoint import CheckpointError, some
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.checkpoints.checkpoint import CheckpointError, some
+from fastkernels.models.common.descriptions.description import Unsupported
 
 CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel", "Qwen2_5_VLTextModel")
 UNLIMITED = 1 << 31  # transformers gives a tokenizer without a length 10^30

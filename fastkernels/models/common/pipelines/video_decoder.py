@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import pipeline_folder
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.configs import pipeline_folder
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.overrides.conv.diffusers_video import (
     CausalConv3d,
     ChannelNorm,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.decoder import DecoderLayer, add_and_norm, make_norm
-from fastkernels.models.common.mtp import MtpHead
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.decoder import DecoderLayer, add_and_norm, make_norm
+from fastkernels.models.common.layers.mtp import MtpHead
 from fastkernels.models.llm.deepseek.deepseek_v3 import describe
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
@@ -99,6 +99,6 @@ ARCH = Architecture(
     packed={
         "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj"),
     },
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     unneeded="fastkernels.models.llm.deepseek.deepseek_mtp:unneeded",
 )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -22,7 +22,7 @@ ARCH = Architecture(
     packed={
         "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj"),
     },
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={
         "deepseek-ai/DeepSeek-V3.2": {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:

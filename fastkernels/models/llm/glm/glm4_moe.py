@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
@@ -29,7 +29,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="glm4_moe",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     public={
         "zai-org/GLM-4.5-Air": {
             "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.llm.qwen.qwen3_moe import is_sparse
 
 
@@ -33,7 +33,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="qwen2_moe",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     parts={
         "mlp.shared_expert.down_proj": "mlp.shared_experts.down_proj",
         "mlp.shared_expert.gate_proj": "mlp.shared_experts.gate_proj",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.llm.qwen.qwen3_moe import is_sparse
 
 
@@ -43,7 +43,7 @@ ARCH = Architecture(
         "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
         "in_proj": ("in_proj_qkvz", "in_proj_ba"),
     },
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     unused=("*rotary_emb.inv_freq", "mtp.*"),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     head="Qwen3NextMTP",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common import description as d
-from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.decoder import DecoderLayer, add_and_norm, make_norm
-from fastkernels.models.common.mtp import MtpHead
+from fastkernels.models.common.descriptions import description as d
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.layers.decoder import DecoderLayer, add_and_norm, make_norm
+from fastkernels.models.common.layers.mtp import MtpHead
 from fastkernels.models.llm.qwen.qwen3_next import describe
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 
@@ -55,7 +55,7 @@ ARCH = Architecture(
     model="Qwen3NextMtp",
     runner="Draft",
     model_type="qwen3_next",
-    experts="fastkernels.models.common.decoder:expert_mapping",
+    experts="fastkernels.models.common.layers.decoder:expert_mapping",
     unused=("*rotary_emb.inv_freq", "model.*", "lm_head.*"),
     parts={
         "mlp.shared_expert.down_proj": "mlp.shared_experts.down_proj",

@@ -22,9 +22,9 @@ def _failure(reason: Reason, text: str) -> dict[str, Any]:
 
 def model_of(folder: str) -> tuple[str, Any]:
     """(our name of a checkpoint's model, its config); '' and None if we have none, as for models of timm."""
-    from fastkernels.models.common import build
-    from fastkernels.models.common import registry as architectures
-    from fastkernels.models.common.checkpoint import CheckpointError
+    from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
+    from fastkernels.models.common.descriptions import registry as architectures
+    from fastkernels.models.common.plans import build
 
     try:
         config = build.load_config(Path(folder))
@@ -107,8 +107,8 @@ class Patched:
                 Reason.NOT_DEPLOYED,
                 f"it is a block of our engine's {model}; {host} runs its own classes there",
             )
-        from fastkernels.models.common import block_tasks
-        from fastkernels.models.common.description import Unsupported
+        from fastkernels.models.common.descriptions.description import Unsupported
+        from fastkernels.models.common.plans import block_tasks
 
         try:
             _, names = block_tasks.register_model(config)

@@ -11,7 +11,8 @@ from fastkernels.patch import hosts
 
 MODULES = (
     "torch._dynamo", "torch._functorch.aot_autograd", "fk_bench.offline.offline", "fastkernels.engine.llm",
-    "fastkernels.engine.llm_engine", "fastkernels.engine.execution.executor", "fastkernels.engine.execution.generate",
+    "fastkernels.engine.engines.llm_engine", "fastkernels.engine.execution.executor",
+    "fastkernels.engine.execution.runners.generate",
     "fastkernels.engine.structured.grammars", "fk_bench.evaluate.run.hosts.text", "fk_bench.evaluate.run.hosts.images",
     "fk_integrations.patching.apply", "fk_integrations.patching.choose", "transformers.models.llama.modeling_llama",
     "transformers.generation.utils", "transformers.models.dinov2.modeling_dinov2",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.models.common import registry
+from fastkernels.models.common.descriptions import registry
 from fk_bench.evaluate.run.hosts.images import Recorded
 from fk_bench.evaluate.run.hosts.patched import Patched
 from fk_bench.evaluate.run.hosts.sent import SENT, Sent

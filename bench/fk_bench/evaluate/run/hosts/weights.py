@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.models.common.weights import EMBEDDING_STD
+from fastkernels.models.common.checkpoints.weights import EMBEDDING_STD
 
 LOGITS = 3.0  # standard deviation, about that of trained models
 STREAM = {False: 1.0, True: 0.05}  # of the first layer's input, by whether the embeddings are the head, too

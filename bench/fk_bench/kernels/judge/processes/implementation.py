@@ -41,7 +41,9 @@ class Implementation:
         self.around: Callable[[], AbstractContextManager[Any]] = (
             nullcontext  # of a capture, as the host has it
         )
-        self._blocks: Any = None  # fastkernels.models.common.block_tasks, if blocks of a model are judged
+        self._blocks: Any = (
+            None  # fastkernels.models.common.plans.block_tasks, if blocks of a model are judged
+        )
         self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
 
     def load_implementation(
@@ -52,10 +54,10 @@ class Implementation:
 
         cls     the class whose module is called; None: the op's function
         choice  (provider, parameters): use only this provider of ours
-        model   text of the model whose blocks are known; see models.common.block_tasks
+        model   text of the model whose blocks are known; see models.common.plans.block_tasks
         """
         if model:
-            from fastkernels.models.common import block_tasks  # an op alone needs no model
+            from fastkernels.models.common.plans import block_tasks  # an op alone needs no model
 
             block_tasks.register(model)
             block_tasks.place_only({})

@@ -118,7 +118,7 @@ class RunnerState(Implementation):
         """Import the op, and the candidates or (against) the baselines.
 
         cls     the class whose module is called; None: the op's function
-        model   text of the model whose blocks are known; see models.common.block_tasks
+        model   text of the model whose blocks are known; see models.common.plans.block_tasks
         choice  (provider, parameters): use only this provider of ours
         """
         start = _clock()

@@ -34,7 +34,7 @@ class Options:
     scan      reject candidates by the static scan
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with network and files
-    model     models.common.blocks.text_of a model, whose blocks are judged; '' for ops alone
+    model     models.common.plans.blocks.text_of a model, whose blocks are judged; '' for ops alone
     memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU half of what is free,
               at most 64 GiB
     """

@@ -1,0 +1,1 @@
+"""Engines: one for each kind of model, from requests to outputs."""

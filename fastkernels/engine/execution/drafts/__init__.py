@@ -1,0 +1,1 @@
+"""Draft models of speculative decoding: their passes, trees and costs."""

@@ -1,0 +1,1 @@
+"""Runners: how a model of each kind runs a step on one rank."""

@@ -1,0 +1,219 @@
+"""The runner of encoders: one forward pass over whole sequences, pooled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
+from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
+from fastkernels.engine.execution.forward.runner import Runner
+from fastkernels.engine.execution.runners.activation import read_activation
+from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
+from fastkernels.engine.execution.runners.segmenting import (
+    Followed,
+    NextFrames,
+    Segmenting,
+    SegmentStep,
+    Wanted,
+)
+from fastkernels.engine.inputs.images import READERS
+from fastkernels.engine.options.config import EngineConfig
+from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.interfaces.detector import Detector
+from fastkernels.models.common.interfaces.segmenter import Segmenter
+from fastkernels.overrides.recsys.maxsim import maxsim
+
+Task: TypeAlias = tuple[str, bool]
+CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend", "speculative_config")
+
+
+@dataclass(frozen=True)
+class EncodeInput:
+    """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
+
+    query_lens counts hidden states. tasks [B]: of PoolingParams, and whether their activation applies. Instead of
+    input_ids, a model of images or videos has the patches [P, C * p * p] float32, image after image, and their grids
+    (engine.inputs.images.Patches).
+
+    token_type_ids  [T]; None: all 0
+    seen            [B]: the first tokens of each sequence, which all its tokens attend to; None: all
+    kept            [T] bool: tokens whose vectors count for the task 'maxsim'
+    queries         vectors [n, D] float32 of the queries of that task; query_of [B]: the index of each sequence's
+    wanted          [B], of the task 'segment'
+    clips           instead of sequences, the next frames of all clips that run; None: of sequences
+    """
+
+    input_ids: np.ndarray
+    query_lens: np.ndarray
+    tasks: Sequence[Task]
+    patches: np.ndarray | None = None
+    grids: Sequence[tuple[int, ...]] = ()
+    token_type_ids: np.ndarray | None = None
+    seen: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    queries: Sequence[np.ndarray] = ()
+    query_of: Sequence[int] = ()
+    wanted: Sequence[Wanted] = ()
+    clips: Sequence[NextFrames] | None = None
+
+    @classmethod
+    def of_clips(cls, clips: Sequence[NextFrames]) -> EncodeInput:
+        """A step of clips. Without any, all clips are forgotten."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), [], clips=clips)
+
+
+class Encode(Runner):
+    """Runs an encoder: model(input_ids [T], positions [T]) returns hidden states [T, H]. It has no KV cache.
+
+    Models of images and videos are called with patches and grids; see models/vision/dinov3.py.
+    """
+
+    def _prepare(self, folder: Path) -> None:
+        config = self.config
+        default = EngineConfig(model="")
+        for name in CACHE_OPTIONS:
+            if getattr(config, name) != getattr(default, name):
+                raise ValueError(f"{name} applies to models that generate; {config.model} is an encoder")
+        if registry.find(self.hf_config.architectures[0]).arch.inputs in READERS:
+            self.max_model_len = config.max_model_len or config.max_num_batched_tokens
+            self.pooling = Pooling("own")
+        else:
+            self._limit_text(folder)
+        if config.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len"
+                f" {self.max_model_len}: an encoder computes a sequence in one step"
+            )
+
+    def _limit_text(self, folder: Path) -> None:
+        config = self.config
+        self.pooling = read_pooling(folder)
+        own = wanted_model_len(config, self.hf_config)
+        self.max_model_len = own if config.max_model_len else min(own, self.pooling.max_tokens or own)
+
+    segmenting: Segmenting | None = None
+
+    def _loaded(self) -> None:
+        self.capture()
+        if self.pooling.mode == "own" and not isinstance(self.model, (Detector, Segmenter)):
+            self.pooling = replace(self.pooling, own=self.model.pool)
+        if getattr(self.model, "num_labels", 0):
+            self.activation = read_activation(self.hf_config)
+
+    def capture(self) -> None:
+        """See Runner: graphs and kept features are made again, when a request needs them."""
+        finds = isinstance(self.model, (Detector, Segmenter))
+        if finds and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.graphs = ForwardGraphs(self.device)
+        if isinstance(self.model, Segmenter):
+            self.segmenting = Segmenting(self.model, self.device, self.graphs)
+
+    def num_fitting_blocks(self) -> int:
+        """See Runner: 0, since nothing is cached."""
+        return 0
+
+    def bind(self, num_blocks: int) -> None:
+        """See Runner."""
+        self.limits = Limits(0, self.max_model_len, self.config.max_num_batched_tokens)
+
+    @torch.inference_mode()
+    def launch(self, step: EncodeInput) -> EncodeStep | SegmentStep | FollowedStep:
+        """Start one forward pass without waiting for the device, except for clips."""
+        if self.segmenting is not None and step.clips is not None:
+            return FollowedStep(self.segmenting.follow(step.clips, self._to_device))
+        if self.segmenting is not None and step.patches is not None:
+            return self.segmenting.launch(step.wanted, step.patches, self._to_device)
+        starts = np.zeros(len(step.query_lens) + 1, dtype=np.int64)
+        np.cumsum(step.query_lens, out=starts[1:])
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], step.query_lens)
+        cu_seqlens = self._to_device(starts)
+        longest = int(step.query_lens.max())
+        metadata = AttentionMetadata(
+            slot_mapping=cu_seqlens.new_empty(0), cu_seqlens_q=cu_seqlens.int(), seq_lens=cu_seqlens.diff().int(),
+            block_table=cu_seqlens.new_empty(len(step.query_lens), 0).int(), max_seqlen_q=longest,
+            max_seqlen_k=longest, padded=False,
+        )  # fmt: skip
+        if step.seen is not None and (step.seen < step.query_lens).any():
+            metadata = replace(
+                metadata, key_rows=self._to_device(np.flatnonzero(positions < np.repeat(step.seen, step.query_lens))),
+                seq_lens=self._to_device(step.seen).int(), max_seqlen_k=int(step.seen.max()),
+            )  # fmt: skip
+        with forward_context(metadata):
+            if step.patches is None:
+                types = [] if step.token_type_ids is None else [self._to_device(step.token_type_ids)]
+                hidden = self.model(self._to_device(step.input_ids), self._to_device(positions), *types)
+            else:
+                hidden = self._seen(self._to_device(step.patches, np.float32), tuple(step.grids))
+            found = {task: self._head(step, task, hidden, cu_seqlens) for task in dict.fromkeys(step.tasks)}
+        return EncodeStep(step, starts, found)
+
+    def _seen(self, patches: torch.Tensor, grids: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """The hidden states of images or videos, of a detector on a GPU from a CUDA graph of these sizes."""
+        if self.graphs is None:
+            return self.model(patches, grids)
+        return self.graphs(grids, lambda patches: self.model(patches, grids), [patches])
+
+    def _head(
+        self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a task for all sequences; 'maxsim' the scores [queries, B]."""
+        kind, activated = task
+        if kind == "embed":
+            return (self.pooling if activated else replace(self.pooling, normalize=False))(hidden, starts)
+        if kind == "classify":
+            logits = self.model.classify(hidden, starts).float()
+            return self.activation(logits) if activated else logits
+        if kind == "detect":
+            return hidden
+        if kind == "token_classify":
+            return self.model.token_classify(hidden, activated)
+        vectors = self.model.token_embed(hidden, activated) if hasattr(self.model, "token_embed") else hidden
+        return vectors if kind == "token_embed" else self._scores(step, vectors, starts)
+
+    def _scores(self, step: EncodeInput, vectors: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        lens = np.array([len(query) for query in step.queries])
+        queries = self._to_device(np.concatenate(step.queries), np.float32)
+        kept = None if step.kept is None else self._to_device(step.kept, np.bool_)
+        return maxsim(
+            queries, vectors.float(), self._to_device(np.concatenate([[0], lens.cumsum()])).int(), starts.int(),
+            int(lens.max()), int(step.query_lens.max()), kept,
+        )  # fmt: skip
+
+    def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class FollowedStep:
+    """A step of clips, which has ended (step.Pending)."""
+
+    found: list[list[Followed] | None]
+
+    def result(self) -> list[list[Followed] | None]:
+        """See Segmenting.follow."""
+        return self.found
+
+
+class EncodeStep:
+    """A launched forward pass (step.Pending). found: {task: what the model computed for all sequences}."""
+
+    def __init__(self, step: EncodeInput, starts: np.ndarray, found: Mapping[Task, torch.Tensor]):
+        self._step, self._starts, self._found = step, starts, found
+
+    def result(self) -> list[np.ndarray]:
+        """Per sequence in float32, as PoolingOutput.data. Waits for the device."""
+        arrays = {task: tensor.float().cpu().numpy() for task, tensor in self._found.items()}
+        return [self._of(row, task[0], arrays[task]) for row, task in enumerate(self._step.tasks)]
+
+    def _of(self, row: int, kind: str, found: np.ndarray) -> np.ndarray:
+        if kind in ("token_embed", "token_classify", "detect"):
+            return found[self._starts[row] : self._starts[row + 1]]
+        return found[self._step.query_of[row], row, None] if kind == "maxsim" else found[row]

@@ -1,0 +1,1 @@
+"""Answers, streams, and metrics of both."""

@@ -1,0 +1,272 @@
+"""The route of models that segment: classes of the points of clouds, or masks of what a prompt names in images."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+from pydantic_core import to_json
+
+from fastkernels.engine.http.answers import schema
+from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.requests.protocol import CloudsRequest, PoolingRequest
+from fastkernels.engine.http.routes.context import Context
+from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, usage
+from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.scheduling.segmentation import (
+    MASK_THRESHOLD,
+    MOST_BOXES,
+    MOST_CHARACTERS,
+    THRESHOLD,
+    ClipOutput,
+)
+
+MOST_TEXTS = 64  # of a request
+Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
+Box = Annotated[list[float], Field(min_length=4, max_length=4)]
+
+
+class Segmentation:
+    """PATHS: (path, method, schema) of the routes."""
+
+    PATHS = (("/v1/segmentations", "segmentations", schema.SEGMENTATION),)
+
+    def __init__(self, context: Context):
+        self.context = context
+
+    async def segmentations(self, body: CloudsRequest, raw: Request) -> Response:
+        """The class of each point of each cloud; or its probabilities, logits or features."""
+        self.context.check_model(body.model)
+        clouds, most = body.clouds, self.context.llm.config.max_waiting
+        if not clouds:
+            raise ApiError(400, "inputs must have at least one cloud", "inputs")
+        if len(clouds) > most:
+            raise ApiError(400, f"{len(clouds)} inputs are more than the queue holds, {most}", "inputs")
+        requests, own = [], uuid.uuid4().hex
+        params = PoolingParams("classify", use_activation=body.output != "logits")
+        for i, cloud in enumerate(clouds):
+            make = partial(self.context.llm.make_request, f"{own}-{i}", cloud, params, body.priority or 0)
+            try:
+                requests.append(await asyncio.to_thread(make))  # sorts all points
+            except ValueError as error:
+                message = str(error).replace("the input", f"input {i}", 1)
+                raise ApiError(400, message, "inputs") from error
+        found = await results(self.context, requests, raw)
+        if found is None:
+            return Response(status_code=499)
+        answer = {
+            "id": f"segmentations-{own}", "object": "list", "created": int(time.time()),
+            "model": self.context.model_name,
+            "data": [self._entry(i, output.outputs, body) for i, output in enumerate(found)],
+            "usage": usage(found),
+        }  # fmt: skip
+        return Response(to_json(answer), media_type="application/json")
+
+    def _entry(self, i: int, found: Any, body: CloudsRequest) -> dict[str, Any]:
+        headless = found.items is None
+        output = body.output or ("features" if headless else "labels")
+        if headless != (output == "features"):
+            can = "'features'" if headless else "'labels', 'probabilities' and 'logits'"
+            raise ApiError(
+                400, f"output {output!r} is not possible: {self.context.model_name!r} has {can}", "output"
+            )
+        if np.isnan(found.data).any():
+            raise ApiError(
+                400, f"the result of input {i} is NaN: its numbers are too large for the model", "inputs"
+            )
+        entry = {"index": i, "object": "segmentation", "labels": found.item_ids, "data": None}
+        if output != "labels":
+            as_text = body.encoding_format == "base64"
+            entry["data"] = _base64(found.data) if as_text else found.data.tolist()
+        return entry
+
+
+class ImageSegmentationRequest(PoolingRequest):
+    """Find what a text or boxes name in images: data URLs, base64, or content parts of type image_url.
+
+    Of videos, content parts of type video_url, objects are followed through the frames; texts are then sought together.
+    """
+
+    text: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)] | None = Field(
+        None, description="A short phrase that names the objects, or a list, each for each image."
+    )
+    boxes: Annotated[list[Box], Field(max_length=MOST_BOXES)] | None = Field(
+        None, description="Examples in the one image: left, top, right and bottom in its pixels."
+    )
+    box_labels: Annotated[list[Literal[0, 1]], Field(max_length=MOST_BOXES)] | None = Field(
+        None, description="Of each box: 1, wanted, or 0, not wanted (default: all 1)."
+    )
+    threshold: float | None = Field(THRESHOLD, ge=0, le=1, description="The least score of an object.")
+    mask_threshold: float | None = Field(
+        MASK_THRESHOLD, ge=0, le=1, description="The probability above which a pixel belongs to an object."
+    )
+    max_detections: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="Of an image and a text, the best ones (default: all that the model gives).",
+    )
+    masks: bool | None = Field(True, description="Whether each object has a mask.")
+    semantic: bool | None = Field(False, description="Also one mask of all objects.")
+
+    @property
+    def texts(self) -> list[str | None]:
+        """The texts one by one; None for boxes alone."""
+        return list(self.text) if isinstance(self.text, list) else [self.text]
+
+
+class Rle(BaseModel):
+    size: list[int]
+    counts: str
+
+
+class SegmentedImage(BaseModel):
+    index: int
+    object: Literal["segmentation"]
+    text: str
+    boxes: list[list[float]]
+    scores: list[float]
+    labels: list[str]
+    masks: list[Rle] | None
+    semantic: Rle | None
+    size: list[int]
+
+
+class SegmentedFrame(BaseModel):
+    object_ids: list[int]
+    boxes: list[list[float]]
+    scores: list[float]
+    labels: list[str]
+    masks: list[Rle] | None
+
+
+class SegmentedVideo(BaseModel):
+    index: int
+    object: Literal["segmentation"]
+    texts: list[str]
+    frames: list[SegmentedFrame]
+    size: list[int]
+
+
+class SegmentedImages(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[SegmentedImage | SegmentedVideo]
+    usage: schema.EmbeddingUsage
+
+
+class ImageSegmentation:
+    """PATHS: (path, method, schema) of the routes."""
+
+    PATHS = (("/v1/segmentations", "segmentations", schema.answers(SegmentedImages)),)
+
+    def __init__(self, context: Context):
+        self.context = context
+
+    async def segmentations(self, body: ImageSegmentationRequest, raw: Request) -> Response:
+        """Boxes, scores and masks of the objects, of each image with each text, the best first."""
+        self.context.check_model(body.model)
+        engine: Any = self.context.llm.engine
+        if not engine.segments:
+            raise ApiError(
+                404,
+                f"/v1/segmentations is not available: {self.context.model_name!r} finds no objects that a prompt names",
+                "model",
+            )
+        requests = await self._requests(body)
+        found = await results(self.context, [request for _, request in requests], raw)
+        if found is None:
+            return Response(status_code=499)
+        numbers = [i for i, _ in requests]
+        body_of = partial(self._answer, numbers, found)
+        return Response(await asyncio.to_thread(body_of), media_type="application/json")  # masks can be many
+
+    def _answer(self, numbers: list[int], found: list[Any]) -> bytes:
+        """The answer in JSON. numbers: of the images."""
+        data = [
+            {"index": i, "object": "segmentation", **_found(o.outputs), "size": list(o.outputs.size)}
+            for i, o in zip(numbers, found, strict=True)
+        ]
+        answer = {
+            "id": f"segmentations-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
+            "model": self.context.model_name, "data": data, "usage": usage(found),
+        }  # fmt: skip
+        return to_json(answer)
+
+    async def _requests(self, body: ImageSegmentationRequest) -> list[tuple[int, Any]]:
+        """(number of the image, request) of each image with each text. Raises ApiError, before images are decoded."""
+        images, texts, most = body.inputs, body.texts, self.context.llm.config.max_waiting
+        if len(images) * len(texts) > most:
+            raise ApiError(
+                400,
+                f"{len(images)} images with {len(texts)} texts are more than the queue holds, {most}",
+                "input",
+            )
+        if body.boxes and len(images) > 1:
+            raise ApiError(
+                400, f"boxes belong to one image, got {len(images)} images: send a request for each", "boxes"
+            )
+        params = PoolingParams(
+            "segment", threshold=body.threshold, max_detections=body.max_detections,
+            mask_threshold=body.mask_threshold, masks=body.masks is not False, semantic=body.semantic is True,
+        )  # fmt: skip
+        read, own, made = Inputs(self.context), uuid.uuid4().hex, []
+        for i, given in enumerate(images):
+            image = await read(i, given)
+            prompts: list[dict[str, Any]]
+            if isinstance(image, (list, bytes)):
+                prompts, wanted = [{"video": image, "text": texts}], _of_video(body)
+            else:
+                boxes = {"boxes": body.boxes, "box_labels": body.box_labels}
+                prompts, wanted = [{"image": image, "text": text, **boxes} for text in texts], params
+            for j, prompt in enumerate(prompts):
+                make = partial(
+                    self.context.llm.make_request, f"{own}-{i}-{j}", prompt, wanted, body.priority or 0
+                )
+                try:
+                    made.append((i, await asyncio.to_thread(make)))  # resizing an image takes milliseconds
+                except ValueError as error:
+                    message = str(error)
+                    field = message.partition(" ")[0].partition("[")[0]
+                    if field in ("text", "boxes", "box_labels"):
+                        raise ApiError(400, message, field) from error
+                    raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
+        return made
+
+
+def _found(outputs: Any) -> dict[str, Any]:
+    """The fields of an image with a text, or of a video."""
+    if isinstance(outputs, ClipOutput):
+        frames = [
+            {
+                "object_ids": o.object_ids,
+                "boxes": o.boxes,
+                "scores": o.scores,
+                "labels": o.labels,
+                "masks": o.rles,
+            }
+            for o in outputs.frames
+        ]
+        return {"texts": outputs.texts, "frames": frames}
+    return {
+        "text": outputs.text, "boxes": outputs.boxes, "scores": outputs.scores, "labels": outputs.labels,
+        "masks": outputs.rles, "semantic": outputs.semantic_rle,
+    }  # fmt: skip
+
+
+def _of_video(body: ImageSegmentationRequest) -> PoolingParams:
+    """The settings of a video, whose thresholds are the model's own. Raises ApiError for those of images."""
+    for field in ("boxes", "box_labels", "mask_threshold", "max_detections", "semantic"):
+        if field in body.model_fields_set and getattr(body, field) not in (None, False):
+            raise ApiError(400, f"{field} applies to images, not to a video: leave it out", field)
+    threshold = body.threshold if "threshold" in body.model_fields_set else None
+    return PoolingParams("segment", threshold=threshold, masks=body.masks is not False)

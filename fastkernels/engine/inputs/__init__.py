@@ -1,0 +1,1 @@
+"""Images, videos and audio, from files to a model's inputs."""

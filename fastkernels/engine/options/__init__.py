@@ -1,0 +1,1 @@
+"""Options of the engine: its configuration, runners by name, and speculation."""

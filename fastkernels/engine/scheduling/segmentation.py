@@ -1,0 +1,326 @@
+"""Requests that name the objects of an image by a text or by example boxes, and what a segmenter finds for them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fastkernels.engine.inputs.images import ImageReader, Patches, is_image, rgb
+from fastkernels.engine.inputs.videos import Source, VideoError, video
+from fastkernels.engine.scheduling.detection import ObjectsOutput
+from fastkernels.engine.scheduling.encoding import PoolingOutput
+from fastkernels.engine.scheduling.tokenizer import encode
+
+THRESHOLD, MASK_THRESHOLD = 0.5, 0.5  # by default: of a score, and of a pixel's probability
+MOST_BOXES = 64  # of a prompt
+MOST_CHARACTERS = 4096  # of a text, before it is split into tokens
+MOST_MASK_PIXELS = 1 << 24  # of an image whose masks are wanted: each object has one of the image's size
+MOST_FRAMES = 64  # of a clip
+MOST_CLIP_TEXTS = 16  # of a clip
+CLIP_FIELDS = ("video", "text")
+KEPT = 8  # images whose patches are kept
+FIELDS = ("image", "text", "boxes", "box_labels", "prompt_token_ids")
+VISUAL = "visual"  # the text of a prompt with boxes alone, which the model was trained with
+
+
+@dataclass(frozen=True)
+class Concept:
+    """The target of a request: objects of a kind in an image.
+
+    digest     of the image: equal images have equal features
+    input_ids  of the text
+    boxes      (x, y, width, height), center and size in parts of the image; labels: 1, or 0 for what is not wanted
+    name       the text
+    """
+
+    digest: bytes
+    input_ids: tuple[int, ...]
+    boxes: tuple[tuple[float, float, float, float], ...] = ()
+    labels: tuple[int, ...] = ()
+    name: str = ""
+
+
+@dataclass
+class SegmentationOutput(ObjectsOutput):
+    """data: [n, 5] float32, the best first: left, top, right, bottom in pixels, and score.
+
+    runs           of each object's mask: lengths of runs of pixels in columns, the first of pixels that are outside;
+                   None without masks
+    semantic_runs  of the mask of all pixels that belong to any such object, if it was requested
+    text           of the prompt; size: width and height of the image
+    """
+
+    runs: list[list[int]] | None = None
+    semantic_runs: list[int] | None = None
+    text: str = ""
+    size: tuple[int, int] = (1, 1)
+
+    @property
+    def labels(self) -> list[str]:
+        """The text of the prompt, for each object."""
+        return [self.text] * len(self.data)
+
+    @property
+    def masks(self) -> np.ndarray | None:
+        """Masks [n, height, width] of bool."""
+        if self.runs is None:
+            return None
+        width, height = self.size
+        found = [decode_runs(runs, height, width) for runs in self.runs]
+        return np.stack(found) if found else np.zeros((0, height, width), bool)
+
+    @property
+    def semantic(self) -> np.ndarray | None:
+        """The mask of all objects [height, width] of bool, if it was requested."""
+        return None if self.semantic_runs is None else decode_runs(self.semantic_runs, *self.size[::-1])
+
+    @property
+    def rles(self) -> list[dict[str, Any]] | None:
+        """Masks as COCO has them: {'size': [height, width], 'counts': a text}."""
+        return None if self.runs is None else [coco_rle(runs, self.size) for runs in self.runs]
+
+    @property
+    def semantic_rle(self) -> dict[str, Any] | None:
+        """`semantic` in the form of `rles`."""
+        return None if self.semantic_runs is None else coco_rle(self.semantic_runs, self.size)
+
+
+@dataclass
+class FrameOutput(SegmentationOutput):
+    """The objects of a frame of a clip, by their numbers. Of `data`, scores are those of when an object was found.
+
+    object_ids  equal in all frames that have the object; texts: those that name them
+    """
+
+    object_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def labels(self) -> list[str]:
+        """The text that names each object."""
+        return self.texts
+
+
+@dataclass
+class ClipOutput(PoolingOutput):
+    """data: [n, 7] float32 of all objects in all frames: frame, object, left, top, right, bottom, and score.
+
+    frames: in order. size: width and height
+    """
+
+    frames: list[FrameOutput] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    size: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class ClipPrompt:
+    """A clip and what to follow in it. frames: patches of each, of the same grid. texts: token ids of names."""
+
+    frames: tuple[Patches, ...]
+    texts: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the frames."""
+        return self.frames[0].size
+
+
+def decode_runs(runs: Sequence[int], height: int, width: int) -> np.ndarray:
+    """The mask [height, width] of runs in columns."""
+    inside = np.arange(len(runs)) % 2 == 1
+    return np.repeat(inside, runs).reshape(width, height).T
+
+
+def coco_rle(runs: Sequence[int], size: tuple[int, int]) -> dict[str, Any]:
+    """COCO's compressed form, which pycocotools reads. size: width and height."""
+    return {"size": [size[1], size[0]], "counts": compress(runs)}
+
+
+def compress(runs: Sequence[int]) -> str:
+    """Differences to the run before the last in groups of five bits, the lowest first, as characters from '0' on.
+
+    Bit 5 of a character says that another one follows; the highest bit of the last group is the sign.
+    """
+    counts = np.asarray(runs, np.int64)
+    rest = counts.copy()
+    rest[3:] -= counts[1:-2]
+    parts, unfinished = [], np.ones(len(rest), bool)
+    while unfinished.any():
+        group = rest & 31
+        rest = rest >> 5
+        more = np.where(group & 16, rest != -1, rest != 0)
+        parts.append(np.where(unfinished, (group | (more << 5)) + 48, 0))
+        unfinished = unfinished & more
+    found = np.stack(parts, 1).ravel() if parts else np.zeros(0, np.int64)
+    return bytes(found[found > 0].astype(np.uint8)).decode()
+
+
+class PromptReader:
+    """Makes patches and a Concept of a request's prompt. Safe in any thread.
+
+    The patches of the last images are kept, so that many prompts on one image resize it once.
+    """
+
+    def __init__(self, images: ImageReader, model: Any, tokenizer: Any):
+        self._images, self._model, self._tokenizer = images, model, tokenizer
+        self._kept: OrderedDict[bytes, Patches] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, prompt: Any, masks: bool) -> tuple[Patches, Concept]:
+        """prompt: {'image': a PIL image, 'text': what to find, 'boxes': examples, 'box_labels': 1 or 0 of each}.
+
+        A box is left, top, right and bottom in pixels. `prompt_token_ids` may be there instead of the text.
+        Raises ValueError, whose message names the field.
+        """
+        if not isinstance(prompt, Mapping) or not is_image(prompt.get("image")):
+            raise ValueError(
+                "the prompt must be {'image': a PIL image, 'text': what to find, 'boxes': [[left, top, right, bottom],"
+                f" ...], 'box_labels': [1, 0, ...]}} with text, boxes or both, got {type(prompt).__name__}"
+            )
+        if unknown := sorted(set(map(str, prompt)) - set(FIELDS)):
+            raise ValueError(f"the prompt has the fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+        image = prompt["image"]
+        if masks and image.width * image.height > MOST_MASK_PIXELS:
+            raise ValueError(
+                f"the prompt's image has {image.width} x {image.height} pixels, and masks are made of images of at most"
+                f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
+            )
+        image = rgb(image)
+        boxes, labels = _boxes(prompt, image)
+        name, ids = self._text(prompt, bool(boxes))
+        patches, digest = self._patches(image)
+        return patches, Concept(digest, tuple(ids), boxes, labels, name)
+
+    def read_clip(self, prompt: Mapping[str, Any], masks: bool) -> ClipPrompt:
+        """prompt: {'video': frames or a file's bytes, as of videos.video, 'text': what to follow, or a list of texts}.
+
+        Raises ValueError, whose message names the field.
+        """
+        from PIL import Image
+
+        if unknown := sorted(set(map(str, prompt)) - set(CLIP_FIELDS)):
+            raise ValueError(
+                f"the prompt of a video has the fields {', '.join(unknown)}; known are {', '.join(CLIP_FIELDS)}"
+            )
+        given = prompt.get("text")
+        texts = list(given) if isinstance(given, (list, tuple)) else [given]
+        if not texts or len(texts) > MOST_CLIP_TEXTS:
+            raise ValueError(f"text must have 1 to {MOST_CLIP_TEXTS} texts for a video, got {len(texts)}")
+        texts = list(dict.fromkeys(texts)) if all(isinstance(t, str) for t in texts) else texts
+        ids = [tuple(self._text({"text": text}, False)[1]) for text in texts]
+        try:
+            frames = video(prompt["video"], _all_frames).frames
+        except VideoError as error:
+            raise ValueError(f"the prompt has a video {error}") from error
+        count, height, width = frames.shape[:3]
+        if count > MOST_FRAMES:
+            raise ValueError(_many(count))
+        if masks and width * height > MOST_MASK_PIXELS:
+            raise ValueError(
+                f"the prompt's video has {width} x {height} pixels, and masks are made of frames of at most"
+                f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
+            )
+        made = tuple(self._images.patches(Image.fromarray(frame)) for frame in frames)
+        return ClipPrompt(made, tuple(ids), tuple(map(str, texts)))
+
+    def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:
+        text, ids = prompt.get("text"), prompt.get("prompt_token_ids")
+        if text is not None and ids is not None:
+            raise ValueError("text and prompt_token_ids are both given: give one")
+        if text is None and ids is None:
+            if not boxes:
+                raise ValueError("text is missing: a prompt has a text, boxes, or both")
+            text = VISUAL
+        if text is not None and (not isinstance(text, str) or not text.strip()):
+            raise ValueError(f"text must be a text, not empty, got {text!r:.80}")
+        if text is not None:
+            if len(text) > MOST_CHARACTERS:
+                raise ValueError(f"text has {len(text)} characters, and a prompt may have {MOST_CHARACTERS}")
+            if self._tokenizer is None:
+                raise ValueError("text needs a tokenizer, which skip_tokenizer_init left out")
+            ids = encode(self._tokenizer, text)
+        most = self._model.text_length
+        if (
+            not isinstance(ids, Sequence)
+            or not ids
+            or not all(type(i) is int and 0 <= i < self._model.vocab_size for i in ids)
+        ):
+            raise ValueError(
+                f"prompt_token_ids must be integers from 0 to {self._model.vocab_size - 1}, got {ids!r:.80}"
+            )
+        if len(ids) > most:
+            raise ValueError(
+                f"text has {len(ids)} tokens, and this model reads at most {most}: use a short phrase"
+            )
+        return text or "", ids
+
+    def _patches(self, image: Any) -> tuple[Patches, bytes]:
+        digest = hashlib.blake2b(f"{image.size}".encode(), digest_size=16)
+        digest.update(image.tobytes())
+        key = digest.digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key], key
+        made = self._images.patches(image)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return made, key
+
+
+def _all_frames(source: Source) -> range:
+    if source.frames > MOST_FRAMES:
+        raise ValueError(_many(source.frames))
+    return range(source.frames)
+
+
+def _many(frames: int) -> str:
+    return f"the prompt has a video of {frames} frames, and at most {MOST_FRAMES} are possible: cut it into parts"
+
+
+def _boxes(
+    prompt: Mapping[str, Any], image: Any
+) -> tuple[tuple[tuple[float, float, float, float], ...], tuple[int, ...]]:
+    """(center and size of each box in parts of the image, labels). Raises ValueError."""
+    given, labels = prompt.get("boxes"), prompt.get("box_labels")
+    given = [] if given is None else given
+    if not isinstance(given, (list, tuple)) or not all(
+        isinstance(box, (list, tuple))
+        and len(box) == 4
+        and all(type(n) in (int, float) and abs(n) < 1e9 for n in box)
+        for box in given
+    ):
+        raise ValueError(f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}")
+    if len(given) > MOST_BOXES:
+        raise ValueError(f"boxes has {len(given)} entries, and a prompt may have {MOST_BOXES}")
+    width, height = image.size
+    for i, (left, top, right, bottom) in enumerate(given):
+        if not (0 <= left < right <= width and 0 <= top < bottom <= height):
+            raise ValueError(
+                f"boxes[{i}] = {[left, top, right, bottom]} must have 0 <= left < right <= {width} and 0 <= top <"
+                f" bottom <= {height}, in pixels of the image"
+            )
+    labels = [1] * len(given) if labels is None else labels
+    if not isinstance(labels, (list, tuple)) or any(
+        type(n) not in (int, bool) or n not in (0, 1) for n in labels
+    ):
+        raise ValueError(f"box_labels must be a list of 1, wanted, and 0, not wanted, got {labels!r:.80}")
+    if len(labels) != len(given):
+        raise ValueError(f"box_labels has {len(labels)} entries for {len(given)} boxes: give one for each")
+    return (
+        tuple(
+            ((a + c) / 2 / width, (b + d) / 2 / height, (c - a) / width, (d - b) / height)
+            for a, b, c, d in given
+        ),
+        tuple(map(int, labels)),
+    )

@@ -1,0 +1,1 @@
+"""The inputs and outputs of a step, and their way to the device."""

@@ -1,0 +1,1 @@
+"""Files of weights: finding, reading and loading them, quantized ones too."""

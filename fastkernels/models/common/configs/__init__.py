@@ -1,0 +1,1 @@
+"""Reading and checking the configs of checkpoints, without transformers where possible."""

@@ -1,0 +1,1 @@
+"""Models as data: descriptions, the architectures by name, and activations."""

@@ -1,0 +1,1 @@
+"""Modules that models share, built from their descriptions."""

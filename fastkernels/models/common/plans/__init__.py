@@ -1,0 +1,1 @@
+"""Plans and blocks of models, and models built from checkpoints."""

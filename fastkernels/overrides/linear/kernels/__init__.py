@@ -1,0 +1,1 @@
+"""Kernels of the products: CUDA C++ for Hopper's tensor cores, and Triton."""

@@ -1,0 +1,1 @@
+"""Triton kernels that the recurrences share: chunks with products of matrices, and steps."""
