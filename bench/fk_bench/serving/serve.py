@@ -152,7 +152,8 @@ class EngineOptions:
         bool, typer.Option(help="share the KV blocks of common prompt prefixes")
     ] = DEFAULT.enable_prefix_caching
     async_scheduling: Annotated[
-        bool | None, typer.Option(help="schedule a step while the previous one runs (default: on CUDA)")
+        bool | None,
+        typer.Option(help="schedule a step while the previous one runs (default: on CUDA, without drafts)"),
     ] = DEFAULT.async_scheduling
     attention_backend: Annotated[
         str | None,

@@ -126,7 +126,9 @@ class LLMEngine(Engine):
             raise ValueError(
                 f"async_scheduling True is not possible with this speculative_config: {reason}; leave it out"
             )
-        return reason is None and (self.executor.device.type == "cuda" if wanted is None else wanted)
+        if wanted is None:  # with drafts on request: no GPU has measured it
+            return config.speculative_config is None and self.executor.device.type == "cuda"
+        return wanted
 
     def _speculation(self) -> Speculation | None:
         """The settings of drafts. Raises ValueError for a model whose tokens cannot be taken back."""
