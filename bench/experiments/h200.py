@@ -58,7 +58,7 @@ QUICK_CASES = (  # at least one of each op
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "gemma3_32", "mixtral_awq_32",
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13", "kimi_linear_32",
-    "rt_detr_1", "cells_1", "best_1", "sam3_1",
+    "rt_detr_1", "cells_1", "best_1", "sam3_1", "sam3_frame_8", "full_2048",
     "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3", "mamba_decode_32", "mamba2_decode_32", "gla_decode_32",
     "qwen3_next_decode_32", "kimi_linear_decode_32", "rwkv7_decode_32", "mobile_dw5", "efficient_10", "convnext_24",
     "colbert_100", "dp3_middle", "dlrm_32", "dlrm_multi_32", "gowalla_layer", "gowalla_32",

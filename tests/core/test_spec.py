@@ -75,7 +75,9 @@ NEVER = {
     "Openfold3SwiGLUTransition": "needs c_in",
     "Openfold3OuterProductMean": "needs c_m",
     "Openfold3AdaLN": "needs c_a",
-    "TorchrecLowRankCrossNet": "needs in_features",
+    **{
+        f"Torchrec{kind}CrossNet": "needs in_features" for kind in ("", "LowRank", "LowRankMixture", "Vector")
+    },
     "TorchrecEmbeddingBagCollection": "needs tables",
     "TimmAttention": "needs dim",
     "TimmAttentionPoolLatent": "needs in_features",

@@ -474,6 +474,18 @@ def attention_dense(ns: Any) -> list[Any]:
             else getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24))
             for name in ns.classes
         ]
+    if ns.host == "vllm":
+        qkv, starts = [randn(2, 5, 24) + i for i in range(3)], torch.tensor([0, 4, 10])
+        made = [getattr(ns, name)(3, 8) for name in ns.classes]
+        known = [inspect.signature(module.forward).parameters for module in made]
+        return [
+            *(module(*qkv) for module in made),
+            *(
+                m(*qkv, cu_seqlens=starts)
+                for m, takes in zip(made, known, strict=True)
+                if "cu_seqlens" in takes
+            ),
+        ]
     found = []
     for name in ns.classes:
         cls = getattr(ns, name)
@@ -525,6 +537,11 @@ def rope_nd(ns: Any) -> list[Any]:
 def group_norm(ns: Any) -> list[Any]:
     block = filled(ns.ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=6, groups=4))
     return [block(randn(2, 8, 5, 3), randn(2, 6))]
+
+
+def patch_embedding(ns: Any) -> list[Any]:
+    sizes = {"Conv2dLayer": (4, 6), "Conv3dLayer": (2, 4, 6)}
+    return [filled(getattr(ns, name)(3, 8, 2, 2))(randn(2, 3, *sizes[name])) for name in ns.classes]
 
 
 def upsample_conv(ns: Any) -> list[Any]:
@@ -717,7 +734,12 @@ def _of_vllm() -> dict[str, dict[str, Any]]:
         },
         "chunk_kda_with_fused_gate": {
             **_of_kda(), "raw_g": randn(1, 5, 4, 8), "raw_beta": randn(1, 5, 4), "A_log": randn(4) / 9,
+            "beta": randn(1, 5, 4).sigmoid(),  # before 0.32
             "g_bias": randn(32), "initial_state": randn(2, 4, 6, 8), "output_final_state": True, "lower_bound": -5.0,
+        },
+        "fused_recurrent_kda": {
+            **_of_kda(), "v": randn(1, 5, 4, 8), "g": _decay(1, 5, 4, 8), "beta": randn(1, 5, 4).sigmoid(),
+            "initial_state": randn(4, 4, 8, 8), "ssm_state_indices": _SLOTS,
         },
         "fused_recurrent_kda_packed_decode": {
             "mixed_qkv": randn(2, 88), "raw_g": randn(1, 2, 4, 8), "raw_beta": randn(1, 2, 4), "A_log": randn(4) / 9,
@@ -787,6 +809,9 @@ def recurrence(ns: Any, op: str) -> list[Any]:
         calls = _RECURRENCES[ns.host]()
         given = calls[op if name == "selective_state_update" else name]
         function = getattr(ns, name)
+        if name == "chunk_kda_with_fused_gate":  # its gates differ by version
+            takes = inspect.signature(function).parameters
+            given = {n: value for n, value in given.items() if n in takes}
         found = function()(**given) if isinstance(function, type) else function(**given)
         out += [found, list(given.values())]
     return out
@@ -800,7 +825,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
-        timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv,
+        timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv, patch_embedding,
         conv_norm_act, batch_norm, squeeze_excite, global_response_norm, norm_pad,
     )
 }  # fmt: skip

@@ -44,7 +44,7 @@ def text(samples: Samples, about: str, category: str = "llm") -> str:
                 raise
     return "\n".join([
         f'"""{about}"""', "", "from __future__ import annotations", "", "from typing import Any", "",
-        "from fastkernels.models.common import description as d",
+        "from fastkernels.models.common.descriptions import description as d",
         "from fastkernels.models.common.descriptions.architecture import Architecture", "", "", body, "", "",
         _architecture(samples, category, body), "",
     ])  # fmt: skip

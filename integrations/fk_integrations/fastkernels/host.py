@@ -327,7 +327,7 @@ class FastKernelsHost:
         choose_kernels(runner)
 
     def matches(self, target: Any) -> bool:
-        kinds = (("llm", "LLM"), ("engine", "Engine"), ("async_llm", "AsyncLLM"))
+        kinds = (("llm", "LLM"), ("engines.engine", "Engine"), ("async_llm", "AsyncLLM"))
         loaded = [(sys.modules.get(f"fastkernels.engine.{module}"), name) for module, name in kinds]
         return any(
             module is not None and isinstance(target, getattr(module, name, ())) for module, name in loaded

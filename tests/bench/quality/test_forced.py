@@ -76,7 +76,7 @@ def test_sampler_forces_requests_with_a_task(tmp_path: Path) -> None:
 def options(model: Path, folder: Path, host: str) -> dict[str, Any]:
     return {
         "host": host, "family": "text", "model": str(model), "folder": str(folder), "engine_args": {}, "batch": 3,
-        "dtype": "float32", "longest": EXTENT.longest, "tokens": 64,
+        "dtype": "float32", "longest": EXTENT.longest, "tokens": 64, "requests": False,
     }  # fmt: skip
 
 

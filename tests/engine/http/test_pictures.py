@@ -189,7 +189,7 @@ def test_edits_take_a_form(url):
 
 def test_steps_that_reuse_an_output_are_reported(url):
     before = metric(url, "fastkernels:denoise_steps_reused_total")
-    body = {"prompt": "a", "num_inference_steps": 5, "seed": 1, **SMALL}
+    body = {**SMALL, "prompt": "a", "num_inference_steps": 5, "seed": 1}
     plain, cached = post(url, **body).json(), post(url, step_cache=1, **body).json()
     assert "steps_reused" not in plain["data"][0] and cached["data"][0]["steps_reused"] == 1
     assert metric(url, "fastkernels:denoise_steps_reused_total") - before == 1
