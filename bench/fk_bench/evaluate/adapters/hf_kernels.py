@@ -62,10 +62,14 @@ def _here() -> str:
 
 
 def _rank(variant: str) -> int | None:
-    """0 for a variant that needs no build, 1 for one that does and fits, 2 for Python code of a backend, or None."""
+    """0 for a variant that needs no build, 1 for one that does and fits, 2 for Python code of this machine's backend.
+
+    3 for Python code of another backend; None for any other variant.
+    """
     parts = [p for p in variant.split("-") if not p.startswith("cxx")]
     if parts[:1] == ["torch"]:
-        return {"universal": 0, "cpu": 2, "cuda": 2}.get("-".join(parts[1:]))
+        backend = "cuda" if torch.version.cuda else "cpu"
+        return ({"universal": 0, "cpu": 3, "cuda": 3} | {backend: 2}).get("-".join(parts[1:]))
     return 1 if "-".join(parts) == _here() else None
 
 

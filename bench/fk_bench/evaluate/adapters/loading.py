@@ -44,9 +44,9 @@ def _without_gpu(made: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose error names the GPU if a Triton kernel of it finds none."""
 
     @functools.wraps(made)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return made(*args)
+            return made(*args, **kwargs)
         except RuntimeError as error:
             if "active driver" not in str(error):
                 raise

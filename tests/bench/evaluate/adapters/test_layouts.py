@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fk_bench.evaluate.adapters import hf_kernels
+from fk_bench.evaluate.adapters import hf_kernels, loading
 from fk_bench.evaluate.adapters.sets import SetError, layout_of, read_set
 
 from fastkernels.core import candidate, registry
@@ -228,6 +228,16 @@ def test_variant_of_a_hub_package_fits_the_machine(variant, tmp_path):
     torch.testing.assert_close(made["rms_norm"](x, weight, 1e-5), reference("rms_norm")(x, weight, 1e-5)[0])
     names = {f.name for f in (tmp_path / "out").rglob("*") if f.is_file() and f.suffix != ".pyc"}
     assert names == {"rms_norm.py", "__init__.py", "_ops.py", "layers.py", "metadata.json"}
+
+
+@pytest.mark.parametrize(("version", "first"), [("13.0", "torch-cuda"), (None, "torch-cpu")])
+def test_variant_of_the_own_backend_comes_first(version, first, monkeypatch):
+    monkeypatch.setattr(hf_kernels.torch.version, "cuda", version)
+    assert min(("torch-cpu", "torch-cuda"), key=hf_kernels._rank) == first
+
+
+def test_adapted_function_takes_named_arguments_without_a_gpu():
+    assert loading._without_gpu(lambda x, eps: x + eps)(1, eps=2) == 3
 
 
 def test_hub_package_without_a_fitting_build_is_declined(tmp_path):
