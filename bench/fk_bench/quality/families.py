@@ -108,6 +108,14 @@ def _of_runner(model: Path) -> str:
     return RUNNERS.get((arch.runner, arch.inputs), "")
 
 
+def check_request(family: str, sizes: Mapping[str, Any]) -> None:
+    """Raise ModelError for a size that requests of the family do not have."""
+    known = FAMILIES[family].request or {}
+    if unknown := [name for name in sizes if name not in known]:
+        which = f"; it has {', '.join(known)}" if known else ""
+        raise ModelError(f"--request: a request to a model of {family} has no {unknown[0]!r}{which}")
+
+
 def config_of(model: Path) -> dict[str, Any]:
     """Raises ModelError for a folder without a readable config.json."""
     try:

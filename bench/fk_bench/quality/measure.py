@@ -28,7 +28,7 @@ from fk_bench.core.hub import ModelError
 from fk_bench.offline.host import HostProcess
 from fk_bench.quality import faults, structured, text
 from fk_bench.quality.calibration import Calibration, Quality, fitted_bound, noise_of
-from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prepare
+from fk_bench.quality.families import FAMILIES, Family, check_request, family_of, outputs, prepare
 from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -306,11 +306,12 @@ def measure(
     settings = replace(settings, python=machine.absolute(settings.python))
     if device:
         settings = replace(settings, device=device)
-    name = Path(model).name
+    name, sizes = Path(model).name, settings.request
     model, settings = of_suite(model, host, settings)
     with tempfile.TemporaryDirectory(prefix="fk-quality-") as scratch:
         path = model if host in BY_NAME else folder_of(model, Path(scratch))
         item = Item(path, host, settings, Path(scratch))
+        check_request(item.family_name, sizes)
         calibration = item.calibration()
         with item.started(item.model, "set") as running:
             reference = running.outputs("reference")

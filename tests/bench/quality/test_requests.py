@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fk_bench.cli import main
+from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Status, read
 from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.run.hosts.libraries import MODELS
@@ -86,6 +87,14 @@ def test_suite_model_has_its_sizes(tmp_path: Path) -> None:
     library, settings = of_suite("full/dlrmv2-torchrec", "torchrec", Settings())
     assert library == "dlrm_dcn" and "rows" in settings.arguments and settings.request["bag"] > 0
     assert of_suite("timm/vit", "timm", Settings()) == ("timm/vit", Settings())
+
+
+def test_size_that_no_request_has_is_refused() -> None:
+    families.check_request("detection", {"width": 64})
+    with pytest.raises(ModelError, match="detection has no 'widht'; it has width, height"):
+        families.check_request("detection", {"widht": 64})
+    with pytest.raises(ModelError, match=r"text has no 'width'$"):
+        families.check_request("text", {"width": 64})
 
 
 WRONG = """
