@@ -157,7 +157,7 @@ def sglang_fused_sigmoid_gating_delta_rule_update_0_5_16(
     return _gated(
         A_log, a, dt_bias, softplus_beta, q, k, v, b, initial_state_source, initial_state_indices, scale,
         use_qk_l2norm_in_kernel, cu_seqlens, is_kda=is_kda, disable_state_update=disable_state_update,
-        retrieve_parent_token=retrieve_parent_token,
+        intermediate_states_buffer=intermediate_states_buffer, retrieve_parent_token=retrieve_parent_token,
     )  # fmt: skip
 
 
@@ -193,7 +193,8 @@ def sglang_fused_sigmoid_gating_delta_rule_update_0_5_17(
     return _gated(
         A_log, a, dt_bias, softplus_beta, q, k, v, b, initial_state_source, initial_state_indices, scale,
         use_qk_l2norm_in_kernel, cu_seqlens, is_kda=is_kda, lower_bound=lower_bound,
-        disable_state_update=disable_state_update, retrieve_parent_token=retrieve_parent_token, cache_ring=cache_ring,
+        disable_state_update=disable_state_update, intermediate_states_buffer=intermediate_states_buffer,
+        retrieve_parent_token=retrieve_parent_token, cache_ring=cache_ring,
     )  # fmt: skip
 
 
@@ -235,7 +236,8 @@ def sglang_fused_sigmoid_gating_delta_rule_update(
     return _gated(
         A_log, a, dt_bias, softplus_beta, q, k, v, b, initial_state_source, initial_state_indices, scale,
         use_qk_l2norm_in_kernel, cu_seqlens, is_kda=is_kda, lower_bound=lower_bound,
-        disable_state_update=disable_state_update, retrieve_parent_token=retrieve_parent_token, cache_ring=cache_ring,
+        disable_state_update=disable_state_update, intermediate_states_buffer=intermediate_states_buffer,
+        retrieve_parent_token=retrieve_parent_token, cache_ring=cache_ring,
         match_cutedsl_decode=match_cutedsl_decode,
     )  # fmt: skip
 

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.kit.arguments import UnsupportedArgument
+from fastkernels.overrides.recurrence import sglang
 from fastkernels.overrides.recurrence.kernels import chunks, linear_chunks
 
 INTERPRETED = """
@@ -300,3 +302,9 @@ def test_chunks_agree_at_strengths_of_decay(
     name: str, strength: float, in_chunks: dict[str, str | None]
 ) -> None:
     assert in_chunks[f"{name}-decays x {strength}"] is None
+
+
+def test_sglang_call_that_stores_inner_states_is_refused():
+    buffer = torch.ones(1, 1, 2, 4, 4)
+    with pytest.raises(UnsupportedArgument, match="intermediate_states_buffer is not supported"):
+        sglang.sglang_fused_sigmoid_gating_delta_rule_update(*[None] * 11, intermediate_states_buffer=buffer)
