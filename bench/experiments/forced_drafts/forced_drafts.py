@@ -181,10 +181,17 @@ def main() -> None:
     parser.add_argument("--lengths", default="1,2,3")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--two-steps",
+        action="store_true",
+        help="schedule a step while the previous one runs, also with drafts",
+    )
     given = parser.parse_args()
     lanes, sizes = given.lanes.split(","), [int(n) for n in given.sequences.split(",")]
     if lanes[0] != "plain" or not set(lanes) <= set(LANES):
         parser.error(f"--lanes {given.lanes} must be 'plain', then some of {', '.join(list(LANES)[1:])}")
+    if given.two_steps and "tree" in lanes:
+        parser.error("--two-steps: trees have one step in flight")
     plain: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = checkpoints(Path(scratch), given.size)
@@ -195,6 +202,8 @@ def main() -> None:
                 "max_model_len": 512, "max_num_batched_tokens": 512, "enable_prefix_caching": False,
                 "num_blocks": 33 * max(sizes) + 1,
             }  # fmt: skip
+            if given.two_steps:
+                options["async_scheduling"] = True
             if settings is not None:
                 forced = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.0}
                 options["speculative_config"] = {

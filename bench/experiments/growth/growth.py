@@ -154,6 +154,9 @@ def run(options: argparse.Namespace) -> int:
     if unknown := [n for n in names if n not in GROWN]:
         print(f"--ops: no line for {', '.join(unknown)}; known: {', '.join(GROWN)}", file=sys.stderr)
         return 2
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: there is no GPU; --device cpu --tiny 1e-4 tries the script", file=sys.stderr)
+        return 2
     rows = read(options.out)[0] if options.out.exists() else []
     done = {(r.subject.op, r.case["factor"]) for r in rows}
     results, left = Results(COMMAND, options.out, "production"), list[str]()
@@ -262,7 +265,7 @@ def main() -> int:
         return run(options) if options.out else parser.error("give --out, or --plot and rows")
     try:
         options.plot.write_text(plot(row for path in options.rows for row in read(path)[0]), encoding="utf-8")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"--plot: {error}", file=sys.stderr)
         return 2
     return 0

@@ -390,6 +390,8 @@ def main() -> int:
         return 0
     if options.out is None:
         parser.error("give --out or --summary")
+    if not options.tiny and not machine.machine().gpus:
+        parser.error("there is no GPU; --tiny tries the script with small models on the CPU")
     return child(options) if options.child else run_all(options)
 
 

@@ -49,6 +49,14 @@ def test_plot_without_times_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert growth.main() == 2 and not (tmp_path / "a.svg").exists()
 
 
+def test_missing_gpu_or_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth.torch.cuda, "is_available", lambda: False)
+    for words in (["--out", str(tmp_path / "a")], ["--plot", str(tmp_path / "b"), str(tmp_path / "none")]):
+        monkeypatch.setattr(sys, "argv", ["growth", *words])
+        assert growth.main() == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_small_sizes_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of an earlier call are not measured again."""
     out = tmp_path / "rows.jsonl"

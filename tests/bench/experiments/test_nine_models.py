@@ -63,6 +63,17 @@ def test_table_has_the_fastest_reference() -> None:
     )
 
 
+def test_full_sizes_without_a_gpu_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nine.machine, "machine", lambda: argparse.Namespace(gpus=[]))
+    monkeypatch.setattr(nine, "run_all", lambda options: 0)
+    monkeypatch.setattr(sys, "argv", ["nine_models", "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit):
+        nine.main()
+    assert "there is no GPU" in capsys.readouterr().err
+
+
 def test_lanes_end_on_their_own_and_are_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
