@@ -88,6 +88,22 @@ def test_clips_run_beside_images_and_other_clips(served):
     assert [one["index"] for one in data] == [0, 1] and "frames" in data[0] and data[1]["text"] == "cat"
 
 
+def test_failed_step_forgets_its_clips(served, monkeypatch):
+    llm = served[2]
+    segmenting = llm.llm_engine.runner.segmenting
+    follow = segmenting.follow
+
+    def fail(clips, to_device):
+        follow(clips, to_device)
+        if clips:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(segmenting, "follow", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        llm.segment(video=FRAMES, text="cat", use_tqdm=False)
+    assert not segmenting._clips and not llm.llm_engine.has_unfinished_requests()
+
+
 def test_scores_below_the_threshold_and_masks_can_be_left_out(served):
     url, _, _ = served
     (plain,) = post(url, input=VIDEO, text="cat", masks=False).json()["data"]
