@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import threading
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_objects_of_a_clip_are_those_of_the_engine(served):
     (one,) = answer["data"]
     assert one["texts"] == ["cat", "dog"] and one["size"] == [64, 48] and one["object"] == "segmentation"
     assert answer["usage"]["prompt_tokens"] == 5 * 16
+    sums = re.findall(r"(?m)^vllm:request_prompt_tokens_sum\S* (\S+)$", httpx.get(url + "/metrics").text)
+    assert [float(value) for value in sums] == [5 * 16]  # of the first request of this server
     assert len(one["frames"]) == 5 and any(frame["object_ids"] for frame in one["frames"])
     for frame, want in zip(one["frames"], output.outputs.frames, strict=True):
         assert frame["object_ids"] == want.object_ids and frame["labels"] == want.labels
