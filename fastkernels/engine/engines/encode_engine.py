@@ -251,6 +251,12 @@ class EncodeEngine(BudgetEngine):
             self._launch(EncodeInput.of_clips([]))  # frees what is known of them
         return found
 
+    def abort_all(self) -> None:
+        begun = any(r.clip is not None for r in self.requests.values())
+        super().abort_all()
+        if begun and self.executor.lost_rank is None:
+            self.executor.launch(EncodeInput.of_clips([]))
+
     def step(self) -> list[PoolingRequestOutput]:
         batch = list(self.scheduler.schedule())
         clips = [r for r in batch if r.clip is not None]

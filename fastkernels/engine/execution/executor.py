@@ -24,7 +24,16 @@ from fastkernels.core import parallel
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.forward.startup import Phases
 from fastkernels.engine.execution.ranks import Ranks, WorkerDied
-from fastkernels.engine.execution.worker import COLLECT, Setup, as_rank, build_runner, invoke, join, pack
+from fastkernels.engine.execution.worker import (
+    COLLECT,
+    FORGET,
+    Setup,
+    as_rank,
+    build_runner,
+    invoke,
+    join,
+    pack,
+)
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import runner_class
 from fastkernels.engine.steps.step import StepInput, StepOutput, idle_step
@@ -212,6 +221,12 @@ class DataParallelExecutor(TensorParallelExecutor):
                     worker.commands.send_bytes(pack(step))
             own = None if made[0] is None else self.runner.launch(made[0])
         return Round(self, own, [rank for rank, step in enumerate(made) if rank and step is not None])
+
+    def forget(self) -> None:
+        """Drop the results of rounds that are not collected. Without workers there are none."""
+        if self._ranks.workers:
+            with self._together():
+                self._send(pack(FORGET))
 
 
 class Round:

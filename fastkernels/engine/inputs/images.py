@@ -184,7 +184,11 @@ def _over_white(image: Any) -> Any:
 
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
-    above = ImageOps.exif_transpose(image).convert("RGBA")
+    above = ImageOps.exif_transpose(image)
+    if above.mode.startswith("I;16"):  # convert() would clip, not scale
+        gray = np.asarray(above)
+        return Image.fromarray(np.where(gray == above.info["transparency"], 255, gray >> 8).astype(np.uint8))
+    above = above.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
 
 

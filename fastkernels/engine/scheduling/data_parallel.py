@@ -112,6 +112,8 @@ class Launcher(Protocol):
 
     def launch_each(self, steps: Sequence[StepInput | None]) -> Round: ...
 
+    def forget(self) -> None: ...
+
 
 class DataParallelCore:
     """An EngineCore for each rank, in lockstep: a step runs on all of them, and its results are collected together.
@@ -160,6 +162,7 @@ class DataParallelCore:
         self._in_flight.clear()
         self.scheduler.remove_all()
         self.scheduler.reset_cache()
+        self.executor.forget()  # otherwise the next rounds would get these results
 
     def _collect_oldest(self) -> list[StepResult]:
         batches, step = self._in_flight.popleft()

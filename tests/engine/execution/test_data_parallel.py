@@ -112,6 +112,18 @@ def test_aborted_request_leaves_the_others(two: LLM, folder: Path, greedy: Any) 
     assert all(rank.groups[0].num_free == rank.groups[0].num_usable for rank in engine.scheduler.ranks)
 
 
+def test_abort_of_all_drops_the_steps_in_flight(two: LLM, folder: Path, greedy: Any) -> None:
+    engine = two.llm_engine
+    for name in "ab":
+        engine.add_request(name, PROMPTS[3], GREEDY)
+    engine.step()
+    engine.abort_all()
+    assert not engine.has_unfinished_requests()
+    one = SamplingParams(temperature=0, max_tokens=1)  # whose rounds push no older one out
+    found = two.generate(PROMPTS[:2], one, use_tqdm=False)
+    assert tokens(found) == [greedy(folder, prompt, 1) for prompt in PROMPTS[:2]]
+
+
 def test_dead_rank_ends_the_engine(two: LLM) -> None:
     """The last test of this engine."""
     (worker,) = two.llm_engine.executor._ranks.workers
@@ -205,6 +217,9 @@ class Echo:
             }
 
         return SimpleNamespace(results=results)
+
+    def forget(self) -> None:
+        self.collected = len(self.launched)
 
 
 def schedulers(count: int, max_waiting: int = 8) -> Schedulers:

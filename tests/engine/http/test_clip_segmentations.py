@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import threading
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_objects_of_a_clip_are_those_of_the_engine(served):
     (one,) = answer["data"]
     assert one["texts"] == ["cat", "dog"] and one["size"] == [64, 48] and one["object"] == "segmentation"
     assert answer["usage"]["prompt_tokens"] == 5 * 16
+    sums = re.findall(r"(?m)^vllm:request_prompt_tokens_sum\S* (\S+)$", httpx.get(url + "/metrics").text)
+    assert [float(value) for value in sums] == [5 * 16]  # of the first request of this server
     assert len(one["frames"]) == 5 and any(frame["object_ids"] for frame in one["frames"])
     for frame, want in zip(one["frames"], output.outputs.frames, strict=True):
         assert frame["object_ids"] == want.object_ids and frame["labels"] == want.labels
@@ -86,6 +89,22 @@ def test_clips_run_beside_images_and_other_clips(served):
         text="cat",
     ).json()["data"]
     assert [one["index"] for one in data] == [0, 1] and "frames" in data[0] and data[1]["text"] == "cat"
+
+
+def test_failed_step_forgets_its_clips(served, monkeypatch):
+    llm = served[2]
+    segmenting = llm.llm_engine.runner.segmenting
+    follow = segmenting.follow
+
+    def fail(clips, to_device):
+        follow(clips, to_device)
+        if clips:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(segmenting, "follow", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        llm.segment(video=FRAMES, text="cat", use_tqdm=False)
+    assert not segmenting._clips and not llm.llm_engine.has_unfinished_requests()
 
 
 def test_scores_below_the_threshold_and_masks_can_be_left_out(served):

@@ -293,6 +293,8 @@ def unusual() -> list[tuple[bytes, Any]]:
     colors = WIDE.quantize(64)
     alphas = bytes(range(0, 256, 4))
     colors_and_alpha = file(colors, transparency=alphas)
+    level = int(np.asarray(gray)[0, 0])  # that is transparent
+    holes = Image.fromarray(np.where(np.asarray(gray) == level, 255, np.asarray(gray)).astype(np.uint8))
     return [
         (ink, Image.open(io.BytesIO(ink)).convert("RGB")),
         (file(deep), gray.convert("RGB")),
@@ -300,6 +302,7 @@ def unusual() -> list[tuple[bytes, Any]]:
         (file(clear), over_white(clear)),
         (colors_and_alpha, over_white(Image.open(io.BytesIO(colors_and_alpha)))),
         (file(WIDE, "WEBP", lossless=True), WIDE),
+        (file(deep, transparency=level * 257), holes.convert("RGB")),
     ]
 
 

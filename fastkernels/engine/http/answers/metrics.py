@@ -135,7 +135,8 @@ class Metrics:
         self._ended["stop"] += len(requests)
         self._observe("iteration_tokens_total", [sum(r.num_tokens for r in requests)])
         self._observe("e2e_request_latency_seconds", [now - r.arrival for r in requests])
-        self._observe("request_prompt_tokens", [r.num_tokens for r in requests])
+        whole = [getattr(r, "all_tokens", r.num_tokens) for r in requests]  # of clips, more than of a step
+        self._observe("request_prompt_tokens", whole)
         waits = [r.scheduled_time - r.arrival for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", waits)
 
