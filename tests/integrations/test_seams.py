@@ -178,6 +178,13 @@ def test_imports_inside_methods_get_ours(importing: Any) -> None:
     assert type(module) is layers.Layer and module(x).item() == 2
 
 
+def test_relative_import_of_a_file_without_a_package_is_no_call() -> None:
+    file: dict[str, Any] = {"__name__": "alone"}
+    code = "class Layer:\n    def forward(self, x):\n        from .parts import scaled\n        return scaled(x)\n"
+    exec(code, file)
+    assert live_class.calls(file["Layer"]) == []
+
+
 def test_functions_inside_methods_get_ours(importing: Any) -> None:
     _, layers = importing
     found = live_class.calling_class(layers.Layer, layers.local, lambda x: -x)

@@ -331,7 +331,8 @@ class _Import:
     def file(self, function: FunctionType) -> str:
         if not self.level:
             return self.module
-        return resolve_name("." * self.level + self.module, function.__globals__["__package__"])
+        package = function.__globals__.get("__package__")
+        return resolve_name("." * self.level + self.module, package) if package else ""
 
 
 @cache
