@@ -22,6 +22,7 @@ from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
     check_slots,
+    result_like,
     scan,
     store,
     wide,
@@ -129,7 +130,7 @@ def _triton(
     _check(x, dt, a, b, c, d, z, dt_bias, state)
     check_slots("mamba_scan", x, state, cu_seqlens, slots, fresh)
     (_, channels), states, batch = x.shape, a.shape[1], slots.shape[0]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = result_like(x)
     if batch * channels * states == 0:
         return out
     launch_kernel(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
+from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recurrence.batches import by_head, silu_or_none, softplus_only, unset
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
+from fastkernels.overrides.recurrence.packed import results_in
 from fastkernels.overrides.recurrence.ssd import ssd
 
 T = torch.Tensor
@@ -35,14 +39,52 @@ def check_width(function: str, states: T, weight: T) -> None:
         )
 
 
+_kept: dict[tuple[torch.device, Callable[..., T]], T] = {}
+
+
+def _constant(make: Callable[..., T], like: T, count: int) -> T:
+    """The first `count` values of make(size, device=...), in memory that is kept: a decode launches no kernel for them.
+
+    Memory of a CUDA graph that is being captured is not kept, nor are tensors without memory.
+    """
+    kept = _kept.get((like.device, make))
+    if kept is not None and kept.shape[0] >= count:
+        return kept[:count]
+    made = make(max(1024, next_power_of_2(count)), device=like.device)
+    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    if type(made) is torch.Tensor and not capturing and not torch.compiler.is_compiling():
+        _kept[like.device, make] = made
+    return made[:count]
+
+
+_borders = partial(torch.arange, dtype=torch.int32)
+_falses = partial(torch.zeros, dtype=torch.bool)
+
+
 def each(x: T) -> T:
-    """Borders of sequences with one token each."""
-    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device)
+    """Borders of sequences with one token each. Read only."""
+    return _constant(_borders, x, x.shape[0] + 1)
 
 
 def none(slots: T) -> T:
-    """No sequence begins at zero."""
-    return torch.zeros(slots.shape, dtype=torch.bool, device=slots.device)
+    """No sequence begins at zero. Read only."""
+    return _constant(_falses, slots, slots.shape[0])
+
+
+def _memory(x: T) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def fill(out: T, op: Callable[..., T], *args: Any) -> None:
+    """Store the result of op(*args) in `out`: in place if our kernel runs, else by a copy."""
+    given = [x for x in args if isinstance(x, T)]
+    if torch.compiler.is_compiling() or any(_memory(x) == _memory(out) for x in given):
+        out.copy_(op(*args))
+        return
+    with results_in(out):
+        result = op(*args)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result)
 
 
 def conv_prefill(
@@ -103,4 +145,4 @@ def ssd_decode(
     step, rate = by_head(name, "dt", dt, 2), by_head(name, "A", a, 1)
     skip, bias = by_head(name, "D", d, 1), by_head(name, "dt_bias", dt_bias, 1)
     tail, out = one_token(state, out, slots, x, softplus)
-    out.copy_(ssd(x, step, rate, b, c, skip, bias, *tail))
+    fill(out, ssd, x, step, rate, b, c, skip, bias, *tail)

@@ -19,6 +19,7 @@ from fastkernels.overrides.recurrence.pools import (
     conv_decode,
     conv_prefill,
     each,
+    fill,
     none,
     slots_of,
     ssd_decode,
@@ -262,7 +263,7 @@ def _packed(
     q, k, v = mixed_qkv.split([rest, rest, heads * size], 1)
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     tail = state.transpose(2, 3), each(mixed_qkv), slots, none(slots)
-    out.copy_(op(q, k, v, *_gates(a, b, A_log, dt_bias, heads, low), *tail, scale, normalize)[:, None])
+    fill(out[:, 0], op, q, k, v, *_gates(a, b, A_log, dt_bias, heads, low), *tail, scale, normalize)
     return out, state
 
 
@@ -447,7 +448,7 @@ def _ssd_prefill(
     batch = batch_of(x, initial, *sizes, dtype=dtype or x.dtype, cu_seqlens=cu_seqlens)
     high = None if limit[1] == float("inf") else limit[1]
     rows = (x[0], dt[0], A, B[0], C[0], by_head(name, "D", D, 1), dt_bias)
-    out.copy_(ssd(*rows, *batch.tail, limit[0], high)[None])
+    fill(out[0], ssd, *rows, *batch.tail, limit[0], high)
     return batch.state
 
 

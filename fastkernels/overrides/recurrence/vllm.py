@@ -21,6 +21,7 @@ from fastkernels.overrides.recurrence.pools import (
     conv_decode,
     conv_prefill,
     each,
+    fill,
     none,
     one_token,
     slots_of,
@@ -198,7 +199,7 @@ def _ssd_varlen(
     dtype = state_dtype or x.dtype
     batch = batch_of(x[None], initial, *x.shape[1:], b.shape[-1], dtype=dtype, cu_seqlens=cu_seqlens)
     high = None if limit[1] == float("inf") else limit[1]
-    out.copy_(ssd(x, dt, a, b, c, by_head(name, "D", skip, 1), dt_bias, *batch.tail, limit[0], high))
+    fill(out, ssd, x, dt, a, b, c, by_head(name, "D", skip, 1), dt_bias, *batch.tail, limit[0], high)
     return batch.state
 
 
@@ -295,8 +296,10 @@ def vllm_mamba_selective_state_update(
     unset("selective_state_update", num_accepted_tokens=num_accepted_tokens)
     same = dst_state_batch_indices is None or dst_state_batch_indices is state_batch_indices
     tail, out = one_token(state, out if same else None, state_batch_indices, x, dt_softplus)
-    step, keys, queries, gate = (t if t is None else t.contiguous() for t in (dt, B, C, z))
-    out.copy_(mamba_scan(x.contiguous(), step, A, keys, queries, D, gate, dt_bias, *tail))
+    x, step, keys, queries, gate = (
+        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, dt, B, C, z)
+    )
+    fill(out, mamba_scan, x, step, A, keys, queries, D, gate, dt_bias, *tail)
 
 
 def vllm_selective_state_update(
@@ -406,8 +409,8 @@ def vllm_fused_recurrent_gated_delta_rule_packed_decode(
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     state = initial_state.transpose(2, 3)
     tail = state, each(mixed_qkv), slots, none(slots)
-    found = gated_delta_rule(q, k, v, *_gates(A_log, a, b, dt_bias), *tail, scale, use_qk_l2norm_in_kernel)
-    out.copy_(found[:, None])
+    gates = _gates(A_log, a, b, dt_bias)
+    fill(out[:, 0], gated_delta_rule, q, k, v, *gates, *tail, scale, use_qk_l2norm_in_kernel)
     return out, initial_state
 
 
@@ -635,8 +638,11 @@ def vllm_fused_recurrent_kda_packed_decode(
     q, k, v = q.unflatten(1, (heads, keys)), k.unflatten(1, (heads, keys)), v.unflatten(1, (heads, size))
     g, beta = _kda_gates(raw_g, raw_beta, A_log, dt_bias, lower_bound)
     tail = initial_state.transpose(2, 3), each(mixed_qkv), slots, none(slots)
-    found = kda(q, k, v, g[0], beta[0], *tail, keys**-0.5 if scale is None else scale, True)[None]
-    return found if out is None else out.copy_(found), initial_state
+    given = (q, k, v, g[0], beta[0], *tail, keys**-0.5 if scale is None else scale, True)
+    if out is None:
+        return kda(*given)[None], initial_state
+    fill(out[0], kda, *given)
+    return out, initial_state
 
 
 class VllmChunkGatedDeltaRule_0_26(nn.Module):

@@ -308,3 +308,16 @@ def test_sglang_call_that_stores_inner_states_is_refused():
     buffer = torch.ones(1, 1, 2, 4, 4)
     with pytest.raises(UnsupportedArgument, match="intermediate_states_buffer is not supported"):
         sglang.sglang_fused_sigmoid_gating_delta_rule_update(*[None] * 11, intermediate_states_buffer=buffer)
+
+
+def test_a_decode_of_a_host_launches_its_kernel_alone() -> None:
+    """No kernel for constants, none that copies the result."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    code = INTERPRETED.replace("recurrence_runs", "decode_launches")
+    done = warm.run(["-c", code, Path(__file__).parents[2]], env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: ran for name, (ran, _) in found.items()} == {
+        "mamba2": ["fastkernels::ssd"], "mamba": ["fastkernels::mamba_scan"]
+    }  # fmt: skip
+    assert max(error for _, error in found.values()) < 1e-5

@@ -39,6 +39,7 @@ from fastkernels.overrides.recurrence.kernels.problem import (
     softplus,
     strides,
 )
+from fastkernels.overrides.recurrence.packed import result_like
 
 CHUNK = 64
 LEAST = 32  # tokens of a sequence, in the mean, from which chunks are used
@@ -467,7 +468,7 @@ def way_of(p: Problem) -> Callable[[Problem, torch.Tensor], None]:
 
 def solve(p: Problem) -> torch.Tensor:
     """The outputs [T, H, V]."""
-    out = torch.empty(p.v.shape, dtype=p.v.dtype, device=p.v.device)
+    out = result_like(p.v)
     batch, heads, _, _, values = p.sizes
     if batch * heads * values:
         way_of(p)(p, out)

@@ -1,0 +1,91 @@
+"""Run one decode step of vLLM's recurrent functions twice, under TRITON_INTERPRET=1.
+
+Prints {function: [the PyTorch operations of its second call, the largest error]}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastkernels.core import registry
+from fastkernels.overrides.recurrence import vllm
+
+T = torch.Tensor
+BATCH, HEADS, SIZE, STATES, SLOTS = 3, 2, 16, 16, 5
+CHANNELS = HEADS * SIZE
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operations that run, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def rand(*shape: int) -> T:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+SLOT_OF = torch.tensor([3, 1, 4], dtype=torch.int32)
+BORDERS, OLD = torch.arange(BATCH + 1, dtype=torch.int32), torch.zeros(BATCH, dtype=torch.bool)
+
+
+def mamba2(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    x, step = rand(BATCH, HEADS, SIZE), rand(BATCH, HEADS)
+    keys, queries = rand(BATCH, 1, STATES), rand(BATCH, 1, STATES) * 0.5
+    rate, skip, bias = -rand(HEADS).exp(), rand(HEADS), rand(HEADS) + 1
+    wide = (BATCH, HEADS, SIZE)
+    host = (
+        state, x, step[..., None].expand(wide), rate[:, None, None].expand(HEADS, SIZE, STATES), keys, queries,
+        skip[:, None].expand(HEADS, SIZE), bias[:, None].expand(HEADS, SIZE),
+    )  # fmt: skip
+    more = {"dt_softplus": True, "state_batch_indices": SLOT_OF, "out": out}
+    return lambda: vllm.vllm_selective_state_update(*host, **more), (
+        x, step, rate, keys, queries, skip, bias, state.clone(), BORDERS, SLOT_OF, OLD,
+    ), "ssd"  # fmt: skip
+
+
+def mamba(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    x, step, gate = rand(BATCH, CHANNELS), rand(BATCH, CHANNELS), rand(BATCH, CHANNELS) + 1
+    joined = rand(BATCH, 2 * STATES)  # as of one product: rows that are not contiguous
+    keys, queries = joined[:, :STATES], joined[:, STATES:]
+    rate, skip, bias = -rand(CHANNELS, STATES).exp(), rand(CHANNELS), rand(CHANNELS) + 1
+    host = (state, x, step, rate, keys, queries, skip, bias, gate)
+    more = {"dt_softplus": True, "state_batch_indices": SLOT_OF, "out": out}
+    return lambda: vllm.vllm_mamba_selective_state_update(*host, **more), (
+        x, step, rate, keys, queries, skip, gate, bias, state.clone(), BORDERS, SLOT_OF, OLD,
+    ), "mamba_scan"  # fmt: skip
+
+
+def measured(made: Any, state: T, out: T) -> list[Any]:
+    call, args, op = made(state, out)
+    want = registry.get(op).reference(*args)[0]
+    begin = state.clone()
+    call()
+    state.copy_(begin)
+    out.fill_(float("nan"))
+    with Recorded() as seen:
+        call()
+    return [seen.names, float((out - want).abs().max())]
+
+
+def main() -> None:
+    print(json.dumps({
+        "mamba2": measured(mamba2, rand(SLOTS, HEADS, SIZE, STATES), torch.empty(BATCH, HEADS, SIZE)),
+        "mamba": measured(mamba, rand(SLOTS, CHANNELS, STATES), torch.empty(BATCH, CHANNELS)),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
