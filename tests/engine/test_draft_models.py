@@ -350,7 +350,7 @@ def test_drafts_on_the_gpu_keep_tokens(
     for _ in range(2):
         assert results(llm, given, params(0)) == results(plain, given, params(0))
     runner = llm.llm_engine.runner
-    assert eager or (runner.graphs.replays["verify"] > 10 and runner.graphs.replays["mixed"] > 1)
+    assert eager or runner.graphs.replays["verify"] > 10
     if method == "same":
         assert counts(llm).accepted > 0.9 * counts(llm).drafts
 
@@ -557,7 +557,7 @@ def test_steps_with_drafts_wait_for_nothing_on_the_gpu(
 
     for eager, settings in itertools.product((True, False), (eagle3(eagle), draft_model(similar))):
         more = {**SMALL, "num_blocks": 200, "device": "cuda", "dtype": "float32", "enforce_eager": eager}
-        llm = LLM(str(folder), **more, speculative_config=settings)
+        llm = LLM(str(folder), **more, async_scheduling=True, speculative_config=settings)
         assert llm.llm_engine.core.depth == 2
         results(llm, prompts(6), params(0))  # compiles
         monkeypatch.setattr(Generate, "launch", watched)
