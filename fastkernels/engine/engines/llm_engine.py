@@ -126,8 +126,8 @@ class LLMEngine(Engine):
             raise ValueError(
                 f"async_scheduling True is not possible with this speculative_config: {reason}; leave it out"
             )
-        if wanted is None:  # with drafts on request: no GPU has measured it
-            return config.speculative_config is None and self.executor.device.type == "cuda"
+        if wanted is None:
+            return reason is None and self.executor.device.type == "cuda"
         return wanted
 
     def _speculation(self) -> Speculation | None:

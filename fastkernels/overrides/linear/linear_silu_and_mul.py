@@ -154,7 +154,7 @@ linear_silu_and_mul = define(
         dims=lambda N, K, dtype, M: {"tokens": M, "hidden": K, "intermediate": N // 2},
         module=_shape_of,
         propose=_propose,
-        points=((2048,), (MANY,), (1024,), (512,), (256,)),
+        points=((2048,), (MANY,), (1024,), (512,), (256,), (LEAST,), (192,)),
         own=_own,
         scratch=lambda N, K, dtype, M: 2 * M * N * dtype.itemsize,
     ),
