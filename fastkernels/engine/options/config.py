@@ -41,7 +41,7 @@ class EngineConfig:
     gpu_memory_utilization  share of the GPU's memory for weights, activations, cache and other processes
     kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3: half the bytes, less exact)
     enable_prefix_caching   sequences with a common prefix share KV blocks, also after one has ended
-    async_scheduling        schedule a step while the previous one runs (default: on CUDA, except with drafts that forbid it)
+    async_scheduling        schedule a step while the previous one runs (default: on CUDA, unless drafts forbid it)
     attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
     tensor_parallel_size    ranks that each layer is sharded over: GPUs, or gloo processes on the CPU
     expert_parallel_size    groups of those ranks that have different experts (1: every expert is shared by all ranks)
