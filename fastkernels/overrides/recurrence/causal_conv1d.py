@@ -15,6 +15,7 @@ from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.chunk_parts import sequence_of
 from fastkernels.overrides.recurrence.kernels.problem import unsupported
 from fastkernels.overrides.recurrence.packed import (
@@ -29,6 +30,7 @@ from fastkernels.overrides.recurrence.packed import (
 
 T = torch.Tensor
 ACTIVATIONS = ("silu", "none")
+DECODED = 256  # channels of a program with one token of a sequence
 STEPS_UP_TO = 4  # tokens of a sequence, in the mean, that run token by token
 
 
@@ -107,6 +109,42 @@ def _steps_kernel(
 
 
 @triton.jit
+def _decode_kernel(
+    x_ptr, w_ptr, bias_ptr, state_ptr, slots_ptr, fresh_ptr, out_ptr, C, x_t, w_c, s_s, s_c, s_w,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, OLD: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # A program has some channels of a sequence with one token. An input is read once: for its product, and as the next
+    # place of the state.
+    follow(OVERLAP)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = cols < C
+    i = tl.program_id(0)
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    known = slot > 0
+    if not OLD:
+        known = known & (tl.load(fresh_ptr + i) == 0)
+    x = tl.load(x_ptr + i.to(tl.int64) * x_t + cols, mask=channel, other=0.0)
+    state_at = state_ptr + slot * s_s + cols * s_c
+    y = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)
+    for j in tl.static_range(W):
+        w = tl.load(w_ptr + cols * w_c + j, mask=channel, other=0.0).to(tl.float32)
+        if j == W - 1:
+            old = x.to(tl.float32)
+        else:
+            old = tl.load(state_at + j * s_w, mask=channel & known, other=0.0).to(tl.float32)
+        y += old * w
+        if j > 0:
+            kept = old.to(state_ptr.dtype.element_ty)
+            tl.store(state_at + (j - 1) * s_w, kept, mask=channel & (slot > 0))
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(out_ptr + i.to(tl.int64) * C + cols, y.to(out_ptr.dtype.element_ty), mask=channel)
+
+
+@triton.jit
 def _keep(x_ptr, state_at, x_t, s_w, cols, channel, start, end, slot, known, W: tl.constexpr):
     # The last W - 1 inputs of a sequence become its state; all threads have read before any writes.
     tl.debug_barrier()
@@ -182,6 +220,13 @@ def _triton(
     if batch * channels == 0:
         return out
     shared = {"W": width, "HAS_BIAS": bias is not None, "SILU": activation == "silu"}
+    if tokens == batch and is_each(cu_seqlens):
+        block = min(DECODED, next_power_of_2(channels))
+        launch_kernel(
+            _decode_kernel, (batch, cdiv(channels, block)), x, weight, bias, state, slots, fresh, out, channels,
+            x.stride(0), weight.stride(0), *state.stride(), OLD=is_none(fresh), BLOCK=block, num_warps=2, **shared,
+        )  # fmt: skip
+        return out
     if tokens <= STEPS_UP_TO * batch:
         block = min(512, next_power_of_2(channels))
         launch_kernel(

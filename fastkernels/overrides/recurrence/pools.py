@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
-from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recurrence.batches import by_head, silu_or_none, softplus_only, unset
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
+from fastkernels.overrides.recurrence.constants import each, none
 from fastkernels.overrides.recurrence.packed import results_in
 from fastkernels.overrides.recurrence.ssd import ssd
 
@@ -37,38 +36,6 @@ def check_width(function: str, states: T, weight: T) -> None:
             f"{function}: states of {states.shape[-1]} inputs for a kernel of {weight.shape[1]}, as with speculative"
             " decoding, are not supported; use the host's own function"
         )
-
-
-_kept: dict[tuple[torch.device, Callable[..., T]], T] = {}
-
-
-def _constant(make: Callable[..., T], like: T, count: int) -> T:
-    """The first `count` values of make(size, device=...), in memory that is kept: a decode launches no kernel for them.
-
-    Memory of a CUDA graph that is being captured is not kept, nor are tensors without memory.
-    """
-    kept = _kept.get((like.device, make))
-    if kept is not None and kept.shape[0] >= count:
-        return kept[:count]
-    made = make(max(1024, next_power_of_2(count)), device=like.device)
-    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
-    if type(made) is torch.Tensor and not capturing and not torch.compiler.is_compiling():
-        _kept[like.device, make] = made
-    return made[:count]
-
-
-_borders = partial(torch.arange, dtype=torch.int32)
-_falses = partial(torch.zeros, dtype=torch.bool)
-
-
-def each(x: T) -> T:
-    """Borders of sequences with one token each. Read only."""
-    return _constant(_borders, x, x.shape[0] + 1)
-
-
-def none(slots: T) -> T:
-    """No sequence begins at zero. Read only."""
-    return _constant(_falses, slots, slots.shape[0])
 
 
 def _memory(x: T) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus_only, unset
+from fastkernels.overrides.recurrence.constants import each, none
 from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.kda import kda
@@ -20,9 +21,7 @@ from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
     conv_prefill,
-    each,
     fill,
-    none,
     one_token,
     slots_of,
     ssd_decode,

@@ -310,7 +310,7 @@ def test_sglang_call_that_stores_inner_states_is_refused():
         sglang.sglang_fused_sigmoid_gating_delta_rule_update(*[None] * 11, intermediate_states_buffer=buffer)
 
 
-def test_a_decode_of_a_host_launches_its_kernel_alone() -> None:
+def test_a_decode_of_a_host_launches_its_kernels_alone() -> None:
     """No kernel for constants, none that copies the result."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     code = INTERPRETED.replace("recurrence_runs", "decode_launches")
@@ -318,6 +318,8 @@ def test_a_decode_of_a_host_launches_its_kernel_alone() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name: ran for name, (ran, _) in found.items()} == {
-        "mamba2": ["fastkernels::ssd"], "mamba": ["fastkernels::mamba_scan"]
+        "mamba2": ["fastkernels::ssd"], "mamba": ["fastkernels::mamba_scan"],
+        "convolution": ["fastkernels::causal_conv1d", "aten::copy_"],  # the copy is the test's
+        "gated delta": ["fastkernels::delta_gates", "fastkernels::gated_delta_rule"],
     }  # fmt: skip
     assert max(error for _, error in found.values()) < 1e-5

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.overrides.recurrence import vllm
+from fastkernels.overrides.recurrence.delta_gates import delta_gates
 
 T = torch.Tensor
 BATCH, HEADS, SIZE, STATES, SLOTS = 3, 2, 16, 16, 5
@@ -68,22 +69,49 @@ def mamba(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
     ), "mamba_scan"  # fmt: skip
 
 
+def convolution(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    x, weight, bias = rand(BATCH, CHANNELS), rand(CHANNELS, 4), rand(CHANNELS)
+
+    def call() -> None:
+        out.copy_(vllm.vllm_causal_conv1d_update(x, state, weight, bias, "silu", SLOT_OF))
+
+    return call, (x, weight, bias, state.clone(), BORDERS, SLOT_OF, OLD, "silu"), "causal_conv1d"
+
+
+def gated_delta(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    mixed = rand(BATCH, HEADS * (2 * STATES + SIZE))
+    a, b, rate, bias = rand(BATCH, HEADS), rand(BATCH, HEADS), rand(HEADS), rand(HEADS) + 1
+    q, k, v = mixed.split([HEADS * STATES, HEADS * STATES, HEADS * SIZE], 1)
+    wide = q.unflatten(1, (HEADS, -1)), k.unflatten(1, (HEADS, -1)), v.unflatten(1, (HEADS, -1))
+    gates = delta_gates(a, b, rate, bias, True)
+    host = (mixed, a, b, rate, bias, 0.25, state, out, SLOT_OF, True)
+    return lambda: vllm.vllm_fused_recurrent_gated_delta_rule_packed_decode(*host), (
+        *wide, *gates, state.clone().transpose(2, 3), BORDERS, SLOT_OF, OLD, 0.25, True,
+    ), "gated_delta_rule"  # fmt: skip
+
+
 def measured(made: Any, state: T, out: T) -> list[Any]:
     call, args, op = made(state, out)
-    want = registry.get(op).reference(*args)[0]
+    want, after = registry.get(op).reference(*args)
     begin = state.clone()
     call()
     state.copy_(begin)
     out.fill_(float("nan"))
     with Recorded() as seen:
         call()
-    return [seen.names, float((out - want).abs().max())]
+    after = after.transpose(2, 3) if op == "gated_delta_rule" else after
+    wrong = (out.view(want.shape) - want).abs().max(), (state - after).abs().max()
+    return [seen.names, float(max(wrong))]
 
 
 def main() -> None:
     print(json.dumps({
         "mamba2": measured(mamba2, rand(SLOTS, HEADS, SIZE, STATES), torch.empty(BATCH, HEADS, SIZE)),
         "mamba": measured(mamba, rand(SLOTS, CHANNELS, STATES), torch.empty(BATCH, CHANNELS)),
+        "convolution": measured(convolution, rand(SLOTS, CHANNELS, 3), torch.empty(BATCH, CHANNELS)),
+        "gated delta": measured(
+            gated_delta, rand(SLOTS, HEADS, SIZE, STATES), torch.empty(BATCH, 1, HEADS, SIZE)
+        ),
     }))  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.recurrence.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.problem import Problem, softplus, strides
 
 PROGRAMS = 4  # for each multiprocessor, before a program gets more channels
@@ -22,7 +23,7 @@ def _recurrent_kernel(
     fresh_ptr, out_ptr, H, GROUP, K, V, scale, low, high,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, a_t, a_h, b_t, b_h, s_s, s_h, s_k, s_v,
     RULE: tl.constexpr, GATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    ONE: tl.constexpr, OLD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     parts = tl.cdiv(V, BLOCK_V)  # of a state, by programs that follow each other: their rows are read at once
@@ -32,10 +33,16 @@ def _recurrent_kernel(
     cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = rows < K, cols < V
     inside = key[:, None] & value[None, :]
-    start = tl.load(cu_ptr + i).to(tl.int64)
-    end = tl.load(cu_ptr + i + 1).to(tl.int64)
+    if ONE:  # token of each sequence
+        start = i.to(tl.int64)
+        count = 1
+    else:
+        start = tl.load(cu_ptr + i).to(tl.int64)
+        count = (tl.load(cu_ptr + i + 1) - start).to(tl.int32)
     slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    known = slot > 0
+    if not OLD:
+        known = known & (tl.load(fresh_ptr + i) == 0)
     state_at = state_ptr + slot * s_s + h * s_h + rows[:, None] * s_k + cols[None, :] * s_v
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)  # [K, V]
     q_at = q_ptr + start * q_t + h // GROUP * q_h + rows
@@ -54,7 +61,7 @@ def _recurrent_kernel(
         b_at = b_ptr + start * b_t + h * b_h + rows
     if RULE == 3:
         rate = tl.load(rate_ptr + h).to(tl.float32)
-    for _ in range(start, end):
+    for _ in range(0, count):
         q = tl.load(q_at, mask=key, other=0.0).to(tl.float32)
         k = tl.load(k_at, mask=key, other=0.0).to(tl.float32)
         v = tl.load(v_at, mask=value, other=0.0).to(tl.float32)
@@ -135,5 +142,6 @@ def run(p: Problem, out: torch.Tensor) -> None:
         *strides(p.q, 2), *strides(p.k, 2), *strides(p.v, 2), *strides(p.g, 2), *strides(p.beta, 2), *strides(p.a, 2),
         *strides(p.b, 2), *p.state.stride(),
         RULE=p.rule, GATE=p.gate, NORMALIZE=p.normalize, HAS_BIAS=p.bias is not None, HAS_SKIP=p.skip is not None,
+        ONE=is_each(p.cu_seqlens), OLD=is_none(p.fresh),
         BLOCK_K=next_power_of_2(keys), BLOCK_V=block, num_warps=warps,
     )  # fmt: skip
