@@ -17,6 +17,7 @@ from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
+from fastkernels.overrides.recurrence.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.problem import WIDEST, softplus, unsupported
 from fastkernels.overrides.recurrence.packed import (
     begin,
@@ -76,8 +77,8 @@ def reference(
 def _mamba_scan_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, C, N,
     x_t, dt_t, a_c, b_t, c_t, z_t, s_s, s_c, s_n,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, ONE: tl.constexpr, OLD: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     i = tl.program_id(1)
@@ -85,10 +86,16 @@ def _mamba_scan_kernel(
     cols = tl.arange(0, BLOCK_N)
     real, kept = rows < C, cols < N
     inside = real[:, None] & kept[None, :]
-    start = tl.load(cu_ptr + i).to(tl.int64)
-    end = tl.load(cu_ptr + i + 1).to(tl.int64)
+    if ONE:  # token of each sequence
+        start = i.to(tl.int64)
+        count = 1
+    else:
+        start = tl.load(cu_ptr + i).to(tl.int64)
+        count = (tl.load(cu_ptr + i + 1) - start).to(tl.int32)
     slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    known = slot > 0
+    if not OLD:
+        known = known & (tl.load(fresh_ptr + i) == 0)
     a = tl.load(a_ptr + rows[:, None] * a_c + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     state_at = state_ptr + slot * s_s + rows[:, None] * s_c + cols[None, :] * s_n
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
@@ -96,7 +103,8 @@ def _mamba_scan_kernel(
         skip = tl.load(d_ptr + rows, mask=real, other=0.0).to(tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows, mask=real, other=0.0).to(tl.float32)
-    for t in range(start, end):
+    for n in range(0, count):
+        t = start + n
         x = tl.load(x_ptr + t * x_t + rows, mask=real, other=0.0).to(tl.float32)
         dt = tl.load(dt_ptr + t * dt_t + rows, mask=real, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + t * b_t + cols, mask=kept, other=0.0).to(tl.float32)
@@ -138,7 +146,7 @@ def _triton(
         x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh, out, channels, states,
         x.stride(0), dt.stride(0), a.stride(0), b.stride(0), c.stride(0), 0 if z is None else z.stride(0),
         *state.stride(), HAS_D=d is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-        BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=4,
+        ONE=is_each(cu_seqlens), OLD=is_none(fresh), BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=4,
     )  # fmt: skip
     return out
 
