@@ -28,8 +28,8 @@ from fk_bench.quality.calibration import THRESHOLD, Calibration
 
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
-# Of vLLM's cache, whose default is a share of a CPU's memory. On a GPU the number of its blocks is given, and vLLM would
-# measure what is free, which fails if another process that starts releases memory meanwhile.
+# Of vLLM's cache, whose default is a share of a CPU's memory. On a GPU the number of its blocks is given; vLLM would
+# still measure what is free, which fails if another process releases memory meanwhile.
 KV_BYTES = {False: 256 << 20, True: 16 << 30}  # by whether it is a GPU
 OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
