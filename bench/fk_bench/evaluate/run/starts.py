@@ -40,7 +40,7 @@ class Starts:
     ) -> None:
         if self._pool is not None:
             for side in self._sides:
-                side.child.kill()  # whoever waits for its answer sees its end
+                side.child.kill()  # a thread that waits for its answer sees its end
             self._pool.shutdown(cancel_futures=True)
         for side in self._sides:
             side.close()
