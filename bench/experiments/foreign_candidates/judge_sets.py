@@ -176,9 +176,8 @@ def main() -> None:
             digest = digest_of({str(i): f for i, f in enumerate([file.path, *candidate.sources(file.path)])})
             if not args.only or file.op in args.only.split(","):
                 waiting.append((folder.name, file, digest))
-    waiting = in_turns(waiting, args.first.split(","))[
-        args.part
-    ]  # before what is done: a part keeps its files
+    waiting = in_turns(waiting, args.first.split(","))[args.part]
+    # Only now without what is done, so that a part keeps its files.
     waiting = [w for w in waiting if (w[0], w[1].op, w[2]) not in done]
     chosen = options(args.device, args.device == "cuda" and not args.no_time)
     with sides_of(chosen) as sides:

@@ -144,6 +144,11 @@ def test_masks_are_compared_by_the_numbers_of_objects() -> None:
     assert mean_iou(np.array([[0, 1, 2, 2], [0, 0, 0, 0]]), wanted) == 0.5  # 1/2 of each
     assert mean_iou(np.array([[0, 2, 2, 1], [0, 0, 0, 0]]), wanted) == 0.0  # exchanged
     assert mean_iou(np.array([[0, 1, 1, 2], [3, 0, 0, 0]]), wanted) == pytest.approx(2 / 3)  # one more
+    assert mean_iou(np.array([[0, 1, 1, np.nan], [0, 0, 0, np.inf]]), wanted) == 0.5
+    work = Work(SMALL["sam3-video/tracks/fastkernels"], 7, 0)
+    assert work.kind == "masks" and work.apart(wanted.ravel(), wanted.ravel(), 2) == 0.0
+    noise = np.arange(5000, dtype=np.float32)
+    assert work.apart(noise, noise, 2) == work.apart(noise[1:], noise, 2) == np.inf
 
 
 def test_better_objects_cover_others_in_the_labels_of_a_frame() -> None:

@@ -35,6 +35,7 @@ OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 DRAFTED = 3  # tokens of a draft model in a step
+MOST_OBJECTS = 1000  # different numbers in the masks of a call; with more, they are no masks
 BOX = 6  # numbers of a detection: corners, score, label
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -114,7 +115,9 @@ class Work:
         how = self.entry.workload.compare
         if how == "tokens":
             return float(np.mean(found != wanted)) if found.size == wanted.size else math.inf
-        if how == "masks" and found.size == wanted.size:
+        if how == "masks":
+            if found.size != wanted.size or len(np.unique(found)) > MOST_OBJECTS:
+                return math.inf
             return 1 - mean_iou(found.reshape(count, -1), wanted.reshape(count, -1))
         if how == "boxes" and found.size == wanted.size and not wanted.size % (count * BOX):
             found = matched(found.reshape(count, -1, BOX), wanted.reshape(count, -1, BOX)).ravel()
@@ -234,9 +237,12 @@ def matched(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def mean_iou(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Over the objects of all clips in either: [clips, pixels] of their numbers, 0 outside. 1 without an object."""
+    """Over the objects of all clips in either: [clips, pixels] of their numbers, 0 outside. 1 without an object.
+
+    What is not finite is no object: its pixels are lost.
+    """
     ious = []
-    for own, other in zip(found, wanted, strict=True):
+    for own, other in zip(np.where(np.isfinite(found), found, 0), wanted, strict=True):
         for number in set(own[own != 0].tolist()) | set(other[other != 0].tolist()):
             mine, theirs = own == number, other == number
             ious.append((mine & theirs).sum() / (mine | theirs).sum())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 
 from fk_bench.evaluate.run.side import Side
@@ -20,17 +19,13 @@ class Starts:
     def plan(self, spawn: Callable[[], Side], load: Callable[[Side], object]) -> Callable[[], Side]:
         """A function that returns the loaded process, and raises SideFailed if it did not start."""
         if self._pool is None:
-            return partial(self._start, spawn, load)
-        side = spawn()  # here, because one process starts all; only the slow part has a thread of its own
-        return self._pool.submit(self._load, side, load).result
+            return lambda: _loaded(self._spawned(spawn), load)
+        side = self._spawned(spawn)  # in this thread; only the slow part has one of its own
+        return self._pool.submit(_loaded, side, load).result
 
-    def _start(self, spawn: Callable[[], Side], load: Callable[[Side], object]) -> Side:
-        return self._load(spawn(), load)
-
-    def _load(self, side: Side, load: Callable[[Side], object]) -> Side:
-        self._sides.append(side)
-        load(side)
-        return side
+    def _spawned(self, spawn: Callable[[], Side]) -> Side:
+        self._sides.append(spawn())
+        return self._sides[-1]
 
     def __enter__(self) -> Starts:
         return self
@@ -44,3 +39,8 @@ class Starts:
             self._pool.shutdown(cancel_futures=True)
         for side in self._sides:
             side.close()
+
+
+def _loaded(side: Side, load: Callable[[Side], object]) -> Side:
+    load(side)
+    return side
