@@ -109,7 +109,7 @@ def test_runs_that_share_a_gpu_take_turns(tmp_path: Path) -> None:
             fcntl.flock(other, fcntl.LOCK_UN)
             return True
 
-        seen = []
+        seen: list[bool] = []
         with turns.held():
             seen.append(free())
             for phase in ("wait: load", "wait: call", "wait: call", "batches"):
@@ -123,7 +123,7 @@ def test_a_part_goes_on_with_its_own_files(tmp_path: Path, monkeypatch: pytest.M
         for op in ("gelu", "silu_and_mul"):
             (tmp_path / "sets" / name).mkdir(parents=True, exist_ok=True)
             (tmp_path / "sets" / name / f"{op}.py").write_text(f"def {op}(x):\n    return x\n")
-    judged = []
+    judged: list[tuple[str, str]] = []
 
     def judge(file: SetFile, *given: Any) -> dict[str, Any]:
         if len(judged) == stop:

@@ -239,7 +239,7 @@ def matched(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def mean_iou(found: np.ndarray, wanted: np.ndarray) -> float:
     """Over the objects of all clips in either: [clips, pixels] of their numbers, 0 outside. 1 without an object.
 
-    What is not finite is no object: its pixels are lost.
+    Numbers that are not finite count as 0.
     """
     ious = []
     for own, other in zip(np.where(np.isfinite(found), found, 0), wanted, strict=True):
