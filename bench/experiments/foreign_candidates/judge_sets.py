@@ -9,23 +9,27 @@ copied to OUT/passing/SET, sets for `fk-bench eval`.
 
     python judge_sets.py SETS OUT [--device cuda] [--only rms_norm,gelu] [--limit SECONDS] [--no-time] [--part K/N]
 
---part 0/2 and --part 1/2, each with an OUT and a GPU of its own, judge all files together.
+--part 0/2 and --part 1/2, each with an OUT and a GPU of its own, judge all files together. Parts with one --share FILE
+use one GPU: each leaves it to the others while a candidate's process starts, loads or compiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fk_bench.core.rows import Row, append
 from fk_bench.core.stats import geometric_mean
+from fk_bench.core.wall_time import PHASES
 from fk_bench.evaluate.adapters.foreign_files import digest_of
 from fk_bench.evaluate.adapters.published import ABSENT
 from fk_bench.evaluate.adapters.sets import SetFile, read_set
@@ -81,6 +85,48 @@ def _mean(values: list[float]) -> float | None:
     return geometric_mean(values, [1.0] * len(values), [None] * len(values))[0] if values else None
 
 
+class Turns:
+    """The GPU of several runs, used by one at a time: a lock on a file, which is left in the phases AWAY.
+
+    The first call of a process compiles, too.
+    """
+
+    AWAY = ("start", "list cases", "wait: load", "wait: compiled", "wait: deployment")
+
+    def __init__(self, file: IO[str]):
+        self._file, self._held, self._first = file, False, False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Have the GPU in the block, except in its phases AWAY."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        """Leave the GPU in a phase that does not use it."""
+        away = self._held and (phase in self.AWAY or (phase == "wait: call" and self._first))
+        self._first = phase == "wait: load" or (self._first and phase != "wait: call")
+        if away:
+            self._leave()
+        try:
+            yield
+        finally:
+            if away:
+                self._take()
+
+    def _take(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._held = True
+
+    def _leave(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._held = False
+
+
 def table(summary: Path) -> str:
     rows = [json.loads(line) for line in summary.read_text().splitlines()]
     lines = [
@@ -111,7 +157,11 @@ def main() -> None:
     parser.add_argument(
         "--part", default="0/1", type=_part, metavar="K/N", help="every N-th file, from the K-th"
     )
+    parser.add_argument("--share", type=Path, help="a file that the parts on one GPU name")
     args = parser.parse_args()
+    turns = Turns(args.share.open("a")) if args.share else None
+    if turns is not None:
+        PHASES.around = turns.around
     start, summary = time.perf_counter(), args.out / "summary.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
     done = {(r["set"], r.get("op") or r["file"], r.get("digest")) for r in _lines(summary)}
@@ -124,10 +174,11 @@ def main() -> None:
                 _add(summary, {"set": folder.name, "file": key[1], "declined": d.reason})
         for file in found.candidates:
             digest = digest_of({str(i): f for i, f in enumerate([file.path, *candidate.sources(file.path)])})
-            wanted = not args.only or file.op in args.only.split(",")
-            if wanted and (folder.name, file.op, digest) not in done:
+            if not args.only or file.op in args.only.split(","):
                 waiting.append((folder.name, file, digest))
     waiting = in_turns(waiting, args.first.split(","))[args.part]
+    # Only now without what is done, so that a part keeps its files.
+    waiting = [w for w in waiting if (w[0], w[1].op, w[2]) not in done]
     chosen = options(args.device, args.device == "cuda" and not args.no_time)
     with sides_of(chosen) as sides:
         for number, (name, file, digest) in enumerate(waiting):
@@ -139,7 +190,8 @@ def main() -> None:
                 break
             begin = time.perf_counter()
             row = {"set": name, "op": file.op, "file": file.source.name, "digest": digest}
-            row |= judged(file, chosen, sides, args.out / "rows.jsonl")
+            with turns.held() if turns is not None else nullcontext():
+                row |= judged(file, chosen, sides, args.out / "rows.jsonl")
             _add(summary, row | {"seconds": round(time.perf_counter() - begin, 1)})
             if passes(row):
                 pass_on(file, args.out / "passing" / name)

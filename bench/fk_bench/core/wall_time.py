@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 OTHER = "other"
 
 
 class Phases:
-    """Seconds by phase since the last `take`. A phase inside another one counts only for itself."""
+    """Seconds by phase since the last `take`. A phase inside another one counts only for itself.
+
+    around: a context manager for each phase, made from its name
+    """
 
     def __init__(self) -> None:
+        self.around: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         self._seconds: dict[str, float] = {}
         self._open = [OTHER]
         self._since = time.perf_counter()
@@ -23,7 +27,8 @@ class Phases:
         self._turn()
         self._open.append(name)
         try:
-            yield
+            with self.around(name):
+                yield
         finally:
             self._turn()
             self._open.pop()

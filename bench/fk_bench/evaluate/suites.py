@@ -26,7 +26,7 @@ FOLDER = Path(__file__).with_name("suites")
 KINDS = ("text", "images", "requests")
 PROBED = ("files", "tokenizers", "draft", "request")  # tables of a model that its probe may change
 MEDIA = ("image", "video", "audio")
-COMPARED = ("values", "boxes", "tokens")  # of outputs of requests
+COMPARED = ("values", "boxes", "masks", "tokens")  # of outputs of requests
 DEVICES = ("any", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LIBRARIES = {  # models of run/hosts/libraries.py and their hosts
@@ -52,7 +52,7 @@ class Workload:
     throughput  requests at once, or images of a call; latency: the same for the latency, usually 1
     calls       of a model in a round; of images, and of requests to a runner that makes no text
     media       'image', 'video' or 'audio': each request of text has one, too
-    compare     how outputs of requests are compared: 'values', 'boxes' after matching them, or 'tokens'
+    compare     how outputs of requests are compared: 'values', 'boxes' after matching them, 'masks' or 'tokens'
     """
 
     kind: str

@@ -55,7 +55,10 @@ FAMILIES = {
         "action_error", 0.1, ("fastkernels",),
         {"points": 512, "cameras": 2, "tokens": 8, "width": 224, "height": 224},
     ),
-    "structure": Family("rmsd", 0.1, ("fastkernels",), {"residues": 48, "recycles": 1, "steps": 8}),
+    "structure": Family(
+        "rmsd", 0.1, ("fastkernels", "openfold3"),
+        {"residues": 48, "recycles": 1, "steps": 8, "tokens": 48, "rows": 16, "templates": 1},
+    ),
     "recommendation": Family(
         "score_error", 0.05, ("fastkernels", "torchrec", "torch_geometric"), {"bag": 8, "items": 200}
     ),
@@ -66,7 +69,9 @@ RUNNERS = {
     ("Act", "points"): "policy", ("Act", "cameras"): "policy", ("Speak", "text"): "audio",
     ("Fold", "chains"): "structure",
 }  # fmt: skip
-LIBRARIES = {"detector": "detection", "dlrm_dcn": "recommendation", "lightgcn": "recommendation"}
+LIBRARIES = {
+    "detector": "detection", "dlrm_dcn": "recommendation", "lightgcn": "recommendation", "openfold3": "structure",
+}  # fmt: skip
 HOSTS = tuple(dict.fromkeys(host for family in FAMILIES.values() for host in family.hosts))
 
 

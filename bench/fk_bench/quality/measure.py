@@ -40,6 +40,7 @@ BY_NAME = (
     "ultralytics",
     "torchrec",
     "torch_geometric",
+    "openfold3",
 )  # hosts of models without config.json
 
 

@@ -147,6 +147,47 @@ def test_site_is_whole_and_loads_nothing(
     )
 
 
+class Tables(HTMLParser):
+    """The cells of a page's tables that a browser without scripts shows: [table][row][column]."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[list[list[str]]] = []
+        self._open: list[list[list[str]]] = []  # details hold tables, too
+        self.feed(re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag != "table" or "hidden" not in dict(attrs)
+        if tag == "table":
+            self.found.append([])
+            self._open.append(self.found[-1])
+        elif tag == "tr":
+            self._open[-1].append([])
+        elif tag in ("td", "th"):
+            self._open[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] and self._open[-1][-1]:
+            self._open[-1][-1][-1] += data
+
+
+def test_ranking_needs_no_scripts(run: Run, tmp_path: Path) -> None:
+    speeds = {f"set{i}": [(1.0 + i / 10, 1.0, 1.0)] * 3 for i in range(8)}
+    folders = [str(run(name, rows_of(name, given))) for name, given in speeds.items()]
+    main_status(["board", *folders, "--out", str(tmp_path / "site"), "--json"], 0)
+    (head, *rest), *_ = Tables((tmp_path / "site" / "index.html").read_text()).found
+    ranking = [row for row in rest if len(row) == len(head)]  # without details
+    assert head[:6] == ["rank", "set", "score", "S", "C", "coverage"]
+    assert [row[1] for row in ranking] == [f"set{i}" for i in reversed(range(8))]
+    (standing,) = read(*map(Path, folders))
+    scores = [e.macro.overall.score for e in standing.entries if e.macro is not None]
+    assert [row[2][:5] for row in ranking] == [f"{score:.3f}" for score in scores]
+
+
 def main_status(words: list[str], status: int) -> None:
     try:
         main(words)

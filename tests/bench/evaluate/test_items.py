@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import ItemRun, Measured
-from fk_bench.evaluate.run.side import Launcher, set_files
+from fk_bench.evaluate.run.side import Launcher, SideFailed, set_files
+from fk_bench.evaluate.run.starts import Starts
 from fk_bench.info.stubs import source
 
 CHEATS = Path(__file__).parents[2] / "cheats" / "eval"
@@ -206,6 +208,42 @@ def test_cage_of_a_host_has_loopback_alone(launcher, tmp_path):
     found = measure(launcher, write(tmp_path, CORRECT, CAGED.format(host=hidden)))
     assert launcher.cage["net"] == "on" and launcher.cage["seccomp"] == "on"
     assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [True, False])
+def test_processes_of_an_item_can_start_at_once(launcher, tmp_path, monkeypatch, right):
+    monkeypatch.setattr(ItemRun, "together", True)  # as on a GPU
+    spawned, spawn = [], launcher.spawn
+    monkeypatch.setattr(launcher, "spawn", lambda *given: spawned.append(spawn(*given)) or spawned[-1])
+    (tmp_path / "rms_norm.py").write_text(source("rms_norm") if right else "import no_such_module\n")
+    found = measure(launcher, {"rms_norm": tmp_path / "rms_norm.py"}, host="transformers")
+    assert (found.found.kept, found.found.probes) == (("rms_norm",) if right else (), 1)
+    assert right is (found.outcome is not None and found.outcome.correctness > 0.999)
+    assert len(spawned) == 4 and all(side.child.exit for side in spawned)
+
+
+def test_process_that_starts_too_early_is_ended():
+    class Slow:
+        def __init__(self):
+            self.child, self.closed = self, threading.Event()
+
+        def kill(self):
+            self.closed.set()
+
+        close = kill
+
+    def load(side):
+        side.closed.wait(30)
+        raise SideFailed(Reason.RUN_TIME, "ended")
+
+    sides = [Slow(), Slow()]
+    with pytest.raises(KeyError), Starts(together=True) as starts:
+        takes = [starts.plan(lambda: sides[0], load), starts.plan(lambda: sides[1], load)]
+        raise KeyError
+    for take in takes:
+        with pytest.raises(SideFailed, match="ended"):
+            take()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import selftest
 from fk_bench.evaluate.run.hosts import open_host, sent
 from fk_bench.evaluate.run.hosts.sent import SENT
-from fk_bench.evaluate.run.items import ItemRun, Work, calibrated, matched, options_of, vocab_of
+from fk_bench.evaluate.run.items import ItemRun, Work, calibrated, matched, mean_iou, options_of, vocab_of
 from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.info.stubs import source
 
@@ -135,6 +136,30 @@ def test_every_runner_has_requests_or_generates_text() -> None:
         - {(models()[n].arch.runner, models()[n].arch.inputs) for n in absent if n in models()}
     )
     assert not left, f"{left}: give each a line in SENT of run/hosts/sent.py"
+
+
+def test_masks_are_compared_by_the_numbers_of_objects() -> None:
+    wanted = np.array([[0, 1, 1, 2], [0, 0, 0, 0]], np.float32)
+    assert mean_iou(wanted, wanted) == 1.0 and mean_iou(wanted[1:], wanted[1:]) == 1.0
+    assert mean_iou(np.array([[0, 1, 2, 2], [0, 0, 0, 0]]), wanted) == 0.5  # 1/2 of each
+    assert mean_iou(np.array([[0, 2, 2, 1], [0, 0, 0, 0]]), wanted) == 0.0  # exchanged
+    assert mean_iou(np.array([[0, 1, 1, 2], [3, 0, 0, 0]]), wanted) == pytest.approx(2 / 3)  # one more
+    assert mean_iou(np.array([[0, 1, 1, np.nan], [0, 0, 0, np.inf]]), wanted) == 0.5
+    work = Work(SMALL["sam3-video/tracks/fastkernels"], 7, 0)
+    assert work.kind == "masks" and work.apart(wanted.ravel(), wanted.ravel(), 2) == 0.0
+    noise = np.arange(5000, dtype=np.float32)
+    assert work.apart(noise, noise, 2) == work.apart(noise[1:], noise, 2) == np.inf
+
+
+def test_better_objects_cover_others_in_the_labels_of_a_frame() -> None:
+    left, right = np.zeros((2, 3, 100), bool)
+    left[:, :60], right[:, 40:] = True, True
+    frame = SimpleNamespace(
+        size=(100, 3), scores=[0.9, 0.4], object_ids=[0, 4], masks=np.stack((left, right))
+    )
+    (labels,) = sent._labels([frame])
+    assert labels.shape == (3, sent.SAMPLED) and set(labels[0]) == {1.0, 5.0}
+    assert abs((labels == 1).mean() - 0.6) < 0.02
 
 
 def test_boxes_are_matched_before_they_are_compared() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,49 @@ def test_files_take_turns_by_op_and_by_set() -> None:
 def test_part_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="give K/N"):
         judge_sets._part(text)
+
+
+def test_runs_that_share_a_gpu_take_turns(tmp_path: Path) -> None:
+    with (tmp_path / "gpu").open("a") as mine, (tmp_path / "gpu").open("a") as other:
+        turns = judge_sets.Turns(mine)
+
+        def free() -> bool:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            fcntl.flock(other, fcntl.LOCK_UN)
+            return True
+
+        seen: list[bool] = []
+        with turns.held():
+            seen.append(free())
+            for phase in ("wait: load", "wait: call", "wait: call", "batches"):
+                with turns.around(phase):
+                    seen.append(free())
+        assert seen == [False, True, True, False, False] and free()
+
+
+def test_a_part_goes_on_with_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        for op in ("gelu", "silu_and_mul"):
+            (tmp_path / "sets" / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "sets" / name / f"{op}.py").write_text(f"def {op}(x):\n    return x\n")
+    judged: list[tuple[str, str]] = []
+
+    def judge(file: SetFile, *given: Any) -> dict[str, Any]:
+        if len(judged) == stop:
+            raise KeyboardInterrupt
+        judged.append((file.path.parent.name, file.op))
+        return {"own": {"wrong": 1}, "held_out": {}, "scan": [], "deployed": "", "serving": ""}
+
+    monkeypatch.setattr(judge_sets, "judged", judge)
+    for part, stop in (("0/2", 1), ("1/2", 2), ("0/2", 9), ("1/2", 9)):  # noqa: B007, which `judge` reads
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["", str(tmp_path / "sets"), str(tmp_path / part[0]), "--device", "cpu", "--part", part],
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            judge_sets.main()
+    assert len(judged) == 6 == len(set(judged))

@@ -7,6 +7,7 @@ logprobs  root mean square of the difference between a token's log probability w
           baseline after the same prefix. Not timed: it sees errors that leave the likeliest token as it is
 images    |found - wanted| / |wanted| of one call of each round, drawn after the round; of all outputs that are numbers
 tokens    share of tokens that differ, of a diffusion language model
+masks     1 - mean IoU of the objects of clips, by their numbers
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from fk_bench.quality.calibration import Calibration, correctness, fitted_bound,
 
 UNITS = {
     "text": "nats per token", "logprobs": "nats of log probabilities", "images": "relative error",
-    "tokens": "of the tokens",
+    "tokens": "of the tokens", "masks": "of the mean IoU",
 }  # fmt: skip
 BOUNDS = {
     "text": 0.1,
     "logprobs": 0.1,
     "images": 0.1,
     "tokens": 0.5,
+    "masks": 0.2,
 }  # discrepancies at which correctness is 0
 
 

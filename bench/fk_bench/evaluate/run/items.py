@@ -8,8 +8,8 @@ import statistics
 import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,24 @@ from fk_bench.core.stats import paired_ratio
 from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.macro_eval import ItemOutcome
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.run.fidelity import Fidelity, calibration, fidelity
+from fk_bench.evaluate.run.fidelity import UNITS, Fidelity, calibration, fidelity
 from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
 from fk_bench.evaluate.run.side import Launcher, Side, SideFailed
+from fk_bench.evaluate.run.starts import Starts
 from fk_bench.evaluate.suites import Entry, Model, Suite
 from fk_bench.quality import faults
 from fk_bench.quality.calibration import THRESHOLD, Calibration
 
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
-CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a share of the machine's memory
+# Of vLLM's cache, whose default is a share of a CPU's memory. On a GPU the number of its blocks is given; vLLM would
+# still measure what is free, which fails if another process releases memory meanwhile.
+KV_BYTES = {False: 256 << 20, True: 16 << 30}  # by whether it is a GPU
 OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 DRAFTED = 3  # tokens of a draft model in a step
+MOST_OBJECTS = 1000  # different numbers in the masks of a call; with more, they are no masks
 BOX = 6  # numbers of a detection: corners, score, label
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -68,9 +72,8 @@ class Work:
     def __init__(self, entry: Entry, seed: int, vocab: int):
         self.entry, self.seed, self.vocab = entry, seed, vocab
         self.text = entry.workload.kind == "text"
-        self.kind = (
-            "tokens" if entry.workload.compare == "tokens" else "text" if self.text else "images"
-        )  # of fidelity
+        compare = entry.workload.compare
+        self.kind = compare if compare in UNITS else "text" if self.text else "images"  # of fidelity
 
     def requests(
         self, count: int, lengths: Sequence[tuple[int, int]], key: str
@@ -112,6 +115,10 @@ class Work:
         how = self.entry.workload.compare
         if how == "tokens":
             return float(np.mean(found != wanted)) if found.size == wanted.size else math.inf
+        if how == "masks":
+            if found.size != wanted.size or len(np.unique(found)) > MOST_OBJECTS:
+                return math.inf
+            return 1 - mean_iou(found.reshape(count, -1), wanted.reshape(count, -1))
         if how == "boxes" and found.size == wanted.size and not wanted.size % (count * BOX):
             found = matched(found.reshape(count, -1, BOX), wanted.reshape(count, -1, BOX)).ravel()
         return relative_error(found, wanted)
@@ -229,6 +236,19 @@ def matched(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return made
 
 
+def mean_iou(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Over the objects of all clips in either: [clips, pixels] of their numbers, 0 outside. 1 without an object.
+
+    Numbers that are not finite count as 0.
+    """
+    ious = []
+    for own, other in zip(np.where(np.isfinite(found), found, 0), wanted, strict=True):
+        for number in set(own[own != 0].tolist()) | set(other[other != 0].tolist()):
+            mine, theirs = own == number, other == number
+            ious.append((mine & theirs).sum() / (mine | theirs).sum())
+    return float(np.mean(ious)) if ious else 1.0
+
+
 def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
     """|found - wanted| / |wanted|; infinite for another size, and for what is not finite."""
     if found.size != wanted.size or not np.isfinite(found).all():
@@ -264,7 +284,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
-        "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
+        "kv_bytes": KV_BYTES[gpu] if entry.item.host == "vllm" else None,
         "gpu_share": round(0.85 / sides, 3), "engine_args": engine_args, "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
         "request": dict(model.request), "media": work.media,
@@ -302,46 +322,57 @@ class ItemRun:
     def measure(self, files: Mapping[str, str], readable: Sequence[str], retry: bool = True) -> Measured:
         """The result for {op: file}. retry: whether culprits are dropped; without, the set runs whole or not at all."""
         result = Measured(self.entry)
+        small, whole = self.entry.model.small, self.entry.model
         try:
-            with ExitStack() as stack:
-                judge = stack.enter_context(self.open(self.entry.model.small, {}, (), trusted=True))
-                prober = Prober(self, judge, files, readable)
-                result.found = prober.found(retry)
-            if not result.found.kept:
-                result.reason, result.text = _nothing_left(result.found)
-                return result
-            kept = {op: files[op] for op in result.found.kept}
-            self.say(f"{len(kept)} of {len(files)} candidates kept")
-            with self.open(self.entry.model, {}, ()) as base:
-                self.say("the host is ready")
-                with self.open(self.entry.model, kept, readable) as mine:
-                    self.say("the host with the set is ready")
-                    self._rounds(result, base, mine)
+            with Starts(self.together) as starts:
+                judging, first = self.planned(starts, small, (), True), self.planned(starts, small, readable)
+                plain, other = self.planned(starts, whole, ()), self.planned(starts, whole, readable)
+                with judging() as judge:
+                    self.put_in(judge, {})
+                    prober = Prober(self, judge, files, readable, first)
+                    result.found = prober.found(retry)
+                if not result.found.kept:
+                    result.reason, result.text = _nothing_left(result.found)
+                    return result
+                kept = {op: files[op] for op in result.found.kept}
+                self.say(f"{len(kept)} of {len(files)} candidates kept")
+                with plain() as base:
+                    self.put_in(base, {})
+                    self.say("the host is ready")
+                    with other() as mine:
+                        self.put_in(mine, kept)
+                        self.say("the host with the set is ready")
+                        self._rounds(result, base, mine)
         except SideFailed as error:
             result.outcome, result.reason, result.text = None, error.reason, str(error)
         return result
 
-    def open(
-        self, model: Model, files: Mapping[str, str], readable: Sequence[str], trusted: bool = False
-    ) -> Side:
-        """A process with the model loaded and the files put in. Raises SideFailed."""
+    @property
+    def together(self) -> bool:
+        """Whether all processes start at once: on a GPU, unless the first one compiles kernels for the others."""
+        return self.launcher.gpu and self.entry.item.host != "fastkernels"
+
+    def planned(
+        self, starts: Starts, model: Model, readable: Sequence[str], trusted: bool = False
+    ) -> Callable[[], Side]:
+        """A process with the model loaded, started now or when it is taken. trusted: see `Launcher.spawn`."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
         seen = [*readable, *([] if model.timm or model.named or model.library else [options["model"]])]
         seen += [options["engine_args"]["speculative_config"]["model"]] if model.draft else []
-        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
-        try:
-            side.call("open", **options)
-            if files:
-                side.call("check", files=dict(files))
-                failed = side.call("patch", files=dict(files))["failed"]
-                if lost := sorted(failed.keys() & files.keys()):
-                    raise SideFailed(Reason.UNSUPPORTED, f"{lost[0]}: {failed[lost[0]]['text']}")
-            elif not self.work.text:
-                side.call("patch", files={})  # compiles, if the item is compiled
-        except BaseException:
-            side.close()
-            raise
-        return side
+        return starts.plan(
+            partial(self.launcher.spawn, self.entry.item.host, seen, self.entry.timeout, trusted),
+            lambda side: side.call("open", **options),
+        )
+
+    def put_in(self, side: Side, files: Mapping[str, str]) -> None:
+        """Patch a host with these files, all of which fit. Raises SideFailed."""
+        if files:
+            side.call("check", files=dict(files))
+            failed = side.call("patch", files=dict(files))["failed"]
+            if lost := sorted(failed.keys() & files.keys()):
+                raise SideFailed(Reason.UNSUPPORTED, f"{lost[0]}: {failed[lost[0]]['text']}")
+        elif not self.work.text:
+            side.call("patch", files={})  # compiles, if the item is compiled
 
     def _rounds(self, result: Measured, base: Side, mine: Side) -> None:
         sides = {"baseline": base, "set": mine}
@@ -425,8 +456,12 @@ def _nothing_left(found: Found) -> tuple[Reason, str]:
 class Prober:
     """Cheap probes of parts of a set: a small model, a few short requests, then batches of other sizes."""
 
-    def __init__(self, run: ItemRun, judge: Side, files: Mapping[str, str], readable: Sequence[str]):
+    def __init__(
+        self, run: ItemRun, judge: Side, files: Mapping[str, str], readable: Sequence[str],
+        first: Callable[[], Side] | None = None,
+    ):  # fmt: skip
         self.run, self.judge, self.files, self.readable = run, judge, files, readable
+        self._first = first  # the process of the first probe
         self._baseline()
 
     def _baseline(self) -> None:
@@ -452,7 +487,7 @@ class Prober:
         files = {op: self.files[op] for op in ops}
         run = self.run
         try:
-            with run.open(run.entry.model.small, {}, self.readable) as side:
+            with Starts(together=False) as starts, self._host(starts) as side:
                 if failed := _failures(side.call("check", files=files), ops):
                     return Probe(failed)
                 answer = side.call("patch", files=files)
@@ -496,6 +531,14 @@ class Prober:
                 return Probe(unused=frozenset(unused))
         except SideFailed as error:
             return Probe(reason=error.reason, text=str(error), files=error.files)
+
+    def _host(self, starts: Starts) -> Side:
+        """A process for a probe: for the first one, that which may have started before."""
+        take, self._first = self._first, None
+        run = self.run
+        side = (take or run.planned(starts, run.entry.model.small, self.readable))()
+        run.put_in(side, {})
+        return side
 
     def _work(self, side: Side) -> list[Done]:
         work = self.run.work

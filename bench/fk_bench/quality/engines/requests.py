@@ -64,8 +64,9 @@ class Engine:
         else:
             self.host = Requests(given)
         self.shape: list[int] = []
+        self.protein: dict[str, torch.Tensor] = {}  # of a library
         self.chain = ""
-        if self.family == "structure":
+        if self.family == "structure" and not isinstance(self.host, Library):
             self.chain = self._request(0)[0]["chains"][0]["sequence"]
 
     @property
@@ -84,7 +85,14 @@ class Engine:
         if isinstance(self.host, Library):
             subject = self.host.subject
             draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-            found = [subject.call(subject.make(1, draw)).float().cpu() for draw in draws]
+            answer = subject.answer or subject.call
+            inputs = [subject.make(1, draw) for draw in draws]
+            if (
+                self.family == "structure"
+            ):  # random proteins differ in their atoms: all are one, with other noise
+                self.protein = self.protein or inputs[0][0][1]
+                inputs = [[(seed, self.protein)] for ((seed, _),) in inputs]
+            found = [answer(made).float().cpu() for made in inputs]
             found = [row[0] if row.dim() > 1 and len(row) == 1 else row for row in found]
         else:
             requests = [self._request(seed) for seed in seeds]

@@ -32,12 +32,14 @@ class Subject:
     make    make(batch, generator): the input of one call, on the CPU
     call    call(input): the outputs in float32, [batch, ...]; it moves the input to the model
     parts   the modules in whose weights faults are planted, by name
+    answer  the output of an input with one request as a metric of quality reads it; None: that of `call`
     """
 
     target: Any
     make: Callable[[int, torch.Generator], Any]
     call: Callable[[Any], torch.Tensor]
     parts: Mapping[str, torch.nn.Module]
+    answer: Callable[[Any], torch.Tensor] | None = None
 
 
 Build = Callable[[Sizes, Sizes, torch.device, torch.dtype], Subject]
@@ -161,20 +163,22 @@ def _structures(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.d
             made.append((seed, {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}))
         return made
 
-    def call(made: list[tuple[int, dict[str, Any]]]) -> torch.Tensor:
-        found = []
-        for seed, features in made:
-            torch.manual_seed(seed)  # of the noise
-            moved = {
-                k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in features.items()
-            }
-            outputs = model(moved)[1]
-            positions, confidence = outputs["atom_positions_predicted"], outputs["plddt_logits"]
-            # Few steps leave positions that are mostly noise.
-            found += [positions.flatten().float() / NOISE, confidence.flatten().float()]
-        return torch.cat(found)
+    def run(seed: int, features: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the atoms, and logits of their confidences."""
+        torch.manual_seed(seed)  # of the noise
+        moved = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in features.items()}
+        outputs = model(moved)[1]
+        return outputs["atom_positions_predicted"].float(), outputs["plddt_logits"].float()
 
-    return Subject(model, make, call, {"model": model})
+    def call(made: list[tuple[int, dict[str, Any]]]) -> torch.Tensor:
+        found = [run(seed, features) for seed, features in made]
+        # Few steps leave positions that are mostly noise.
+        return torch.cat([part.flatten() for xyz, confidence in found for part in (xyz / NOISE, confidence)])
+
+    def answer(made: list[tuple[int, dict[str, Any]]]) -> torch.Tensor:
+        return run(*made[0])[0].reshape(-1, 3)
+
+    return Subject(model, make, call, {"model": model}, answer)
 
 
 def _gaussians(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:

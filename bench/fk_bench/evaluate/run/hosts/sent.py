@@ -23,6 +23,7 @@ WORDS = (
     "boat",
 )
 SPOTS = 8  # of an image's side: large enough to survive the first convolutions
+SAMPLED = 64  # rows and columns of a mask that are compared, at most
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 BANDS, SPECTRUM, HOP = 80, 1024, 256  # of mel spectrograms of speech
 
@@ -72,11 +73,29 @@ def _text(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> list[int]:
 
 
 def _image(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
-    """An image; for a segmenter, with the tokens of a text."""
+    """An image; for a segmenter, with the tokens of a text. For one that follows objects, a clip with a text."""
+    if _follows(llm):
+        return {"video": _scene(sizes, draw), "text": str(draw.choice(WORDS))}
     image = medium("image", sizes, draw)
     if not llm.llm_engine.segments:
         return image
     return {"image": image, "prompt_token_ids": _ids(draw, int(sizes["tokens"]), _model(llm).vocab_size)}
+
+
+def _follows(llm: Any) -> bool:
+    from fastkernels.models.common.interfaces.segmenter import ClipSegmenter
+
+    return isinstance(_model(llm), ClipSegmenter)
+
+
+def _scene(sizes: Mapping[str, Any], draw: Draw) -> list[Any]:
+    """Frames in which one picture moves over another."""
+    width, height, count = (int(sizes[name]) for name in ("width", "height", "frames"))
+    back, front = _picture(draw, width, height), _picture(draw, width // 3, height // 3)
+    made = [back.copy() for _ in range(count)]
+    for i, frame in enumerate(made):
+        frame.paste(front, (width * i // (2 * count), height // 4))
+    return made
 
 
 def _video(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
@@ -91,6 +110,9 @@ def _encoded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     if engine.detects:
         found = llm.detect(list(requests), threshold=0.0, use_tqdm=False)
         return [_rows(image, o.outputs.data) for image, o in zip(requests, found, strict=True)]
+    if _follows(llm):
+        params = PoolingParams("segment")
+        return [_labels(o.outputs.frames) for o in llm.segment(list(requests), params, use_tqdm=False)]
     if engine.segments:
         params = PoolingParams("segment", threshold=0.0)
         found = llm.segment(list(requests), params, use_tqdm=False)
@@ -115,6 +137,17 @@ def _objects(image: Any, found: Any) -> np.ndarray:
     shares = [sum(runs[1::2]) / (image.width * image.height) for runs in found.runs]
     rows = np.concatenate((found.data, np.array(shares, np.float32).reshape(-1, 1)), 1)
     return _rows(image, rows)
+
+
+def _labels(frames: Sequence[Any]) -> np.ndarray:
+    """The number of the best object at some pixels of each frame, from 1 on, and 0 outside: [frames, rows, columns]."""
+    width, height = frames[0].size
+    rows, columns = (np.linspace(0, n - 1, min(n, SAMPLED)).astype(int) for n in (height, width))
+    made = np.zeros((len(frames), len(rows), len(columns)), np.float32)
+    for labels, frame in zip(made, frames, strict=True):
+        for i in np.argsort(frame.scores):  # the best one is the last
+            labels[frame.masks[i][rows][:, columns]] = frame.object_ids[i] + 1
+    return made
 
 
 # -- recommenders and points
