@@ -1,8 +1,8 @@
 """The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
 main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
-which are not answered, and calls, which are. A data-parallel rank answers COLLECT with the result of its oldest step;
-after FORGET it has none. The second, `life`, closes when the other side ends, which ends the worker; a worker that
+which are not answered, and calls, which are. The first process of a data-parallel rank answers COLLECT with the result
+of its oldest step; after FORGET it has none. The second, `life`, closes when the other side ends, which ends the worker; a worker that
 fails writes its error there as (one line, traceback).
 """
 
@@ -63,16 +63,16 @@ def as_rank(config: EngineConfig, rank: int) -> AbstractContextManager[None]:
     """The context in which the modules of a rank are built."""
     from fastkernels.core import parallel
 
-    if config.data_parallel_size > 1:
-        return parallel.build_as(0, 1, data=(rank, config.data_parallel_size))
-    return parallel.build_as(rank, config.tensor_parallel_size, config.expert_parallel_size)
+    data_rank, place = divmod(rank, config.tensor_parallel_size)
+    data = data_rank, config.data_parallel_size
+    return parallel.build_as(place, config.tensor_parallel_size, config.expert_groups, data)
 
 
 def join(runner: Any, rendezvous: str) -> None:
     """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
 
     On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster. Data-parallel ranks
-    form the group of those that share experts.
+    form the groups of those that share experts.
     """
     from fastkernels.core import parallel
     from fastkernels.overrides.collective.measure import choose, choose_experts
@@ -81,14 +81,15 @@ def join(runner: Any, rendezvous: str) -> None:
     # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
         size, where = runner.config.num_ranks, f"file://{rendezvous}"
+        tensor, device = runner.config.tensor_parallel_size, str(runner.device)
         if runner.config.data_parallel_size > 1:
-            made = parallel.init_sharing(runner.rank, size, where, str(runner.device))
-            most = choose_experts(made) if runner.shares_experts else -1
+            sharing = parallel.init_sharing(runner.rank, size, where, device, tensor=tensor)
+            most = choose_experts(sharing) if runner.shares_experts else -1
             if most > 0 and not runner.rank:
                 log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
-            return
-        parallel.init(runner.rank, size, where, str(runner.device))
-    most = choose(parallel.communicator(parallel.TP))
+        else:
+            parallel.init(runner.rank, size, where, device)
+    most = choose(parallel.communicator(parallel.TP)) if tensor > 1 else -1
     if most > 0 and not runner.rank:
         log.info("all-reduce: ours is faster than NCCL up to %d KiB, and is used", most >> 10)
 
