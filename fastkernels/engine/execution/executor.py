@@ -315,7 +315,7 @@ def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
 def _sizes(config: EngineConfig) -> str:
     """The options that make several ranks, for messages."""
     names = [name for name in ("data_parallel_size", "tensor_parallel_size") if getattr(config, name) > 1]
-    return " with ".join(f"{name} {getattr(config, name)}" for name in names)
+    return " and ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
 __all__ = ["DataParallelExecutor", "Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]
