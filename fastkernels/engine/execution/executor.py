@@ -13,7 +13,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ from fastkernels.engine.execution.worker import (
 )
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import runner_class
-from fastkernels.engine.steps.step import StepInput, StepOutput, idle_step
+from fastkernels.engine.steps.step import StepInput, StepOutput
+from fastkernels.engine.steps.together import idle_step, step_together
 from fastkernels.models.common.checkpoints import weights
 from fastkernels.models.common.configs import checks
 from fastkernels.models.common.plans import build
@@ -211,12 +211,9 @@ class DataParallelExecutor(TensorParallelExecutor):
 
     def launch_each(self, steps: Sequence[StepInput | None]) -> Round:
         """Start a step on each rank, by rank; None: it has no requests. At least one has some."""
-        given = [step for step in steps if step is not None]
-        made = list(steps)
+        made: Sequence[StepInput | None] = steps
         if self.shares_experts:
-            most = max(len(step.input_ids) for step in given)
-            decode = all(len(step.input_ids) == len(step.slots) for step in given)
-            made = [replace(step or self._idle, largest=(most, decode)) for step in steps]
+            made = step_together(steps, self._idle)
         with self._together():
             for rank, step in enumerate(made):
                 if step is not None:

@@ -2,8 +2,8 @@
 
 main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
 which are not answered, and calls, which are. The first process of a data-parallel rank answers COLLECT with the result
-of its oldest step; after FORGET it has none. The second, `life`, closes when the other side ends, which ends the worker; a worker that
-fails writes its error there as (one line, traceback).
+of its oldest step; after FORGET it has none. The second, `life`, closes when the other side ends, which ends the
+worker; a worker that fails writes its error there as (one line, traceback).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import numpy as np
 from fastkernels.engine.execution.forward.startup import Phases, keep_objects
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.rows import TokenMasks
-from fastkernels.engine.steps.step import StepInput
+from fastkernels.engine.steps.step import StepInput, StepOutput
 
 log = logging.getLogger("fastkernels")
 
@@ -117,7 +118,7 @@ def pack(step: Any) -> bytes:
         step.sources,
         step.drafts,
         step.next_drafts,
-        step.largest,
+        step.together,
     )
     return pickle.dumps((arrays, *more), protocol=5)
 
@@ -126,14 +127,14 @@ def unpack(data: tuple[Any, ...]) -> Any:
     """The object that `pack` serialized, from its unpickled form."""
     if len(data) == 1:
         return data[0]
-    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, largest = data
+    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, together = data
     slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
         masked, loads.reshape(-1, 2), saves.reshape(-1, 2), media, sources,
-        drafts, nexts, largest,
+        drafts, nexts, together,
     )  # fmt: skip
 
 
@@ -169,11 +170,18 @@ def _serve(commands: Connection) -> None:
         if isinstance(received, TokenMasks):
             pending[-1].sample(received)
         elif received == COLLECT:
-            commands.send(pending.popleft().result())
+            commands.send(_whole(pending.popleft().result()))
         elif received == FORGET:
             pending.clear()
         else:
             pending.append(runner.launch(received))
+
+
+def _whole(output: StepOutput) -> StepOutput:
+    """The output with its drafts, for another process. Waits for them."""
+    if output.next_drafts is None:
+        return output
+    return replace(output, next_drafts=partial(np.asarray, output.next_drafts()))
 
 
 def _end_with_parent(life: Connection, parent: int) -> None:
