@@ -314,7 +314,16 @@ class Drafter:
                 at, lens, mappings = advance(own, i, self.longest, batch)
                 parts = [
                     AttentionMetadata(
-                        slots, starts, lens, table, 1, longest, rows, longest, self.backend, padded=False,
+                        slots,
+                        starts,
+                        lens,
+                        table,
+                        1,
+                        longest,
+                        rows,
+                        longest,
+                        self.backend,
+                        padded=False,
                         most_tokens=most,
                     )
                     for slots, table in zip(mappings.unbind(), tables, strict=True)

@@ -43,7 +43,8 @@ def over_ranks(
     """
     tokens = x.shape[0]
     more = most_tokens(tokens) - tokens
-    ids, weights = ids.to(torch.int32) - first, weights.to(torch.float32)
+    ids, weights = ids.to(torch.int32), weights.to(torch.float32)
+    ids = ids - first if first else ids
     if more:
         x, weights = (functional.pad(t, (0, 0, 0, more)) for t in (x, weights))
         ids = functional.pad(ids, (0, 0, 0, more), value=-1)
