@@ -258,7 +258,7 @@ class Communicator:
         return self.without.get("symmetric")
 
     def store(self) -> dist.Store:
-        """What the ranks of this group exchange while they set up. Replicas have groups of the same name of ours."""
+        """Return a store in which ranks of this group exchange addresses. Replicas have groups of the same name."""
         group = getattr(self.process_group, "group_name", "world")
         prefix = f"fastkernels/{group}/{self.name}"
         return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
@@ -435,7 +435,7 @@ class Symmetric:
 
         rank, size, device = communicator.rank, communicator.size, communicator.device
         room = buffer_bytes // 2 // cls.UNIT * cls.UNIT
-        # PyTorch keeps the store of a group by the group's name for ever. A later group of this process may have the
+        # PyTorch keeps the store of a group by the group's name permanently. A later group of this process may have the
         # same name, and its ranks would meet in the store of the one that has ended.
         name, store = f"fastkernels-{next(_numbers)}", communicator.store()
         number = store.add(f"symmetric{rank}", 1)  # the group may be bound again

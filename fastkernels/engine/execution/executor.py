@@ -11,11 +11,12 @@ import os
 import pickle
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,12 +36,14 @@ from fastkernels.engine.execution.worker import (
 )
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import runner_class
+from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.steps.step import StepInput, StepOutput
 from fastkernels.engine.steps.together import idle_step, step_together
 from fastkernels.models.common.checkpoints import weights
 from fastkernels.models.common.configs import checks
 from fastkernels.models.common.plans import build
 
+NO_MASKS = TokenMasks(np.empty(0, np.int64), np.empty((0, 0), np.int32))
 NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 
 
@@ -219,7 +222,8 @@ class DataParallelExecutor(TensorParallelExecutor):
                 if step is not None:
                     self._send_to(rank, pack(step))
             own = None if made[0] is None else self.runner.launch(made[0])
-        return Round(self, own, [rank for rank, step in enumerate(made) if rank and step is not None])
+        there = {rank: step.masked for rank, step in enumerate(made) if step is not None}
+        return Round(self, own, there)
 
     def first_worker(self, rank: int) -> Worker:
         """The first process of a data-parallel rank from 1 on, which answers for it."""
@@ -239,23 +243,25 @@ class DataParallelExecutor(TensorParallelExecutor):
 
 
 class Round:
-    """A step in flight on data-parallel ranks, of this process and of workers."""
+    """A step in flight on data-parallel ranks, of this process and of workers. masked: by rank."""
 
-    def __init__(self, executor: DataParallelExecutor, own: Any, ranks: list[int]):
-        self._executor, self._own, self._ranks = executor, own, ranks
+    def __init__(self, executor: DataParallelExecutor, own: Any, masked: dict[int, bool]):
+        self._executor, self._own, self._masked = executor, own, masked
 
-    def sample(self, rank: int, masks: Any) -> None:
-        """Sample the tokens of a rank's masked step; see Pending."""
+    def sample(self, masks: Mapping[int, TokenMasks]) -> None:
+        """Sample the tokens of masked steps, by rank; see Pending. Ranks that have no masks wait for the others."""
         with self._executor._together():
-            self._executor._send_to(rank, pack(masks))
-            if not rank:
-                self._own.sample(masks)
+            found = {rank: masks.get(rank, NO_MASKS) for rank, masked in self._masked.items() if masked}
+            for rank, own in found.items():
+                self._executor._send_to(rank, pack(own))
+            if 0 in found:  # behind the others, which it may wait for
+                self._own.sample(found[0])
 
     def results(self) -> dict[int, StepOutput]:
         """Wait for the ranks. Rounds are collected in the order of their launches."""
         executor = self._executor
         with executor._together():
-            workers = {rank: executor.first_worker(rank) for rank in self._ranks}
+            workers = {rank: executor.first_worker(rank) for rank in self._masked if rank}
             for worker in workers.values():
                 worker.commands.send_bytes(pack(COLLECT))
             found = {} if self._own is None else {0: self._own.result()}

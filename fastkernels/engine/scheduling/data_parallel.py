@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastkernels.engine.options.speculation import DraftCounts
+from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult, masks_of
 from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import Request
@@ -121,7 +122,7 @@ def _rank(request: Request) -> int:
 class Round(Protocol):
     """A step in flight on all ranks; see executor.Round."""
 
-    def sample(self, rank: int, masks: Any) -> None: ...
+    def sample(self, masks: Mapping[int, TokenMasks]) -> None: ...
 
     def results(self) -> Mapping[int, StepOutput]: ...
 
@@ -168,8 +169,7 @@ class DataParallelCore:
             masked = [(rank, b) for rank, b in enumerate(batches) if b is not None and b.masked]
             if masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
-                for rank, batch in masked:
-                    now.sample(rank, masks_of(batch, self.scheduler.speculation))
+                now.sample({rank: masks_of(batch, self.scheduler.speculation) for rank, batch in masked})
                 if before is not None:
                     return before
         if not self._in_flight or (launched and len(self._in_flight) < self.depth):

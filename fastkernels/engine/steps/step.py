@@ -90,7 +90,7 @@ class NextDrafts:
 
 
 class Together(NamedTuple):
-    """What data-parallel ranks that share experts have in common in a step, so that all exchange as many tokens.
+    """The common part of the steps of data-parallel ranks that share experts, so that all exchange as many tokens.
 
     tokens, rows  of the rank with the most
     decode        whether all ranks have rows of one query only

@@ -28,7 +28,12 @@ def step_together(steps: Sequence[StepInput | None], idle: StepInput) -> list[St
         verify=drafted and all(map(_has_only_drafts, given)),
         proposes=any(step.next_drafts is not None and step.next_drafts.count for step in given),
     )
-    return [replace(step or idle, together=common) for step in steps]
+    # Behind its sampling a masked step goes on to the draft model's passes, for which all ranks come together.
+    masked = any(step.masked for step in given) and any(step.next_drafts is not None for step in given)
+    return [
+        replace(step, together=common, masked=masked or step.masked)
+        for step in (step or idle for step in steps)
+    ]
 
 
 def _has_only_drafts(step: StepInput) -> bool:

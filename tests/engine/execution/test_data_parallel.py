@@ -337,6 +337,7 @@ def test_ranks_know_what_they_have_in_common(steps: list[StepInput | None], want
     made = step_together(steps, idle_step(9))
     assert [step.together for step in made] == [want] * 2
     assert [len(s.slots) for s in made] == [1 if step is None else len(step.slots) for step in steps]
+    assert len({s.masked for s in made}) == 1  # a draft model's passes follow the sampling
 
 
 class Echo:
