@@ -1,6 +1,6 @@
 """Data-parallel ranks that share experts: tokens equal those of one process, and a dead rank ends all.
 
-`-m gpu` runs the tests of two and four GPUs. One that hangs prints where each of its processes is.
+`-m gpu -s` runs the tests of two and four GPUs. One that hangs prints where each of its processes is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from support.serving.rank_forks import Fork
 from support.tiny import MODELS, make_tiny, make_tiny_bert
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels.core import parallel
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution import ranks
 from fastkernels.engine.execution.executor import WorkerDied
@@ -41,6 +42,7 @@ from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
 from fastkernels.engine.steps.step import NextDrafts, StepInput, StepOutput, Together
 from fastkernels.engine.steps.together import idle_step, step_together
 from fastkernels.models.common.layers.decoder import EXPERTS
+from fastkernels.overrides.moe.sparse_moe import own_experts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331)), [5, 6, 7]]
@@ -236,6 +238,19 @@ def test_groups_of_experts_equal_one_process(tmp_path: Path, kind: str, groups: 
         assert got == [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_and_groups_divide_experts(groups: int) -> None:
+    """Each expert is on one rank, of one group."""
+    found = []
+    for data in range(2):
+        for place in range(2):
+            with parallel.build_as(place, 2, groups, (data, 2)):
+                shared_by, _, first, count, numbers = own_experts(8, 2)
+            assert numbers is None and shared_by == 2 // groups
+            found += range(first, first + count)
+    assert sorted(found) == sorted([*range(8)] * (2 // groups))
+
+
 def drafting(method: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """(a checkpoint with experts, a speculative_config for it)"""
     given: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, **ALWAYS}
@@ -417,7 +432,7 @@ SECONDS = 40.0  # for each of these tests
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that takes longer prints where its processes are, and ends its workers, so that it fails."""
+    """A test that takes longer prints where its processes are, and ends its workers. It fails, or ends itself."""
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # of workers, which get SIGABRT
 
     def end() -> None:
@@ -430,10 +445,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if parent == os.getpid():
                 os.kill(int(entry.parent.name), signal.SIGABRT)
 
-    timer = threading.Timer(SECONDS, end)
-    timer.start()
+    timers = [threading.Timer(SECONDS, end), threading.Timer(SECONDS + 15, os._exit, [1])]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     yield
-    timer.cancel()
+    for timer in timers:
+        timer.cancel()
 
 
 @pytest.mark.gpu
