@@ -288,7 +288,7 @@ def agree(
             llm.llm_engine.executor.call(install)
         assert [results(llm, given[:n], each[:n]) for n in sizes] == want
         found = counts(llm)
-        assert found.drafts > 20 and (found.accepted > 5 or method == "ngram")
+        assert found.accepted > (0 if method == "ngram" else 5)
         return llm.llm_engine.executor.call(replays_of) if graphs else []
 
 
@@ -305,8 +305,8 @@ def test_drafts_with_experts_leave_the_tokens(tmp_path: Path, monkeypatch: pytes
 def test_drafts_leave_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, graphs: bool, more: dict[str, Any]
 ) -> None:
-    if (method == "tree" and graphs) or (method in ("ngram", "tree") and "async_scheduling" in more):
-        pytest.skip("the host makes these drafts, or reads them")
+    if (method == "tree" and graphs) or (method in ("ngram", "tree", "mtp") and "async_scheduling" in more):
+        pytest.skip("the host makes these drafts, reads them, or reads the lengths of sequences")
     agree(method, tmp_path, monkeypatch, graphs, **more)
 
 
