@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import itertools
 import mmap
 import os
 import secrets
@@ -34,7 +33,6 @@ LINE, TEXT = 512, 192  # bytes: the part of a rank in the header, and of a call'
 HEADER = mmap.PAGESIZE + MAX_RANKS * LINE
 ALIGN = 4096
 SPINS, LOOK_S, NAP_S = 400, 0.02, 5e-5
-_numbers = itertools.count()  # of the groups with symmetric memory in this process
 _LOCK = struct.Struct("hh4xqqi4x")  # struct flock
 _ARRIVED, _LEFT = 0, 1  # words of a rank
 _CLOSED, _FAILED = 1, 2  # values of _LEFT
@@ -257,15 +255,13 @@ class Communicator:
             self.without["symmetric"] = f"no symmetric memory: {str(error).splitlines()[0][:200]}"
         return self.without.get("symmetric")
 
-    def store(self) -> dist.Store:
-        """Return a store in which ranks of this group exchange addresses. Replicas have groups of the same name."""
-        group = getattr(self.process_group, "group_name", "world")
-        prefix = f"fastkernels/{group}/{self.name}"
-        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-
     def _meet(self, buffer_bytes: int) -> None:
         """Share a memory file of rank 0, if all ranks are on its machine."""
-        store = self.store()
+        group = getattr(
+            self.process_group, "group_name", "world"
+        )  # replicas have groups of the same name of ours
+        prefix = f"fastkernels/{group}/{self.name}"
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         key, machine = secrets.token_hex(16), _machine()
         number = store.add(f"rank{self.rank}", 1)  # the group may be bound again
         if self.rank == 0:
@@ -431,19 +427,14 @@ class Symmetric:
         # Multicast over NVLink is never used, and PyTorch must not set it up either.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed._symmetric_memory as symm_mem
-        from torch._C._distributed_c10d import _SymmetricMemory
 
         rank, size, device = communicator.rank, communicator.size, communicator.device
         room = buffer_bytes // 2 // cls.UNIT * cls.UNIT
-        # PyTorch keeps the store of a group by the group's name permanently. A later group of this process may have the
-        # same name, and its ranks would meet in the store of the one that has ended.
-        name, store = f"fastkernels-{next(_numbers)}", communicator.store()
-        number = store.add(f"symmetric{rank}", 1)  # the group may be bound again
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore(f"symmetric{number}", store))
+        group: Any = communicator.process_group or dist.group.WORLD
         buffer = symm_mem.empty(cls.bytes_for(room, size), dtype=torch.uint8, device=device)
         cls.clear(buffer, room, size)
         torch.cuda.synchronize(device)
-        handle: Any = _SymmetricMemory.rendezvous(buffer, name)
+        handle: Any = symm_mem.rendezvous(buffer, group.group_name)
         pointers = [handle.get_buffer(r, (1,), torch.uint8, 0).data_ptr() for r in range(size)]
         made = cls(pointers, rank, room, device, communicator.timeout, (buffer, handle))
         handle.barrier()  # the buffers of all ranks are cleared
