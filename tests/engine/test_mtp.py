@@ -101,8 +101,8 @@ def test_drafts_are_those_of_transformers(
     found: list[tuple[list[int], list[list[int]]]] = []
     original = Drafter.chain
 
-    def chain(self: Drafter, rows: int, longest: int) -> torch.Tensor:
-        drafts = original(self, rows, longest)
+    def chain(self: Drafter, rows: int, longest: int, most: int = 0) -> torch.Tensor:
+        drafts = original(self, rows, longest, most)
         own = self._rows
         places = [(int(own.at[i]), int(own.token[i])) for i in range(rows)]
         found.append((places, drafts.tolist()))  # type: ignore[arg-type]
