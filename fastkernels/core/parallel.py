@@ -7,7 +7,7 @@ torch.distributed (NCCL on CUDA, gloo on the CPU); `bind` takes a host's own gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -97,7 +97,8 @@ def build_as(rank: int, size: int, experts: int = 1, data: tuple[int, int] = (0,
     """Build modules of `rank` in this thread, whatever group is bound; collectives still use the bound group.
 
     experts  groups of ranks that have different experts; 1: each rank has a shard of every expert
-    data     (rank, size) of the data-parallel ranks: each has all modules and a part of every mixture's experts
+    data     (rank, size) of the data-parallel ranks, each of which is such a group: it has all modules and a part of
+             every mixture's experts
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
     _check(rank, size)
@@ -132,14 +133,28 @@ def init(
 
 
 def init_sharing(
-    rank: int, size: int, init_method: str, device: str = "cpu", timeout: float = TIMEOUT_S
+    rank: int, size: int, init_method: str, device: str = "cpu", timeout: float = TIMEOUT_S, tensor: int = 1
 ) -> Communicator:
-    """The same for data-parallel ranks: they form the group `ep`, and nothing is sharded. Returns the group."""
+    """The same for data-parallel ranks of `tensor` neighbouring processes each. Returns the group `ep`.
+
+    Processes of one data-parallel rank form the group `tp`. Those in the same place of all of them form `ep`.
+    """
     global _sharing
     reset()
     _enter(rank, size, init_method, device, timeout)
-    _sharing = join(EP, rank, size, None, device, timeout)
+    across = None
+    if tensor > 1:
+        inside = [range(first, first + tensor) for first in range(0, size, tensor)]
+        bind_process_group(_own_group(rank, inside), device, timeout)
+        across = _own_group(rank, [range(place, size, tensor) for place in range(tensor)])
+    _sharing = join(EP, rank // tensor, size // tensor, across, device, timeout)
     return _sharing
+
+
+def _own_group(rank: int, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The process group of the part that has `rank`. All processes must call this: NCCL splits a group in all ranks."""
+    made = [dist.new_group(list(part)) for part in parts]
+    return next(group for group, part in zip(made, parts, strict=True) if rank in part)
 
 
 def _enter(rank: int, size: int, init_method: str, device: str, timeout: float) -> None:
@@ -212,8 +227,12 @@ def join(
     if each > 1:
         every = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         first, place = rank // each * each, rank % each
-        inside = dist.new_group(every[first : first + each], use_local_synchronization=True)
-        between = dist.new_group(every[place::each], use_local_synchronization=True)
+        if size == dist.get_world_size():
+            inside = _own_group(every[rank], [every[at : at + each] for at in range(0, size, each)])
+            between = _own_group(every[rank], [every[at::each] for at in range(each)])
+        else:  # processes outside of this group do not come here
+            inside = dist.new_group(every[first : first + each], use_local_synchronization=True)
+            between = dist.new_group(every[place::each], use_local_synchronization=True)
         own = join(f"{name}/inside", place, each, inside, device, timeout)
         made.nodes = Nodes(own, between)
     return made

@@ -19,12 +19,11 @@ from support.eagle import Eagle, make_scripted_eagle3, make_tiny_eagle3
 from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
 from support.oracle import filtered
-from support.rerun import Rerun
+from support.rerun import install
 from support.tiny import make_scripted, make_tiny, make_tiny_vlm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
-from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.runners.generate import Generate
 from fastkernels.engine.steps.step import StepInput
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
@@ -432,25 +431,8 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
 
 def rerun(llm: LLM) -> Any:
     """Give an engine graphs without CUDA. Returns its runner."""
-    runner = llm.llm_engine.runner
-    drafter, sizes = runner.drafter, (SMALL["max_num_seqs"], runner.limits.max_model_len, 48)
-    for backend in [runner.backend, *([] if drafter is None else [drafter.backend])]:
-        backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
-    with torch.inference_mode():
-        runner.graphs = Rerun(
-            runner._captured,
-            runner.backend,
-            runner.batch,
-            runner.device,
-            *sizes,
-            drafter,
-            verify=runner.verify,
-        )
-        if drafter is not None and not drafter.eagle:
-            runner.draft_graphs = Rerun(
-                runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
-            )
-    return runner
+    install(llm.llm_engine.runner)
+    return llm.llm_engine.runner
 
 
 @pytest.mark.parametrize("overlap", [False, True])

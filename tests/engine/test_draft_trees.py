@@ -137,8 +137,8 @@ def test_drafts_are_those_of_the_equations(
     found: list[tuple[int, int, list[int]]] = []
     original = Drafter.chain
 
-    def chain(self: Drafter, rows: int, longest: int) -> torch.Tensor:
-        drafts = original(self, rows, longest)
+    def chain(self: Drafter, rows: int, longest: int, most: int = 0) -> torch.Tensor:
+        drafts = original(self, rows, longest, most)
         found.append((int(self._rows.at[0]), int(self._rows.token[0]), drafts[0].tolist()))
         return drafts
 

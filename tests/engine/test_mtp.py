@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
+from support.mtp import make_mtp
 from support.tiny import make_tiny
 
 from fastkernels import LLM
@@ -17,34 +18,6 @@ from fastkernels.engine.execution.drafts.drafting import Drafter
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, **ALWAYS}
 KINDS = ["deepseek_v3", "qwen3_next"]
-
-
-def make_mtp(folder: Path, kind: str, own: bool = True) -> Path:
-    """A tiny checkpoint with a random head. own: DeepSeek's has an embedding and an output matrix of its own."""
-    folder = make_tiny(folder, kind, "float32")
-    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    hidden, deepseek = weights["model.norm.weight"].shape[0], kind == "deepseek_v3"
-    prefix = "model.layers.2." if deepseek else "mtp."
-    names = ("enorm", "hnorm", "shared_head.norm")
-    if not deepseek:
-        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    made = {f"{prefix}{name}.weight": torch.ones(hidden) for name in names}
-    made[prefix + ("eh_proj" if deepseek else "fc") + ".weight"] = torch.zeros(hidden, 2 * hidden)
-    layer = prefix if deepseek else "mtp.layers.0."
-    made |= {
-        k.replace("model.layers.1.", layer): v for k, v in weights.items() if k.startswith("model.layers.1.")
-    }
-    if deepseek and own:
-        made[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-        made[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"]
-    for name, tensor in made.items():
-        mean, std = (0.0, 0.1) if tensor.dim() > 1 else (1.0 if deepseek else 0.1, 0.1)
-        made[name] = torch.empty(tensor.shape).normal_(mean, std, generator=generator)
-    save_file({**weights, **made}, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Oracle:
@@ -128,8 +101,8 @@ def test_drafts_are_those_of_transformers(
     found: list[tuple[list[int], list[list[int]]]] = []
     original = Drafter.chain
 
-    def chain(self: Drafter, rows: int, longest: int) -> torch.Tensor:
-        drafts = original(self, rows, longest)
+    def chain(self: Drafter, rows: int, longest: int, most: int = 0) -> torch.Tensor:
+        drafts = original(self, rows, longest, most)
         own = self._rows
         places = [(int(own.at[i]), int(own.token[i])) for i in range(rows)]
         found.append((places, drafts.tolist()))  # type: ignore[arg-type]

@@ -45,8 +45,8 @@ def propose(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
     rng = random.Random(1)
     original = Drafter.chain
 
-    def chain(self: Drafter, rows: int, longest: int) -> torch.Tensor:
-        drafts = original(self, rows, longest)
+    def chain(self: Drafter, rows: int, longest: int, most: int = 0) -> torch.Tensor:
+        drafts = original(self, rows, longest, most)
         children = [[i + 1] for i in range(self.count)] if self.tree is None else self.tree.children
         for row in range(rows):
             token, at = int(self._rows.token[row]), int(self._rows.at[row]) + 1

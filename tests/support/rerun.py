@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.forward.graphs import Graphs, Outputs
 
 
@@ -27,3 +31,25 @@ class Rerun(Graphs):
                     old.copy_(new)
 
         return replay, outputs
+
+
+def install(runner: Any) -> None:
+    """Give a runner graphs without CUDA."""
+    drafter, config = runner.drafter, runner.config
+    sizes = config.max_num_seqs, runner.limits.max_model_len, config.max_num_batched_tokens
+    for backend in [runner.backend, *([] if drafter is None else [drafter.backend])]:
+        backend.plan_capture = lambda inputs, table, backend=backend: metadata_of(backend, inputs, table)
+    with torch.inference_mode():
+        runner.graphs = Rerun(
+            runner._captured,
+            runner.backend,
+            runner.batch,
+            runner.device,
+            *sizes,
+            drafter,
+            verify=runner.verify,
+        )
+        if drafter is not None and not drafter.eagle:
+            runner.draft_graphs = Rerun(
+                runner._draft_captured, drafter.backend, runner.batch, runner.device, *sizes, decode=False
+            )

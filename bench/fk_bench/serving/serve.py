@@ -167,13 +167,15 @@ class EngineOptions:
     expert_parallel_size: Annotated[
         int,
         typer.Option(
-            help="groups of those ranks that have different experts (1: all ranks share each expert)"
+            help="groups of ranks that have different experts (1: all ranks share each expert, or of data-parallel"
+            " ranks, each has its own)"
         ),
     ] = DEFAULT.expert_parallel_size
     data_parallel_size: Annotated[
         int,
         typer.Option(
-            help="ranks with requests and a KV cache of their own, which share the experts of a mixture"
+            help="ranks with requests and a KV cache of their own, which share the experts of a mixture; each has"
+            " tensor-parallel-size GPUs"
         ),
     ] = DEFAULT.data_parallel_size
     limit_mm_per_prompt: Annotated[

@@ -120,9 +120,13 @@ class Engine(ABC):
             log.warning("%s", said)
         self.requests = {}
         self.stats = StepStats()
-        self._start()
         self.patched: Any = None  # the patch of an integration, which sets it
-        patch_from_environment(self)
+        try:
+            self._start()
+            patch_from_environment(self)
+        except BaseException:
+            self.executor.shutdown()  # otherwise other ranks end with the last reference to this engine
+            raise
         self.phases.mark("rest")
         log.info("%s", self.phases.line())
 

@@ -148,7 +148,6 @@ class LLMEngine(Engine):
             return
         ratios = draft_costs.measure(self.executor, self.config, settings, self.core.depth)
         if ratios:
-            assert isinstance(self.scheduler, Scheduler)
             self.scheduler.payoff = Payoff(ratios, settings.depth + 1)
             log.info("%s", self.scheduler.payoff.describe())
 

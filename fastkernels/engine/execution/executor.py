@@ -11,19 +11,19 @@ import os
 import pickle
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from fastkernels.core import parallel
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.forward.startup import Phases
-from fastkernels.engine.execution.ranks import Ranks, WorkerDied
+from fastkernels.engine.execution.ranks import Ranks, Worker, WorkerDied
 from fastkernels.engine.execution.worker import (
     COLLECT,
     FORGET,
@@ -36,11 +36,14 @@ from fastkernels.engine.execution.worker import (
 )
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import runner_class
-from fastkernels.engine.steps.step import StepInput, StepOutput, idle_step
+from fastkernels.engine.sampling.rows import TokenMasks
+from fastkernels.engine.steps.step import StepInput, StepOutput
+from fastkernels.engine.steps.together import idle_step, step_together
 from fastkernels.models.common.checkpoints import weights
 from fastkernels.models.common.configs import checks
 from fastkernels.models.common.plans import build
 
+NO_MASKS = TokenMasks(np.empty(0, np.int64), np.empty((0, 0), np.int32))
 NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 
 
@@ -202,25 +205,35 @@ class DataParallelExecutor(TensorParallelExecutor):
     def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         super().__init__(config, folder, hf_config, phases)
         self.shares_experts: bool = self.runner.shares_experts
+        self._data, self._tensor = config.data_parallel_size, config.tensor_parallel_size
         self._idle = idle_step(config.max_num_seqs)
 
     def launch(self, step: Any) -> Any:
-        raise RuntimeError("data-parallel ranks have steps of their own: use launch_each")
+        """Start the same step on each rank; the result is that of the first one."""
+        return _First(self.launch_each([step] * self._data))
 
     def launch_each(self, steps: Sequence[StepInput | None]) -> Round:
         """Start a step on each rank, by rank; None: it has no requests. At least one has some."""
-        given = [step for step in steps if step is not None]
-        made = list(steps)
+        made: Sequence[StepInput | None] = steps
         if self.shares_experts:
-            most = max(len(step.input_ids) for step in given)
-            decode = all(len(step.input_ids) == len(step.slots) for step in given)
-            made = [replace(step or self._idle, largest=(most, decode)) for step in steps]
+            made = step_together(steps, self._idle)
         with self._together():
-            for worker, step in zip(self._ranks.workers, made[1:], strict=True):
+            for rank, step in enumerate(made):
                 if step is not None:
-                    worker.commands.send_bytes(pack(step))
+                    self._send_to(rank, pack(step))
             own = None if made[0] is None else self.runner.launch(made[0])
-        return Round(self, own, [rank for rank, step in enumerate(made) if rank and step is not None])
+        there = {rank: step.masked for rank, step in enumerate(made) if step is not None}
+        return Round(self, own, there)
+
+    def first_worker(self, rank: int) -> Worker:
+        """The first process of a data-parallel rank from 1 on, which answers for it."""
+        return self._ranks.workers[rank * self._tensor - 1]
+
+    def _send_to(self, rank: int, data: bytes) -> None:
+        """Send to the workers of a data-parallel rank. The first one of rank 0 is this process."""
+        first = rank * self._tensor
+        for worker in self._ranks.workers[max(first - 1, 0) : first + self._tensor - 1]:
+            worker.commands.send_bytes(data)
 
     def forget(self) -> None:
         """Drop the results of rounds that are not collected. Without workers there are none."""
@@ -230,28 +243,39 @@ class DataParallelExecutor(TensorParallelExecutor):
 
 
 class Round:
-    """A step in flight on data-parallel ranks, of this process and of workers."""
+    """A step in flight on data-parallel ranks, of this process and of workers. masked: by rank."""
 
-    def __init__(self, executor: DataParallelExecutor, own: Any, ranks: list[int]):
-        self._executor, self._own, self._ranks = executor, own, ranks
+    def __init__(self, executor: DataParallelExecutor, own: Any, masked: dict[int, bool]):
+        self._executor, self._own, self._masked = executor, own, masked
 
-    def sample(self, rank: int, masks: Any) -> None:
-        """Sample the tokens of a rank's masked step; see Pending."""
+    def sample(self, masks: Mapping[int, TokenMasks]) -> None:
+        """Sample the tokens of masked steps, by rank; see Pending. Ranks that have no masks wait for the others."""
         with self._executor._together():
-            if rank:
-                self._executor._ranks.workers[rank - 1].commands.send_bytes(pack(masks))
-            else:
-                self._own.sample(masks)
+            found = {rank: masks.get(rank, NO_MASKS) for rank, masked in self._masked.items() if masked}
+            for rank, own in found.items():
+                self._executor._send_to(rank, pack(own))
+            if 0 in found:  # behind the others, which it may wait for
+                self._own.sample(found[0])
 
     def results(self) -> dict[int, StepOutput]:
         """Wait for the ranks. Rounds are collected in the order of their launches."""
         executor = self._executor
         with executor._together():
-            workers = {rank: executor._ranks.workers[rank - 1] for rank in self._ranks}
+            workers = {rank: executor.first_worker(rank) for rank in self._masked if rank}
             for worker in workers.values():
                 worker.commands.send_bytes(pack(COLLECT))
             found = {} if self._own is None else {0: self._own.result()}
             return found | {rank: worker.receive() for rank, worker in workers.items()}
+
+
+class _First:
+    """The same step in flight on all data-parallel ranks."""
+
+    def __init__(self, made: Round):
+        self._made = made
+
+    def result(self) -> StepOutput:
+        return self._made.results()[0]
 
 
 class _Checked:
@@ -274,11 +298,11 @@ def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
     size, experts = config.num_ranks, config.expert_parallel_size
     gpus, model = torch.cuda.device_count(), config.model
-    name = "data_parallel_size" if config.data_parallel_size > 1 else "tensor_parallel_size"
+    name = _sizes(config)
     if config.device != "cpu" and 0 < gpus < size:
-        raise ValueError(f"{name} {size} needs {size} GPUs, and there are {gpus}")
+        raise ValueError(f"{name} needs {size} GPUs, and there are {gpus}")
     try:
-        checks.check_ranks(hf_config, config.tensor_parallel_size, experts)
+        checks.check_ranks(hf_config, config.tensor_parallel_size, config.expert_groups)
         with as_rank(config, 0):
             build.skeleton(folder, hf_config, torch.float32)
         draft = None if config.speculative_config is None else config.speculative_config.get("model")
@@ -288,7 +312,13 @@ def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
                 build.skeleton(folder, build.load_config(folder), torch.float32)
     except ValueError as error:
         more = f" with expert_parallel_size {experts}" if experts > 1 else ""
-        raise ValueError(f"{name} {size}{more} does not suit {model}: {error}") from error
+        raise ValueError(f"{name}{more} does not suit {model}: {error}") from error
+
+
+def _sizes(config: EngineConfig) -> str:
+    """The options that make several ranks, for messages."""
+    names = [name for name in ("data_parallel_size", "tensor_parallel_size") if getattr(config, name) > 1]
+    return " and ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
 __all__ = ["DataParallelExecutor", "Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]

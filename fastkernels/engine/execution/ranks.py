@@ -183,5 +183,15 @@ def _leave_collectives() -> None:
 
 def _abort_nccl() -> None:
     """Abort NCCL collectives in this process, also those in a CUDA graph. Safe in any thread."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._get_default_group().abort()
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    default = dist.distributed_c10d._get_default_group()
+    others = [group for group in dist.distributed_c10d._world.pg_names if group is not default]
+    if not others:
+        default.abort()
+        return
+    backend: Any = default._get_backend(torch.device("cuda"))
+    backend._group_start()  # otherwise the end of one may wait for that of another
+    for group in (*reversed(others), default):
+        group.abort()
+    backend._group_end()

@@ -1,9 +1,9 @@
 """The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
 main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
-which are not answered, and calls, which are. A data-parallel rank answers COLLECT with the result of its oldest step;
-after FORGET it has none. The second, `life`, closes when the other side ends, which ends the worker; a worker that
-fails writes its error there as (one line, traceback).
+which are not answered, and calls, which are. The first process of a data-parallel rank answers COLLECT with the result
+of its oldest step; after FORGET it has none. The second, `life`, closes when the other side ends, which ends the
+worker; a worker that fails writes its error there as (one line, traceback).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import numpy as np
 from fastkernels.engine.execution.forward.startup import Phases, keep_objects
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.rows import TokenMasks
-from fastkernels.engine.steps.step import StepInput
+from fastkernels.engine.steps.step import StepInput, StepOutput
 
 log = logging.getLogger("fastkernels")
 
@@ -63,16 +64,16 @@ def as_rank(config: EngineConfig, rank: int) -> AbstractContextManager[None]:
     """The context in which the modules of a rank are built."""
     from fastkernels.core import parallel
 
-    if config.data_parallel_size > 1:
-        return parallel.build_as(0, 1, data=(rank, config.data_parallel_size))
-    return parallel.build_as(rank, config.tensor_parallel_size, config.expert_parallel_size)
+    data_rank, place = divmod(rank, config.tensor_parallel_size)
+    data = data_rank, config.data_parallel_size
+    return parallel.build_as(place, config.tensor_parallel_size, config.expert_groups, data)
 
 
 def join(runner: Any, rendezvous: str) -> None:
     """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
 
     On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster. Data-parallel ranks
-    form the group of those that share experts.
+    form the groups of those that share experts.
     """
     from fastkernels.core import parallel
     from fastkernels.overrides.collective.measure import choose, choose_experts
@@ -81,14 +82,15 @@ def join(runner: Any, rendezvous: str) -> None:
     # the loopback: all ranks are on this machine.
     with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
         size, where = runner.config.num_ranks, f"file://{rendezvous}"
+        tensor, device = runner.config.tensor_parallel_size, str(runner.device)
         if runner.config.data_parallel_size > 1:
-            made = parallel.init_sharing(runner.rank, size, where, str(runner.device))
-            most = choose_experts(made) if runner.shares_experts else -1
+            sharing = parallel.init_sharing(runner.rank, size, where, device, tensor=tensor)
+            most = choose_experts(sharing) if runner.shares_experts else -1
             if most > 0 and not runner.rank:
                 log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
-            return
-        parallel.init(runner.rank, size, where, str(runner.device))
-    most = choose(parallel.communicator(parallel.TP))
+        else:
+            parallel.init(runner.rank, size, where, device)
+    most = choose(parallel.communicator(parallel.TP)) if tensor > 1 else -1
     if most > 0 and not runner.rank:
         log.info("all-reduce: ours is faster than NCCL up to %d KiB, and is used", most >> 10)
 
@@ -116,7 +118,7 @@ def pack(step: Any) -> bytes:
         step.sources,
         step.drafts,
         step.next_drafts,
-        step.largest,
+        step.together,
     )
     return pickle.dumps((arrays, *more), protocol=5)
 
@@ -125,14 +127,14 @@ def unpack(data: tuple[Any, ...]) -> Any:
     """The object that `pack` serialized, from its unpickled form."""
     if len(data) == 1:
         return data[0]
-    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, largest = data
+    arrays, num_decodes, new_rows, prompt_targets, masked, media, sources, drafts, nexts, together = data
     slots, query_lens, seq_lens, offsets, input_ids, updates, loads, saves = (
         np.frombuffer(raw, kind) for kind, raw in arrays
     )
     return StepInput(
         slots, query_lens, seq_lens, offsets, input_ids, num_decodes, updates.reshape(-1, 3), new_rows, prompt_targets,
         masked, loads.reshape(-1, 2), saves.reshape(-1, 2), media, sources,
-        drafts, nexts, largest,
+        drafts, nexts, together,
     )  # fmt: skip
 
 
@@ -168,11 +170,18 @@ def _serve(commands: Connection) -> None:
         if isinstance(received, TokenMasks):
             pending[-1].sample(received)
         elif received == COLLECT:
-            commands.send(pending.popleft().result())
+            commands.send(_whole(pending.popleft().result()))
         elif received == FORGET:
             pending.clear()
         else:
             pending.append(runner.launch(received))
+
+
+def _whole(output: StepOutput) -> StepOutput:
+    """The output with its drafts, for another process. Waits for them."""
+    if output.next_drafts is None:
+        return output
+    return replace(output, next_drafts=partial(np.asarray, output.next_drafts()))
 
 
 def _end_with_parent(life: Connection, parent: int) -> None:

@@ -44,9 +44,10 @@ class EngineConfig:
     async_scheduling        schedule a step while the previous one runs (default: on CUDA, unless drafts forbid it)
     attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
     tensor_parallel_size    ranks that each layer is sharded over: GPUs, or gloo processes on the CPU
-    expert_parallel_size    groups of those ranks that have different experts (1: every expert is shared by all ranks)
+    expert_parallel_size    groups of those ranks that have different experts (1: every expert is shared by all ranks);
+                            with data-parallel ranks, of all ranks (default: data_parallel_size)
     data_parallel_size      ranks with requests of their own, which share the experts of a mixture: each has the other
-                            layers whole, max_num_seqs sequences and a KV cache
+                            layers, max_num_seqs sequences and a KV cache, on tensor_parallel_size GPUs or processes
     max_logprobs            upper limit of logprobs and prompt_logprobs of a request; -1: no limit
     seed                    of dummy weights, and of the seeds of requests without one
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
@@ -155,22 +156,19 @@ class EngineConfig:
         """The processes that run the model together."""
         return self.tensor_parallel_size * self.data_parallel_size
 
+    @property
+    def expert_groups(self) -> int:
+        """The groups of tensor-parallel ranks that have different experts."""
+        return max(1, self.expert_parallel_size // self.data_parallel_size)
+
     def _check_data_parallel(self) -> None:
-        """Raise ValueError for options that data-parallel ranks do not have."""
-        size = self.data_parallel_size
-        if self.tensor_parallel_size > 1:
+        """Raise ValueError for groups of experts that data-parallel ranks cannot have."""
+        data, tensor = self.data_parallel_size, self.tensor_parallel_size
+        possible = [data * groups for groups in range(1, tensor + 1) if tensor % groups == 0]
+        if self.expert_parallel_size not in (1, *possible):
             raise ValueError(
-                f"data_parallel_size {size} is not supported with tensor_parallel_size {self.tensor_parallel_size}: use"
-                " one of them"
-            )
-        if self.expert_parallel_size not in (1, size):
-            raise ValueError(
-                f"expert_parallel_size {self.expert_parallel_size} is not possible with data_parallel_size {size}:"
-                f" these ranks share the experts, so that it must be {size} or left out"
-            )
-        if self.speculative_config is not None:
-            raise ValueError(
-                f"speculative_config is not supported with data_parallel_size {size}, only with 1"
+                f"expert_parallel_size {self.expert_parallel_size} is not possible with data_parallel_size {data} and"
+                f" tensor_parallel_size {tensor}: it must be {' or '.join(map(str, possible))}, or left out"
             )
 
 

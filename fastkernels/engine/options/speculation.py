@@ -208,3 +208,10 @@ class DraftCounts:
         self.accepted += accepted
         for place in range(accepted):
             self.by_place[place] += 1
+
+    def merge(self, other: DraftCounts) -> None:
+        """Add the counts of another rank."""
+        self.sequences += other.sequences
+        self.drafts += other.drafts
+        self.accepted += other.accepted
+        self.by_place = [a + b for a, b in zip(self.by_place, other.by_place, strict=True)]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
+from fastkernels.engine.options.speculation import DraftCounts
+from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult, masks_of
+from fastkernels.engine.scheduling.payoff import Payoff
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.scheduler import Batch, QueueFull, Scheduler
 from fastkernels.engine.scheduling.step_input import make_step
@@ -23,10 +26,9 @@ class Schedulers:
     same number to the first. All sequences of a request stay together, and share its prompt's blocks.
     """
 
-    speculation = payoff = None
-
     def __init__(self, ranks: Sequence[Scheduler], max_waiting: int):
         self.ranks, self.max_waiting = ranks, max_waiting
+        self.speculation = ranks[0].speculation
         self._last = 0  # the rank of the last sequence
 
     def __len__(self) -> int:
@@ -51,6 +53,24 @@ class Schedulers:
     @property
     def prefix_hits(self) -> int:
         return sum(rank.prefix_hits for rank in self.ranks)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Those of all ranks."""
+        total = DraftCounts()
+        for rank in self.ranks:
+            total.merge(rank.draft_counts)
+        return total
+
+    @property
+    def payoff(self) -> Payoff | None:
+        """Whether drafts pay: one measurement and one average of all ranks, which wait for the slowest one."""
+        return self.ranks[0].payoff
+
+    @payoff.setter
+    def payoff(self, payoff: Payoff | None) -> None:
+        for rank in self.ranks:
+            rank.payoff = payoff
 
     @property
     def cache_usage(self) -> float:
@@ -102,7 +122,7 @@ def _rank(request: Request) -> int:
 class Round(Protocol):
     """A step in flight on all ranks; see executor.Round."""
 
-    def sample(self, rank: int, masks: Any) -> None: ...
+    def sample(self, masks: Mapping[int, TokenMasks]) -> None: ...
 
     def results(self) -> Mapping[int, StepOutput]: ...
 
@@ -133,6 +153,10 @@ class DataParallelCore:
     def results(self) -> list[StepResult]:
         """Launch the next batches and wait for the oldest ones; see EngineCore.step."""
         ranks = self.scheduler.ranks
+        if self._in_flight and any(core.is_serial() for core in self._cores):
+            return self._collect_oldest()
+        for rank, core in enumerate(self._cores):
+            core.take_proposed(any(batches[rank] is not None for batches, _ in self._in_flight))
         batches = [rank.schedule() for rank in ranks]
         launched = any(batch is not None for batch in batches)
         if launched:
@@ -145,8 +169,7 @@ class DataParallelCore:
             masked = [(rank, b) for rank, b in enumerate(batches) if b is not None and b.masked]
             if masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
-                for rank, batch in masked:
-                    now.sample(rank, masks_of(batch, None))
+                now.sample({rank: masks_of(batch, self.scheduler.speculation) for rank, batch in masked})
                 if before is not None:
                     return before
         if not self._in_flight or (launched and len(self._in_flight) < self.depth):
@@ -160,6 +183,8 @@ class DataParallelCore:
     def reset(self) -> None:
         """Remove all requests and forget the prefix caches, after a failed step."""
         self._in_flight.clear()
+        for core in self._cores:
+            core.forget_proposed()
         self.scheduler.remove_all()
         self.scheduler.reset_cache()
         self.executor.forget()  # otherwise the next rounds would get these results

@@ -57,9 +57,9 @@ class EngineCore:
 
     def step(self) -> StepResult | None:
         """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
-        if self._in_flight and self._is_serial():
+        if self._in_flight and self.is_serial():
             return self._collect_oldest()
-        self._take_proposed()
+        self.take_proposed(bool(self._in_flight))
         batch = self.scheduler.schedule()
         if batch is not None:
             assert self.executor is not None
@@ -87,11 +87,11 @@ class EngineCore:
     def reset(self) -> None:
         """Remove all requests and forget the prefix cache, after a failed step."""
         self._in_flight.clear()
-        self._proposing = None
+        self.forget_proposed()
         self.scheduler.remove_all()
         self.scheduler.reset_cache()
 
-    def _is_serial(self) -> bool:
+    def is_serial(self) -> bool:
         """Whether the next step needs the drafts of the one in flight on the host."""
         if self.scheduler.speculation is None:
             return False
@@ -99,24 +99,30 @@ class EngineCore:
 
     def _collect_oldest(self) -> StepResult:
         batch, pending = self._in_flight.popleft()
-        output = pending.result()
-        if output.next_drafts is not None:
-            self._proposing = batch, output.next_drafts
-        return self.collect(batch, output)
+        return self.collect(batch, pending.result())
 
-    def _take_proposed(self) -> None:
-        """Give the requests of the last step the drafts that a model has made meanwhile."""
+    def forget_proposed(self) -> None:
+        """Drop the drafts of the last step."""
+        self._proposing = None
+
+    def take_proposed(self, more: bool) -> None:
+        """Give the requests of the last step the drafts that a model has made meanwhile.
+
+        more: a step after that one makes others
+        """
         if self._proposing is None:
             return
         (batch, wait), self._proposing = self._proposing, None
-        if self._in_flight:
-            return  # a step after that one makes others
+        if more:
+            return
         for request, offset, drafts in zip(batch.requests, batch.offsets, wait().tolist(), strict=True):
             if offset >= 0 and request.status is Status.RUNNING:
                 request.proposed = drafts
 
     def collect(self, batch: Batch, output: StepOutput) -> StepResult:
         """Give the tokens of a step to its requests, and remove those that end."""
+        if output.next_drafts is not None:
+            self._proposing = batch, output.next_drafts
         if batch.drafts:
             return self._collect_drafts(batch, output)
         news, ended, constrained = [], [], []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -89,6 +89,22 @@ class NextDrafts:
     shown: bool = True
 
 
+class Together(NamedTuple):
+    """The common part of the steps of data-parallel ranks that share experts, so that all exchange as many tokens.
+
+    tokens, rows  of the rank with the most
+    decode        whether all ranks have rows of one query only
+    verify        whether all ranks have rows of one token and its drafts only, and some have drafts
+    proposes      whether a draft model proposes drafts in any rank: its chain of passes runs in all
+    """
+
+    tokens: int
+    rows: int
+    decode: bool
+    verify: bool = False
+    proposes: bool = False
+
+
 @dataclass(frozen=True)
 class StepInput:
     """B rows with T tokens in total. Rows with one query come first; the tokens of a row are contiguous.
@@ -109,8 +125,7 @@ class StepInput:
     drafts         [B] int32: the last tokens of each row that are drafts; a row samples after each of them, and before
                    the first. None: no row has any
     next_drafts    None: no draft model runs
-    largest        (tokens of the data-parallel rank with the most, whether all these ranks have rows of one query
-                   only). None: no rank waits for another
+    together       of data-parallel ranks that share experts. None: no rank waits for another
     state_loads, state_saves  [N, 2] int32: slots of recurrent state to copy (from, to) before and after the model runs
     """
 
@@ -130,7 +145,7 @@ class StepInput:
     sources: StepSources | None = None
     drafts: np.ndarray | None = None
     next_drafts: NextDrafts | None = None
-    largest: tuple[int, bool] | None = None
+    together: Together | None = None
 
 
 @dataclass(frozen=True)
@@ -180,20 +195,6 @@ class Launcher(Protocol):
     def launch(self, step: StepInput) -> Pending:
         """Start a step without waiting for it. At most two may be in flight."""
         ...
-
-
-def idle_step(dummy: int) -> StepInput:
-    """The step of a data-parallel rank without requests: one token of the dummy slot, which is never read."""
-    one = np.ones(1, dtype=np.int32)
-    return StepInput(
-        np.array([dummy]),
-        one,
-        one,
-        np.array([-1]),
-        np.zeros(1, dtype=np.int64),
-        1,
-        np.empty((0, 3), dtype=np.int32),
-    )
 
 
 def even(rows: int, tokens: int, longest: int) -> np.ndarray:

@@ -46,20 +46,19 @@ def own_experts(num_experts: int, ranks: int) -> tuple[int, int, int, int, torch
 
     It has `count` experts from `first` on, and shares their inner size with tp_size - 1 ranks. expert_map
     [num_experts]: index of each expert on this rank or -1; None if it has all, or if it is a data-parallel rank, which
-    gets numbers of its own experts. Raises ValueError for numbers that cannot be divided.
+    gets numbers of its own experts. Data-parallel ranks divide the experts of each group of ranks once more. Raises
+    ValueError for numbers that cannot be divided.
     """
     data_rank, data_size = parallel.get_data_rank()
-    if data_size > 1:
-        count = parallel.divide(num_experts, data_size, "experts")
-        return 1, 0, data_rank * count, count, None
     groups = parallel.get_ep_size() if ranks > 1 else 1
     tp_size = parallel.divide(ranks, groups, "tensor-parallel ranks")
-    count = parallel.divide(num_experts, groups, "experts")
+    count = parallel.divide(num_experts, groups * data_size, "experts")
     group, tp_rank = divmod(parallel.get_tp_rank() if ranks > 1 else 0, tp_size)
-    if groups == 1:
-        return tp_size, tp_rank, 0, count, None
-    at = torch.arange(num_experts, dtype=torch.int32) - group * count
-    return tp_size, tp_rank, group * count, count, torch.where((at >= 0) & (at < count), at, -1)
+    first = (group * data_size + data_rank) * count
+    if groups == 1 or data_size > 1:
+        return tp_size, tp_rank, first, count, None
+    at = torch.arange(num_experts, dtype=torch.int32) - first
+    return tp_size, tp_rank, first, count, torch.where((at >= 0) & (at < count), at, -1)
 
 
 class UnquantizedExpertsMethod:
@@ -95,7 +94,7 @@ class Experts(nn.Module):
 
     expert_map: torch.Tensor | None
     quant_method: Any
-    # Of data-parallel ranks: the sum of all experts by (own experts' function, x, weights, ids)
+    # Of data-parallel ranks: the sum of their experts by (own experts' function, x, weights, ids)
     over_ranks: Callable[..., torch.Tensor] | None = None
 
     def __init__(
@@ -117,12 +116,12 @@ class Experts(nn.Module):
                 f"{prefix or 'Experts'}: tp_size {size} is neither 1 nor the group's {parallel.get_tp_size()}"
             )
         self.ranks, self.prefix, self.num_experts = size, prefix, num_experts
-        self.tp_size, self.tp_rank, self.first, here, expert_map = own_experts(num_experts, size)
+        self.tp_size, self.tp_rank, self.first, self.count, expert_map = own_experts(num_experts, size)
         inner = parallel.divide(intermediate_size, self.tp_size, "intermediate size")
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.quant_method = method_of(prefix) or UnquantizedExpertsMethod()
         dtype = params_dtype or torch.get_default_dtype()
-        self.quant_method.create_weights(self, here, hidden_size, inner, dtype)
+        self.quant_method.create_weights(self, self.count, hidden_size, inner, dtype)
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shared: int | None) -> None:
         """Register an uninitialized parameter of all experts, or of shape [1] a value that is their largest.
@@ -211,7 +210,7 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Return the weighted sum of this rank's experts, not yet summed over the ranks that share the layer.
 
-        Of data-parallel ranks it is the sum of all experts.
+        Of data-parallel ranks it is the sum over these.
         """
         if self.over_ranks is None:
             return self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)

@@ -1,26 +1,37 @@
-"""Data-parallel ranks (gloo) that share experts: tokens equal those of one process, and a dead rank ends all."""
+"""Data-parallel ranks that share experts: tokens equal those of one process, and a dead rank ends all.
+
+`-m gpu -s` runs the tests of two and four GPUs. One that hangs prints where each of its processes is.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import numpy as np
 import pytest
 import torch
-from support.live import live_server, wait_for
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
+from support.eagle import make_tiny_eagle3
+from support.mtp import make_mtp
+from support.rerun import install
 from support.serving.rank_forks import Fork
 from support.tiny import MODELS, make_tiny, make_tiny_bert
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels.core import parallel
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution import ranks
 from fastkernels.engine.execution.executor import WorkerDied
@@ -28,8 +39,10 @@ from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.request import Request
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
-from fastkernels.engine.steps.step import StepInput, StepOutput
+from fastkernels.engine.steps.step import NextDrafts, StepInput, StepOutput, Together
+from fastkernels.engine.steps.together import idle_step, step_together
 from fastkernels.models.common.layers.decoder import EXPERTS
+from fastkernels.overrides.moe.sparse_moe import own_experts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331)), [5, 6, 7]]
@@ -39,10 +52,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def forks(folder: Path, **settings: Any) -> LLM:
-    """Two ranks, of which the second starts as a fork, in a tenth of the time."""
+    """Two ranks, whose other processes start as forks, in a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Fork}))
-        return LLM(str(folder), **SETTINGS, data_parallel_size=2, **settings)
+        return LLM(str(folder), **{**SETTINGS, **settings}, data_parallel_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +148,9 @@ def test_dead_rank_ends_the_engine(two: LLM) -> None:
 @pytest.mark.slow
 def test_server_divides_requests_and_names_a_dead_rank(folder: Path, greedy: Any) -> None:
     same = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    import httpx
+    from support.live import live_server, wait_for
+
     with live_server(folder, **SETTINGS, max_model_len=256, data_parallel_size=2) as (url, server):
 
         def ask(prompt: list[int]) -> Any:
@@ -168,14 +184,13 @@ def test_other_models_equal_one_process(tmp_path: Path, kind: str) -> None:
     ("options", "what"),
     [
         ({"data_parallel_size": 0}, "data_parallel_size 0 is less than 1"),
-        ({"tensor_parallel_size": 2}, "data_parallel_size 2 is not supported with tensor_parallel_size 2"),
-        ({"expert_parallel_size": 3}, "expert_parallel_size 3 is not possible .* must be 2 or left out"),
+        ({"expert_parallel_size": 3}, "expert_parallel_size 3 is not possible .* must be 2, or left out"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config is not supported with data_parallel_size 2",
+            {"expert_parallel_size": 3, "tensor_parallel_size": 4},
+            "with data_parallel_size 2 and tensor_parallel_size 4: it must be 2 or 4 or 8, or left out",
         ),
     ],
-)  # fmt: skip
+)
 def test_options_of_other_ranks_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         EngineConfig("x", **{"data_parallel_size": 2, **options})
@@ -193,7 +208,151 @@ def test_models_that_ranks_cannot_share_are_refused(folder: Path, tmp_path: Path
         LLM(str(bert), device="cpu", data_parallel_size=2)
 
 
+def test_ranks_of_two_processes_equal_transformers(folder: Path, greedy: Any) -> None:
+    """Four processes: each rank shares its layers and its experts between two. One of them dies."""
+    with forks(folder, tensor_parallel_size=2) as llm:
+        outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+        assert tokens(outputs) == [greedy(folder, prompt, 12) for prompt in PROMPTS[:3]]
+        assert llm.llm_engine.executor.call(experts_of) == [(3, (2 + 1 + 1) * 32)] * 4
+        os.kill(llm.llm_engine.executor._ranks.workers[2].process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"^rank 3 \(pid \d+\) was killed by SIGKILL$"):
+            llm.generate(PROMPTS * 4, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma4_experts", "deepseek_v3", "llama"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_of_experts_equal_one_process(tmp_path: Path, kind: str, groups: int) -> None:
+    """With two groups, the processes of a rank have different experts."""
+    base, fields = MODELS.get(kind, (kind, {}))
+    eight = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
+    if groups == 4 and kind not in eight:
+        pytest.skip("its experts cannot be divided by four, or it has none")
+    made = make_tiny(
+        tmp_path / kind, base, "float32", **{**fields, **({eight[kind]: 8} if kind in eight else {})}
+    )
+    more = {} if kind == "llama" else {"expert_parallel_size": groups}
+    with forks(made, tensor_parallel_size=2, **more) as llm:
+        got = [tokens(llm.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
+    with LLM(str(made), **SETTINGS) as one:
+        assert got == [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_and_groups_divide_experts(groups: int) -> None:
+    """Each expert is on one rank, of one group."""
+    found = []
+    for data in range(2):
+        for place in range(2):
+            with parallel.build_as(place, 2, groups, (data, 2)):
+                shared_by, _, first, count, numbers = own_experts(8, 2)
+            assert numbers is None and shared_by == 2 // groups
+            found += range(first, first + count)
+    assert sorted(found) == sorted([*range(8)] * (2 // groups))
+
+
+def drafting(method: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """(a checkpoint with experts, a speculative_config for it)"""
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, **ALWAYS}
+    if method == "mtp":  # the head has experts, too
+        return make_mtp(folder / "mtp", "deepseek_v3"), given
+    made = make_tiny(folder / "target", "qwen3_moe", "float32")
+    if method == "draft_model":
+        given["model"] = str(made)
+    elif method in ("eagle3", "tree"):
+        given |= {"method": "eagle3", "model": str(make_tiny_eagle3(folder / "draft"))}
+    if method == "tree":
+        given["speculative_token_tree"] = "[(0,), (1,), (0, 0)]"
+    return made, given
+
+
+def replays_of(runner: Any) -> dict[str, int]:
+    return dict(runner.graphs.replays)
+
+
+def agree(
+    method: str, folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool = False, **more: Any
+) -> list[dict[str, int]]:
+    """Drafts of two ranks leave the tokens of one process. Returns the replays of each process's graphs."""
+    made, config = drafting(method, folder)
+    each = [params(i, max_tokens=12) for i in range(3)]
+    given, sizes = prompts(3), (3, 1)
+    with LLM(str(made), **SMALL) as one:
+        want = [results(one, given[:n], each[:n]) for n in sizes]
+    texts = [prompt + found[0][0] for prompt, found in zip(given, want[0], strict=True)]
+    if config["method"] != "ngram":
+        propose(monkeypatch, texts)
+    with forks(made, **{**SMALL, "num_blocks": 100}, **more, speculative_config=config) as llm:
+        assert llm.llm_engine.executor.shares_experts
+        if graphs:
+            llm.llm_engine.executor.call(install)
+        assert [results(llm, given[:n], each[:n]) for n in sizes] == want
+        found = counts(llm)
+        assert found.accepted > (0 if method == "ngram" else 5)
+        return llm.llm_engine.executor.call(replays_of) if graphs else []
+
+
+def test_drafts_with_experts_leave_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's passes exchange tokens, too, in all ranks: also in one without requests. Graphs without CUDA."""
+    first, second = agree("mtp", tmp_path, monkeypatch, graphs=True)
+    assert first["verify"] == second["verify"] > 3 and first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "mtp", "eagle3", "tree", "draft_model"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel_size": 2}, {"async_scheduling": True}])
+def test_drafts_leave_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, graphs: bool, more: dict[str, Any]
+) -> None:
+    if (method == "tree" and graphs) or (method in ("ngram", "tree", "mtp") and "async_scheduling" in more):
+        pytest.skip("the host makes these drafts, reads them, or reads the lengths of sequences")
+    agree(method, tmp_path, monkeypatch, graphs, **more)
+
+
+@pytest.mark.slow
+def test_measured_drafts_and_masks_of_ranks(tmp_path: Path) -> None:
+    """Drafts are measured over all ranks at the start; masks of a constrained request wait for its drafts."""
+    made, config = drafting("mtp", tmp_path)
+    digits = StructuredOutputsParams(regex="[0-9]{3}-[0-9]{5}")
+    each = [GREEDY, SamplingParams(temperature=0, max_tokens=20, structured_outputs=digits), GREEDY]
+    with LLM(str(made), **SETTINGS) as one:
+        want = tokens(one.generate(PROMPTS[:3], each, use_tqdm=False))
+    config.pop("disable_by_batch_size")
+    with forks(made, num_blocks=100, speculative_config=config) as llm:
+        assert llm.llm_engine.scheduler.payoff.ratios
+        assert tokens(llm.generate(PROMPTS[:3], each, use_tqdm=False)) == want
+
+
 # -- the lockstep, without an engine
+
+
+def step_of(lens: list[int], drafts: list[int] | None = None, count: int = 0) -> StepInput:
+    rows, query_lens = len(lens), np.array(lens, np.int32)
+    nexts = NextDrafts(count, np.zeros(rows, np.int64), query_lens)
+    return replace(
+        idle_step(9), slots=np.arange(rows), query_lens=query_lens, offsets=np.zeros(rows, np.int64),
+        input_ids=np.zeros(sum(lens), np.int64), drafts=None if drafts is None else np.array(drafts, np.int32),
+        next_drafts=nexts,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "want"),
+    [
+        ([step_of([1, 1, 1]), None], Together(3, 3, True)),
+        ([step_of([1, 1]), step_of([5], count=2)], Together(5, 2, False, proposes=True)),
+        ([step_of([1, 1]), step_of([3, 2], [2, 1], 2)], Together(5, 2, False, True, True)),
+        ([step_of([4, 1]), step_of([3, 2], [2, 1])], Together(5, 2, False)),
+        ([replace(step_of([1]), masked=True), step_of([2], [1])], Together(2, 1, False)),
+        ([replace(step_of([1]), offsets=np.array([-1])), step_of([2], [1])], Together(2, 1, False)),
+    ],
+)
+def test_ranks_know_what_they_have_in_common(steps: list[StepInput | None], want: Together) -> None:
+    made = step_together(steps, idle_step(9))
+    assert [step.together for step in made] == [want] * 2
+    assert [len(s.slots) for s in made] == [1 if step is None else len(step.slots) for step in steps]
+    assert len({s.masked for s in made}) == 1  # a draft model's passes follow the sampling
 
 
 class Echo:
@@ -260,18 +419,48 @@ def test_ranks_step_together(depth: int) -> None:
     assert all(rank.groups[0].num_free == rank.groups[0].num_usable for rank in made.ranks)
 
 
-GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+# -- GPUs
+
+TWO, FOUR = (
+    pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} NVIDIA GPUs") for n in (2, 4)
+)
+ON_GPU: dict[str, Any] = {
+    **SETTINGS, "device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200,
+}  # fmt: skip
+SECONDS = 40.0  # for each of these tests
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that takes longer prints where its processes are, and ends its workers. It fails, or ends itself."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # of workers, which get SIGABRT
+
+    def end() -> None:
+        faulthandler.dump_traceback(sys.__stderr__)
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue  # it has ended
+            if parent == os.getpid():
+                os.kill(int(entry.parent.name), signal.SIGABRT)
+
+    timers = [threading.Timer(SECONDS, end), threading.Timer(SECONDS + 15, os._exit, [1])]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    yield
+    for timer in timers:
+        timer.cancel()
 
 
 @pytest.mark.gpu
-@GPUS
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_two_gpus_with_graphs_equal_one(tmp_path: Path, kind: str) -> None:
-    made = make_tiny(tmp_path / kind, kind, "float32")
-    settings = {**SETTINGS, "device": "cuda", "dtype": "float32", "max_model_len": 512, "num_blocks": 200}
-    with LLM(str(made), **settings, enforce_eager=True) as one:
+@TWO
+def test_two_gpus_with_graphs_equal_one(tmp_path: Path, short: None) -> None:
+    made = make_tiny(tmp_path / "moe", "qwen3_moe", "float32")
+    with LLM(str(made), **ON_GPU, enforce_eager=True) as one:
         want = [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (1, 2, 5)]
-    with LLM(str(made), **settings, data_parallel_size=2) as two:
+    with LLM(str(made), **ON_GPU, data_parallel_size=2) as two:
         got = [tokens(two.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (1, 2, 5)]
         replays = two.llm_engine.executor.call(replays_of)
         os.kill(two.llm_engine.executor._ranks.workers[0].process.pid, signal.SIGKILL)
@@ -281,5 +470,31 @@ def test_two_gpus_with_graphs_equal_one(tmp_path: Path, kind: str) -> None:
     assert replays[0] == replays[1] and replays[0]["decode"] > 20
 
 
-def replays_of(runner: Any) -> dict[str, int]:
-    return dict(runner.graphs.replays)
+@pytest.mark.gpu
+@TWO
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_drafts_of_two_gpus_leave_the_tokens(tmp_path: Path, short: None, method: str) -> None:
+    made, config = drafting(method, tmp_path)
+    each = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    given, more = prompts(4), {**ON_GPU, "max_model_len": 96}
+    with LLM(str(made), **more, enforce_eager=True) as one:
+        want = [tokens(one.generate(given[:n], each, use_tqdm=False)) for n in (4, 1)]
+    with LLM(str(made), **more, data_parallel_size=2, speculative_config=config) as two:
+        got = [tokens(two.generate(given[:n], each, use_tqdm=False)) for n in (4, 1)]
+        replays = two.llm_engine.executor.call(replays_of)
+    assert got == want
+    if method == "mtp":
+        assert replays[0]["verify"] == replays[1]["verify"] > 5
+
+
+@pytest.mark.gpu
+@FOUR
+def test_two_ranks_of_two_gpus_equal_one(tmp_path: Path, short: None) -> None:
+    made = make_tiny(tmp_path / "moe", "qwen3_moe", "float32")
+    with LLM(str(made), **ON_GPU, enforce_eager=True) as one:
+        want = [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (1, 5)]
+    with LLM(str(made), **ON_GPU, data_parallel_size=2, tensor_parallel_size=2) as four:
+        assert [tokens(four.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (1, 5)] == want
+        os.kill(four.llm_engine.executor._ranks.workers[2].process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"rank 3 .* was killed by SIGKILL"):
+            four.generate(PROMPTS * 20, GREEDY, use_tqdm=False)

@@ -27,7 +27,7 @@ from fastkernels.engine.execution.runners.generate import Generate
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
-from fastkernels.engine.steps.step import SAMPLED, PromptTargets, StepInput, StepOutput
+from fastkernels.engine.steps.step import SAMPLED, PromptTargets, StepInput, StepOutput, Together
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "step_kernel_cases.py"
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "max_num_seqs": 8}
@@ -142,9 +142,10 @@ def test_graph_has_room_for_the_largest_rank(tiny: Path) -> None:
     used: list[str] = []
     for i, step in enumerate(scenario(driver)):
         tokens, decode = len(step.input_ids), len(step.input_ids) == len(step.slots)
-        largest = (8, True) if decode and i % 2 else (tokens + 5, False)
-        found.append(runner.launch(replace(step, largest=largest)).result().token_ids.tolist())
-        used += ["decode" if largest[1] else "mixed"] * (runner.graphs.size_of(*largest) is not None)
+        largest = Together(8, 8, True) if decode and i % 2 else Together(tokens + 5, 8, False)
+        found.append(runner.launch(replace(step, together=largest)).result().token_ids.tolist())
+        size = runner.graphs.size_of(largest.tokens, largest.decode)
+        used += ["decode" if largest.decode else "mixed"] * (size is not None)
     assert found == want and runner.graphs.replays == {kind: used.count(kind) for kind in ("decode", "mixed")}
     assert min(runner.graphs.replays.values()) > 10
 

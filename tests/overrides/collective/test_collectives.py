@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,22 @@ def test_kernels_compile_for_hopper(name: str) -> None:
                 r"st\.global\.(wt\.)?v[24]", ptx
             )
             assert not re.search(r"(ld|st)\.(volatile\.)?global\.b16", ptx), "an access of one number"
+
+
+def test_rows_in_float8_read_no_register_without_a_value() -> None:
+    """With such registers, ptxas took bytes of wide rows from elsewhere. Each is in the code once."""
+    spec = registry.get("ep_dispatch_fp8")
+    (triton,) = [p for p in spec.op.providers if p.name == "triton"]
+    comm = parallel.join("wide", 0, 1)
+    comm.size = 2
+    comm.symmetric = Symmetric([0, 0], 0, Symmetric.UNIT * 256, torch.device("cpu"), 600.0)
+    case = next(c for c in spec.cases if c.name == "deepseek_decode")
+    args = arguments(spec, case, 2)[0]
+    args[spec.position("group")] = "wide"
+    (launch,) = ahead.launched(lambda: triton.fn(*args))
+    ptx = ahead.compile_for(launch, 90).asm["ptx"]
+    halves = Counter(re.findall(r"%rs\d+", ptx))
+    assert "cvt.rn.satfinite.e4m3x2" in ptx and [name for name, n in halves.items() if n == 1] == []
 
 
 @pytest.mark.gpu

@@ -109,12 +109,28 @@ def results(spec: Any, every: list[list[Any]]) -> list[list[torch.Tensor]]:
 
 
 def close(spec: Any, case: Any, label: str, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == b.dtype, label
-        limit = spec.tolerance_for(case, b.dtype)
+        limit, where = spec.tolerance_for(case, b.dtype), f"{label}: output {i}"
         torch.testing.assert_close(
-            a.double(), b.double(), atol=limit.atol, rtol=limit.rtol, msg=lambda m: f"{label}: {m}"
-        )
+            a.double(), b.double(), atol=limit.atol, rtol=limit.rtol,
+            msg=lambda m: f"{where}: {m}\n{places(a, b, limit)}",  # noqa: B023
+        )  # fmt: skip
+
+
+def places(got: torch.Tensor, want: torch.Tensor, limit: Any) -> str:
+    """Which rows and columns are wrong, and some of these values."""
+    wrong = ~torch.isclose(got.double(), want.double(), atol=limit.atol, rtol=limit.rtol)
+    rows, columns = wrong.flatten(1).any(1).nonzero(), wrong.flatten(1).any(0).nonzero()
+    some = [
+        f"{at}: {got[tuple(at)].item():g} for {want[tuple(at)].item():g}"
+        for at in wrong.nonzero()[:12].tolist()
+    ]
+    by_four = [int(wrong.flatten(1)[:, i::4].sum()) for i in range(4)]
+    return (
+        f"rows {rows.flatten().tolist()}; {len(columns)} columns from {int(columns.min())} to {int(columns.max())},"
+        f" by the remainder of 4: {by_four}; {', '.join(some)}"
+    )
 
 
 def listed(out: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ class Fork:
 
     @staticmethod
     def _become(arguments: list[str], kept: tuple[int, int], env: dict[str, str]) -> None:
+        gc.freeze()  # the end of an earlier group would wait for threads that only the parent has
         first = 3  # other ends of the sockets, which would keep them open
         for fd in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
             os.closerange(first, fd)

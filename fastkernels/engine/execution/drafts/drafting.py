@@ -43,10 +43,11 @@ from fastkernels.engine.options.draft_tree import Level
 from fastkernels.engine.options.speculation import Speculation
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.steps.input_batch import InputBatch, Inputs, Staging
-from fastkernels.engine.steps.step import SAMPLED, NextDrafts, StepInput
+from fastkernels.engine.steps.step import SAMPLED, NextDrafts, StepInput, Together
 from fastkernels.models.common.checkpoints import checkpoint, weights
 from fastkernels.models.common.configs import length
 from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.layers import shared_experts
 from fastkernels.models.common.layers.decoder import DecoderModel, Taps
 from fastkernels.models.common.plans import build
 from fastkernels.overrides.sampling.sampling import sampling
@@ -119,6 +120,7 @@ class Drafter:
     """A draft model on one rank.
 
     layers  its attention layers, whose keys are in blocks of the target's sequences
+    shares_experts  with other data-parallel ranks
     """
 
     def __init__(
@@ -132,6 +134,8 @@ class Drafter:
         self.model: Any = build.build(
             source.folder, source.config, self._device, dtype, engine.load_format, engine.seed
         )
+        shares = engine.data_parallel_size > 1 and shared_experts.connect(self.model)
+        self.shares_experts: bool = shares
         modules = list(self.model.modules())
         self.layers = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
         others = any(isinstance(getattr(m, "keeps", None), StateSpec) for m in modules)
@@ -203,11 +207,15 @@ class Drafter:
 
         Rows without room for it are as in the step.
         """
-        more = self._more(step)
+        more, together = self._more(step), step.together
         ends = np.cumsum(step.query_lens)
         ids = np.insert(step.input_ids, ends[more > 0], 0)
         lens, keys = step.query_lens + more, step.seq_lens + more
-        return StepInput(step.slots, lens, keys, step.offsets, ids, 0, step.block_updates[:0])
+        if together is not None:
+            together = Together(together.tokens + together.rows, together.rows, decode=False)
+        return StepInput(
+            step.slots, lens, keys, step.offsets, ids, 0, step.block_updates[:0], together=together
+        )
 
     def _more(self, step: StepInput) -> np.ndarray:
         """[B] int32: tokens that the first pass has in addition to the step's."""
@@ -287,10 +295,13 @@ class Drafter:
             self._hidden[:rows] = hidden.index_select(0, last)
         return self._out[:rows]
 
-    def chain(self, rows: int, longest: int) -> torch.Tensor:
-        """The drafts of the first `rows` rows, [rows, count]. Can be captured. longest: number of keys at most."""
+    def chain(self, rows: int, longest: int, most: int = 0) -> torch.Tensor:
+        """The drafts of the first `rows` rows, [rows, count]. Can be captured. longest: number of keys at most.
+
+        most: rows of the largest data-parallel rank, with padding
+        """
         if self.tree is not None:
-            return self._grow(rows, longest)
+            return self._grow(rows, longest, most)
         batch, own = self._batch, Rows(*(t[:rows] for t in self._rows))
         tables = self._tables(own, longest)
         drawing = self._sampler.drawing(own.slot)
@@ -303,7 +314,17 @@ class Drafter:
                 at, lens, mappings = advance(own, i, self.longest, batch)
                 parts = [
                     AttentionMetadata(
-                        slots, starts, lens, table, 1, longest, rows, longest, self.backend, padded=False
+                        slots,
+                        starts,
+                        lens,
+                        table,
+                        1,
+                        longest,
+                        rows,
+                        longest,
+                        self.backend,
+                        padded=False,
+                        most_tokens=most,
                     )
                     for slots, table in zip(mappings.unbind(), tables, strict=True)
                 ]
@@ -326,7 +347,7 @@ class Drafter:
             batch.group_table(group)[:, :columns].index_select(0, own.slot) for group in range(batch.groups)
         ]
 
-    def _grow(self, rows: int, longest: int) -> torch.Tensor:
+    def _grow(self, rows: int, longest: int, most: int) -> torch.Tensor:
         """The drafts of a tree, level by level. Keys of drafts with children follow each other behind the row's own."""
         own = Rows(*(t[:rows] for t in self._rows))
         tables, drafts = self._tables(own, longest), self._drafts[:rows]
@@ -337,7 +358,9 @@ class Drafter:
             if depth:
                 hidden = hidden.view(rows, -1, hidden.shape[1]).index_select(1, level.parents).flatten(0, 1)
                 masks = self._inner[keys : keys + count]
-                metadata = self._level(own, tables, keys, count, longest, masks)
+                metadata = replace(
+                    self._level(own, tables, keys, count, longest, masks), most_tokens=most * count
+                )
                 ids = drafts.index_select(1, level.nodes - 1).flatten()
                 at = (own.at + depth).clamp_max(self.longest - 1).repeat_interleave(count)
                 made, states = self._forward(ids, at, hidden, metadata)

@@ -24,7 +24,7 @@ import torch
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention import AttentionBackend, CannotCapture, with_groups
 from fastkernels.engine.steps.input_batch import InputBatch, Inputs, packed_words
-from fastkernels.engine.steps.step import SAMPLED, StepInput, even
+from fastkernels.engine.steps.step import SAMPLED, StepInput, Together, even
 
 log = logging.getLogger("fastkernels")
 # Eager launches take 20 ms of CPU time per step, as long as an H200 needs for 1000 tokens of an 8B model, and the HTTP
@@ -172,9 +172,30 @@ class Graphs:
         at = bisect.bisect_left(sizes, tokens)
         return sizes[at] if at < len(sizes) else None
 
+    def verify_rows(self, rows: int) -> int | None:
+        """Rows of the graph that verifies drafts of so many rows; None if no graph fits."""
+        at = bisect.bisect_left(self._verified, rows)
+        return self._verified[at] if at < len(self._verified) else None
+
+    def chain_rows(self, rows: int) -> int | None:
+        """Rows of the graph of a draft model's chain; None if no graph fits."""
+        return self.size_of(rows, True) if self._chains else None
+
+    def padded(self, together: Together) -> int:
+        """Tokens of each data-parallel rank in this step, with padding, whether it runs as a graph or not."""
+        if self._verify is not None and together.verify and (rows := self.verify_rows(together.rows)):
+            return rows * (self._verify.drafts + 1)
+        return self.size_of(together.tokens, together.decode) or together.tokens
+
     def run(self, step: StepInput) -> tuple[Inputs, Outputs] | None:
         """Run a step. Returns its inputs and outputs with padding, valid until the next run; None if no graph fits."""
-        tokens, decode = step.largest or (len(step.input_ids), len(step.input_ids) == len(step.slots))
+        together = step.together
+        if together is None:
+            tokens, decode = len(step.input_ids), len(step.input_ids) == len(step.slots)
+        elif together.verify and self.verify_rows(together.rows) is not None:
+            return None  # other ranks run it as a graph of another size
+        else:
+            tokens, decode = together.tokens, together.decode
         size = self.size_of(tokens, decode)
         if size is None or (not decode and self._backend.takes_apart(step, tokens > HIDDEN_TOKENS)):
             return None
@@ -192,11 +213,9 @@ class Graphs:
 
         Returns its inputs and outputs with padding, valid until the next run; None if no graph fits.
         """
-        rows = len(step.slots)
-        at = bisect.bisect_left(self._verified, rows)
-        if self._verify is None or at == len(self._verified):
+        size = self.verify_rows(len(step.slots) if step.together is None else step.together.rows)
+        if self._verify is None or size is None:
             return None
-        size = self._verified[at]
         found = self._verifying[size]
         tokens = size * (self._verify.drafts + 1)
         inputs = self._batch.load(step, tokens, size, self._packed, found.inputs)
@@ -211,12 +230,15 @@ class Graphs:
         assert self._last is not None and self._last.first is not None
         self._last.first()
 
-    def run_chain(self, rows: int) -> torch.Tensor | None:
-        """The drafts [rows, count], valid until the next call; None if no graph fits."""
-        at = bisect.bisect_left(self._decode, rows)
-        if at == len(self._decode) or not self._chains:
+    def run_chain(self, rows: int, most: int = 0) -> torch.Tensor | None:
+        """The drafts [rows, count], valid until the next call; None if no graph fits.
+
+        most: rows of the largest data-parallel rank
+        """
+        size = self.chain_rows(max(rows, most))
+        if size is None:
             return None
-        replay, drafts = self._chains[self._decode[at]]
+        replay, drafts = self._chains[size]
         replay()
         self.replays["drafts"] = self.replays.get("drafts", 0) + 1
         return drafts[:rows]

@@ -34,7 +34,14 @@ from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
 from fastkernels.engine.sampling.token_masks import to_device
 from fastkernels.engine.steps.input_batch import InputBatch, Inputs, Staging
-from fastkernels.engine.steps.step import SAMPLED, PromptTargets, StepInput, StepOutput, TokenLogprobs
+from fastkernels.engine.steps.step import (
+    SAMPLED,
+    PromptTargets,
+    StepInput,
+    StepOutput,
+    Together,
+    TokenLogprobs,
+)
 from fastkernels.engine.steps.step_kernels import begin, finish
 from fastkernels.models.common.plans import build
 from fastkernels.overrides.sampling.sampling import sampling
@@ -71,6 +78,7 @@ class Generate(Runner):
         self.cross_layers = [m for m in paged if m.keeps.cross]
         if self._draft_source is not None:
             self.drafter = Drafter(self._draft_source, self.config, self.model, self.dtype, self.device)
+            self.shares_experts |= self.drafter.shares_experts
         drafts = [] if self.drafter is None else self.drafter.layers
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
@@ -203,6 +211,8 @@ class Generate(Runner):
             self.sampler.set_rows(step.new_rows)
             if self.features is not None:
                 self.batch.set_shifts(step.new_rows)
+        if step.drafts is None and self._verifies_together(step):
+            step = replace(step, drafts=np.zeros(len(step.slots), np.int32))
         slots, offsets = self.batch.sample_slots(step), np.maximum(step.offsets, 0)
         places = None if step.drafts is None else _each_draft(step.drafts)
         if places is not None:
@@ -322,6 +332,8 @@ class Generate(Runner):
         graphs, nexts = self.graphs, step.next_drafts
         if graphs is None or step.drafts is None or not plan.from_raw or plan.num_logprobs >= 0:
             return None
+        if step.together is not None and not step.together.verify:
+            return None
         decodes = bool((step.query_lens == step.drafts + 1).all()) and int(step.offsets.min()) >= 0
         if not decodes or len(step.prompt_targets) or step.media is not None:
             return None
@@ -340,6 +352,13 @@ class Generate(Runner):
         if nexts is None or (nexts.count and nexts.shown):
             made.add_drafts(drafter.made(rows))
         return made
+
+    def _verifies_together(self, step: StepInput) -> bool:
+        """Whether other data-parallel ranks verify drafts in a graph in this step, which is for this rank, too."""
+        together = step.together
+        if self.graphs is None or together is None or not together.verify:
+            return False
+        return self.graphs.verify_rows(together.rows) is not None
 
     def _verified(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph of a step captures in which each row has drafts, or one token.
@@ -369,10 +388,11 @@ class Generate(Runner):
         tokens: torch.Tensor,
     ) -> GenerateStep:  # fmt: skip
         """Let the draft model propose the next step's drafts. metadata: None: the step ran as a graph."""
-        drafter, count = self.drafter, 0 if step.next_drafts is None else step.next_drafts.count
+        drafter = self.drafter
         if drafter is None:
             return made
-        rows = len(step.slots)
+        wanted = step.next_drafts is None or step.next_drafts.count > 0
+        rows, together = len(step.slots), step.together if drafter.shares_experts else None
         drafter.accept(inputs.input_ids, tokens)
         if self.tree is not None and step.drafts is not None:
             self._keep_paths(step, inputs)
@@ -383,13 +403,23 @@ class Generate(Runner):
         else:
             assert self.graphs is not None
             self.graphs.run_first()
-        if count or step.next_drafts is None:
+        if wanted if together is None else together.proposes:
             longest = min(int(step.seq_lens.max()) + drafter.count + 1, drafter.longest)
-            drafts = None if self.graphs is None else self.graphs.run_chain(rows)
-            drafts = drafter.chain(rows, longest) if drafts is None else drafts
-            if step.next_drafts is None or step.next_drafts.shown:
+            most = 0 if together is None else self._chain_rows(step, together)
+            drafts = None if self.graphs is None else self.graphs.run_chain(rows, most)
+            drafts = drafter.chain(rows, longest, most) if drafts is None else drafts
+            if wanted and (step.next_drafts is None or step.next_drafts.shown):
                 made.add_drafts(drafts)
         return made
+
+    def _chain_rows(self, step: StepInput, together: Together) -> int:
+        """Rows of each data-parallel rank in the chain of a draft model, with padding."""
+        assert self.drafter is not None
+        if self.graphs is None:
+            return together.rows
+        if self.drafter.eagle and self._verifies_together(step):  # the graph goes on to the chain
+            return self.graphs.verify_rows(together.rows) or together.rows
+        return self.graphs.chain_rows(together.rows) or together.rows
 
     def _keep_paths(self, step: StepInput, inputs: Inputs) -> None:
         """Move the keys of accepted drafts to the places of their tokens."""
@@ -419,6 +449,7 @@ class Generate(Runner):
         self.drafter.settle_again(inputs)
         tables = self.batch.rows_tables(inputs)
         metadata = with_groups(self.drafter.backend.plan(inputs, tables[0]), inputs, tables)
+        metadata = _with_padding(metadata, step, self.draft_graphs)
         self.drafter.first(inputs, metadata)
 
     def _draft_captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
@@ -450,10 +481,7 @@ class Generate(Runner):
         if media is None and self._only_last(step, inputs):
             more["rows"] = inputs.last_index[: inputs.num_rows]
         tree = step.drafts is not None
-        if step.largest is not None:
-            # The other ranks may run this step as a graph.
-            size = None if self.graphs is None else self.graphs.size_of(*step.largest)
-            metadata = replace(metadata, most_tokens=size or step.largest[0])
+        metadata = _with_padding(metadata, step, self.graphs)
         hidden = self._forward(self.batch.known_ids(inputs), inputs, metadata, tree, **more)
         logits = self.model.compute_logits(hidden) if "rows" in more else None
         return inputs, Outputs(hidden, logits), metadata
@@ -612,6 +640,14 @@ class Generate(Runner):
         for layer in self.state_layers:
             layer.states = None
         self.states = None
+
+
+def _with_padding(metadata: AttentionMetadata, step: StepInput, graphs: Graphs | None) -> AttentionMetadata:
+    """The metadata of a step without a graph, which other data-parallel ranks may run as a graph."""
+    if step.together is None:
+        return metadata
+    most = step.together.tokens if graphs is None else graphs.padded(step.together)
+    return replace(metadata, most_tokens=most)
 
 
 def _each_draft(drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

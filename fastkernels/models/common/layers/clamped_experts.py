@@ -37,6 +37,7 @@ class StackedExperts(nn.Module):
         super().__init__()
         size, self.num_experts, total = parallel.get_tp_size(), experts.count, experts.intermediate
         self.ranks, self.rank, self.first, n, expert_map = own_experts(self.num_experts, size)
+        self.count = n
         self.register_buffer("expert_map", expert_map, persistent=False)
         inner = parallel.divide(total, self.ranks, "intermediate size of an expert")
         if experts.mxfp4:
@@ -131,9 +132,8 @@ class ClampedExperts(nn.Module):
                 self.limit,
             )  # fmt: skip
 
-        if e.over_ranks is not None:
-            return e.over_ranks(own, x, weights, ids)
-        return parallel.all_reduce(own(x, weights, ids))
+        out = own(x, weights, ids) if e.over_ranks is None else e.over_ranks(own, x, weights, ids)
+        return parallel.all_reduce(out)
 
     def loaded(self, dtype: torch.dtype) -> None:
         """Called once all weights are loaded: a CPU decodes MXFP4 once and not in each step."""

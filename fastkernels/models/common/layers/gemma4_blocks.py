@@ -69,9 +69,8 @@ class ExpertsBesideMlp(nn.Module):
         def own(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
 
-        if e.over_ranks is not None:
-            return e.over_ranks(own, x, weights, ids)
-        return parallel.all_reduce(own(x, weights, ids))
+        out = own(x, weights, ids) if e.over_ranks is None else e.over_ranks(own, x, weights, ids)
+        return parallel.all_reduce(out)
 
 
 class LayerInputs(nn.Module):
