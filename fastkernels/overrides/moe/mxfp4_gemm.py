@@ -44,6 +44,8 @@ class Plan(NamedTuple):
     zero: bool = False
     half_scales: bool = False
     tokens: int = 8
+    ring: bool = False
+    phases: int = 1
 
     @property
     def threads(self) -> int:
@@ -52,13 +54,18 @@ class Plan(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: activations, later the sums of parts."""
-        activations = self.tokens * (256 * cdiv(self.k, 128) + 64)
+        """Bytes of shared memory: activations, scales and weights, later the sums of parts."""
+        steps, slots = cdiv(self.k, 128), self.ahead + 1
+        if self.phases > 1:  # whole rounds of the ring
+            steps = min(steps, cdiv(cdiv(steps, self.parts), self.phases * slots) * slots * self.parts)
+        activations = self.tokens * (256 * steps + 64)
         of_row = (self.k // 32, 2 * self.k // self.group, self.k // 16)[self.form]
         halves = self.glu == 2
         regions = (2 if halves else 1) * (2 if self.form == INT4 and self.zero else 1)
         scales = regions * 16 * cdiv((8 if halves else 16) * self.rows * of_row + 30, 16)
-        return max(activations + scales, 512 * self.rows * (self.parts - 1))
+        ring = 1024 * slots * self.rows * self.parts * self.ring
+        sums = 512 * cdiv(self.tokens, 8) * self.rows * (self.parts - 1)
+        return max(activations + scales + ring, sums)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -69,6 +76,7 @@ class Plan(NamedTuple):
             f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
             f"-DFORM={self.form}", f"-DGROUP={self.group}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHALF_SCALES={int(self.half_scales)}", f"-DTOKENS={self.tokens}",
+            f"-DRING={int(self.ring)}", f"-DPHASES={self.phases}",
         )  # fmt: skip
 
 
