@@ -19,6 +19,7 @@ from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.linear.linear_int4 import packed_values
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP, decoded, dequantize_nvfp4
+from fastkernels.overrides.moe import fp4_selection
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -92,9 +93,11 @@ def check(
         )
 
 
-def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[few.Plan]:
+def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None) -> list[few.Plan]:
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     is_sorted = sorts(ids.numel(), experts, expert_map)
+    if is_sorted and (chosen := fp4_selection.blocks(ids, w1, w2, expert_map, 2, few.NVFP4, blocks)):
+        return chosen.plans(2 * w1.shape[2], ids.shape[1], 2 * w2.shape[2], 2, few.NVFP4)
     products = ((w1, ids.shape[1], 2), (w2, 1, 0))
     return few.fitting(
         lambda tokens: [

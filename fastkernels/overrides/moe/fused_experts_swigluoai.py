@@ -16,6 +16,7 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tenso
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.moe import fp4_selection
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
@@ -116,13 +117,16 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
-def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[Any, Any]:
+def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None) -> tuple[Any, Any]:
     """Return the plans of both products, from mxfp4_gemm.py or, for many rows per expert, from mxfp4_prompt.py."""
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     columns, topk, inner = 2 * w1.shape[2], ids.shape[1], 2 * w2.shape[2]
     if ids.numel() > few.MOST_ROWS * experts:
         return many.Plan(columns, topk, glu=True), many.Plan(inner, 1, glu=False)
     is_sorted = sorts(ids.numel(), experts, expert_map)
+    if is_sorted and (chosen := fp4_selection.blocks(ids, w1, w2, expert_map, 1, few.MXFP4, blocks)):
+        first, second = chosen.plans(columns, topk, inner, 1, few.MXFP4)
+        return first, second
     return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
 
@@ -162,7 +166,7 @@ def _cuda(
         inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
         out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     else:
-        pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
+        pairs = sort_pairs(ids, experts, expert_map, first.tokens)
         x = x.clone() if x.data_ptr() % 16 else x
         inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
         out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)

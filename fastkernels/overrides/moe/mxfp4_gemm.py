@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -98,6 +99,46 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
     tokens = params.pop("tokens", TOKENS)
     own["tokens"] = tokens if is_sorted else 1
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
+
+
+class Block(NamedTuple):
+    """What a block of a product does: rows x parts warps, ahead and phases of a `Plan`."""
+
+    rows: int
+    parts: int
+    ahead: int
+    phases: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.parts}/{self.ahead}/{self.phases}"
+
+
+class Blocks(NamedTuple):
+    """Blocks of the two products of an MLP, which have the same pairs of an expert. Its text: `16 10x1/3/2 8x1/3/1`."""
+
+    tokens: int
+    first: Block
+    second: Block
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @classmethod
+    def parsed(cls, text: str) -> Blocks:
+        """Return the blocks of a text. Raises ValueError for another one."""
+        found = re.fullmatch(r"(\d+)" + 2 * r" (\d+)x(\d+)/(\d+)/(\d+)", text)
+        if found is None:
+            raise ValueError(f"blocks {text!r} must be as in '16 10x1/3/2 8x1/3/1'")
+        tokens, *numbers = map(int, found.groups())
+        return cls(tokens, Block(*numbers[:4]), Block(*numbers[4:]))
+
+    def plans(self, k: int, topk: int, inner: int, glu: int, form: int) -> list[Plan]:
+        """Return the plans of products with K and `inner` columns."""
+        products = ((k, topk, glu, self.first), (inner, 1, 0, self.second))
+        return [
+            plan(columns, each, True, kind, form=form, tokens=self.tokens, ring=True, **block._asdict())
+            for columns, each, kind, block in products
+        ]
 
 
 def fitting(make: Callable[[int], list[Plan]]) -> list[Plan]:

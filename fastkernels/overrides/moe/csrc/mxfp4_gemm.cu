@@ -57,11 +57,6 @@ __device__ __forceinline__ void await_copies() {  // all groups but the last AHE
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
 }
 
-template <int N>
-struct Count {
-    static constexpr int value = N;
-};
-
 __device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers, i is next to i + 4
     return make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410), halves(v.y, v.w, 0x7632));
 }
@@ -194,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
 
     float acc[TILES][4] = {};
     const unsigned char* const first_tokens = memory + min(group, TOKENS - 1) * PITCH + 16 * quad + 256 * part;
-    auto multiply_all = [&](auto count) {  // tiles of 8 tokens that have pairs
-        constexpr int USED = decltype(count)::value < TILES ? decltype(count)::value : TILES;
+    // used: the tiles of 8 tokens that have pairs, a constant. NVRTC 12 has no generic lambdas in a kernel.
+    auto multiply_all = [&](int used) {
         const unsigned char* tokens = first_tokens;
         int first = 0;  // block of the format in this lane's first slot
 #pragma unroll 1
@@ -216,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                 const int at = min(first + 4 * PARTS * slot + 4 * part + quad, BLOCKS - 1);
                 uint4 own[2];
                 u32 by[2][2];
-                float sums[USED][4] = {};
+                float sums[TILES][4] = {};
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     own[r] = RING ? *(const uint4*)(ring + 1024 * slot + 512 * r) : words[RING ? 0 : slot][r];
@@ -226,10 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    uint4 b[USED];
+                    uint4 b[TILES];
 #pragma unroll
-                    for (int t = 0; t < USED; t++)
-                        b[t] = *(const uint4*)(tokens + 8 * PITCH * t + 256 * PARTS * slot + 64 * i);
+                    for (int t = 0; t < TILES; t++)
+                        if (t < used) b[t] = *(const uint4*)(tokens + 8 * PITCH * t + 256 * PARTS * slot + 64 * i);
                     u32 v[2][4];
 #pragma unroll
                     for (int r = 0; r < 2; r++) {
@@ -245,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                         v[r][3] = difference(word >> 12, 0x000F000F, by[r][0]);
                     }
 #pragma unroll
-                    for (int t = 0; t < USED; t++) {
+                    for (int t = 0; t < TILES; t++) {
+                        if (t >= used) continue;
                         float(&c)[4] = INTEGERS ? sums[t] : acc[t];
                         multiply(c, v[0][0], v[1][0], v[0][1], v[1][1], b[t].x, b[t].y);
                         multiply(c, v[0][2], v[1][2], v[0][3], v[1][3], b[t].z, b[t].w);
@@ -256,17 +252,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     for (int j = 0; j < 4; j++) {
                         const u16 bits = ((const u16*)scale_of[j / 2])[at / (GROUP / 32)];
 #pragma unroll
-                        for (int t = 0; t < USED; t++)
-                            acc[t][j] += (HALF_SCALES ? from_half(bits) : widen(bits)) * sums[t][j];
+                        for (int t = 0; t < TILES; t++)
+                            if (t < used) acc[t][j] += (HALF_SCALES ? from_half(bits) : widen(bits)) * sums[t][j];
                     }
             }
             left -= SLOTS, first += 4 * PARTS * SLOTS, from += 4 * PARTS * SLOTS, tokens += 256 * PARTS * SLOTS;
             asm volatile("" : "+l"(from));  // otherwise every load's address is computed again
         }
     };
-    if (TILES == 1 || filled <= 8) multiply_all(Count<1>());
-    else if (TILES == 2 || filled <= 16) multiply_all(Count<2>());
-    else multiply_all(Count<TILES>());
+    if (TILES == 1 || filled <= 8) multiply_all(1);
+    else if (TILES == 2 || filled <= 16) multiply_all(2);
+    else multiply_all(TILES);
 
     if (PARTS > 1) {
         meet();  // the activations have been read
