@@ -6,14 +6,15 @@ that waits for memory. Tiles are those of a router that chooses all experts equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.kit.selection import memory_us
+from fastkernels.overrides.kit.selection import HOPPER, MOST, memory_us
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.fused_experts import key_of
 from fastkernels.overrides.moe.selection import Call, expected
@@ -33,6 +34,15 @@ START, WAIT, AGAIN = (
 CLOCK = 1.75e3  # cycles per microsecond
 OF_SM, RESERVED = 228 * 1024, 1024  # bytes of shared memory, and those that each block has besides its own
 REGISTERS = 96  # of a thread, at most
+Proposals = tuple[tuple[str, dict[str, Any]], ...]
+POINTS = (8,), (32,), (64,), (128,), (16,), (256,)  # numbers of tokens at which proposals are measured
+SETS = tuple(
+    {"blocks": f"{tokens} {first} {second}"}
+    for tokens, first, second in (
+        (8, "4x1/3/1", "4x1/3/1"), (8, "6x1/3/1", "6x1/3/1"), (8, "5x2/3/1", "5x2/3/1"), (16, "4x1/3/2", "4x1/3/2"),
+        (16, "6x1/3/2", "6x1/3/1"), (16, "8x1/3/2", "8x1/3/2"), (24, "8x1/3/3", "8x1/3/3"), (32, "8x1/3/3", "8x1/3/3"),
+    )
+)  # fmt: skip
 H200 = Chip("NVIDIA H200", 132, 4.8e12, 50 << 20, (9, 0))
 
 
@@ -83,6 +93,31 @@ def blocks(
     """Return the blocks of a call: those of a text, else the model's first ones. None: nothing fits."""
     if text is not None:
         return few.Blocks.parsed(text)
-    (experts, here, topk, hidden, half), (tokens,) = key_of(w1, w2, ids, expert_map)
-    found = ranked(Call(experts, here, topk, hidden, 2 * half, tokens), glu, form)
+    shape, (tokens,) = key(w1, w2, ids, expert_map)
+    found = ranked(Call(*shape, tokens), glu, form)
     return found[0] if found else None
+
+
+def key(
+    w1: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None
+) -> tuple[tuple[int, ...], tuple[int]]:
+    """Return the values of SHAPE and SIZES of a call with packed weights."""
+    (*shape, half), sizes = key_of(w1, w2, ids, expert_map)
+    return (*shape, 2 * half), sizes
+
+
+def proposed(provider: str, call: Call, glu: int, form: int, chip: Chip) -> Proposals:
+    """Return up to three (provider, params), the best first. Without sorted pairs there is one way alone."""
+    if min(call[:6]) < 1 or not call.is_sorted or chip.capability[0] != HOPPER:
+        return ()
+    return tuple((provider, {"blocks": str(found)}) for found in ranked(call, glu, form, chip)[:MOST])
+
+
+def fits(params: Mapping[str, Any], call: Call, glu: int, form: int) -> bool:
+    """Return whether `fk-bench tune` measures these blocks for such a call."""
+    if not call.is_sorted:
+        return False
+    made = few.Blocks.parsed(params["blocks"])
+    rows = call.pairs / call.experts
+    plans = made.plans(call.hidden, call.topk, call.intermediate, glu, form)
+    return few.too_large(*plans) is None and made.tokens // 4 <= max(rows, 2) and rows <= 8 * made.tokens
