@@ -4,9 +4,10 @@
         [--sweep 8,32,64,128]
 
 A case names a format and sizes, see CASES. Times are microseconds of an MLP: a CUDA graph has calls of two layers with
-several routings, and kernels take turns. `default` is what the op runs, `registers` mxfp4_gemm with weights in
-registers and 8 pairs of an expert. With --sweep, each product is timed alone, too, with each of PLANS, at these numbers
-of tokens. MLPs are first compared with the reference in float32, products with the plan `registers`.
+several routings, and kernels take turns. `default` is what the op runs, a text as `16 6x1/3/2 6x1/3/1` what its
+selection model proposes. With --sweep, each product is timed alone, too, at these numbers of tokens, with each of PLANS
+and with `registers`: weights in registers and 8 pairs of an expert. MLPs are first compared with the reference in
+float32, products with `registers`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.moe import fused_experts_nvfp4, fused_experts_swigluoai
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
+from fastkernels.overrides.moe.fp4_selection import ranked
 from fastkernels.overrides.moe.production import _MXFP4, _fused_experts_mxfp4
-from fastkernels.overrides.routing.sorted_pairs import sort_pairs, sorts
+from fastkernels.overrides.moe.selection import Call
+from fastkernels.overrides.routing.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 LAYERS, ROUTINGS = 2, 2  # of a graph
@@ -79,26 +82,17 @@ class Format:
         made: few.Plan = few.plan(k, topk, is_sorted, self.glu if first else 0, form=self.form)
         return made._replace(ring=False, tokens=8 if is_sorted else 1)
 
+    def proposed(self, name: str, tokens: int) -> list[str]:
+        """Return the blocks that the selection model proposes for an MLP."""
+        call = Call(*CASES[name][1:2], *CASES[name][1:], tokens)
+        return [str(found) for found in ranked(call, self.glu, self.form)[:3]] if call.is_sorted else []
+
     def planned(self, block: str, k: int, topk: int, first: bool) -> few.Plan | None:
         """Return a product's plan of PLANS, None if it does not fit."""
         tokens, own = block.split()
         blocks = few.Blocks.parsed(f"{tokens} {own} {own}")
         made = blocks.plans(k, topk, k, self.glu, self.form)[0 if first else 1]
         return None if few.too_large(made) or made.threads * 48 > 65536 else made
-
-    def mlp(self, *args: Any) -> T:
-        """Call both products with weights in registers."""
-        x, ids, weights = args[0], args[self.routed + 1], args[self.routed]
-        first, second = ([args[i] for i in each] for each in (self.first, self.second))
-        is_sorted = sorts(ids.numel(), len(first[0]), None)
-        plans = [
-            self.registers(2 * w.shape[2], topk, w is first[0], is_sorted)
-            for w, topk in ((first[0], ids.shape[1]), (second[0], 1))
-        ]
-        pairs = sort_pairs(ids, len(first[0]), None, few.TOKENS)
-        inner = few.mxfp4_gemm(x, *first, pairs, plans[0], None, 1.702, 7.0)
-        out = few.mxfp4_gemm(inner, *second, pairs, plans[1], weights)
-        return few.sum_over_experts(out, ids, len(first[0]), None)
 
 
 def vllm_kernel(kind: str, args: list[Any]) -> Callable[..., T]:
@@ -195,8 +189,8 @@ class Layers:
         calls: dict[str, list[Callable[..., T]]] = {
             "default": [self.of.op._cuda if run.cuda else self.of.op._torch] * LAYERS
         }
-        if run.cuda:
-            calls["registers"] = [self.of.mlp] * LAYERS
+        for blocks in self.of.proposed(self.name, tokens) if run.cuda else ():
+            calls[blocks] = [partial(self.of.op._cuda, blocks=blocks)] * LAYERS
         if self.vllm:
             calls["vllm"] = self.vllm
         want = self.of.op.reference(several[0][0].float(), *several[0][1:])
@@ -275,7 +269,7 @@ class Layers:
         for label, us in times.items():
             gains = {
                 f"speedup_{other}": against(us, times[other])
-                for other in ("registers", "vllm")
+                for other in ("default", "registers", "vllm")
                 if other in times and other != label
             }
             self.run.row(
@@ -298,7 +292,8 @@ def compile_ahead(names: list[str], tokens: list[int], sweep: bool) -> None:
                 found.update(p for block in PLANS if (p := of.planned(block, k, each, first)) is not None)
         for n in tokens:
             ids = torch.empty(n, topk, dtype=torch.int32, device="meta")
-            found.update(of.op._plans(ids, w1, w2, None))
+            for blocks in (None, *of.proposed(name, n)):
+                found.update(of.op._plans(ids, w1, w2, None, blocks))
     jobs = [
         (
             many.source() if isinstance(p, many.Plan) else text(few.COMMON, few.SOURCE),

@@ -86,18 +86,6 @@ def ranked(call: Call, glu: int, form: int, chip: Chip = H200) -> tuple[few.Bloc
     return tuple(blocks for _, blocks in sorted(found))
 
 
-def blocks(
-    ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, glu: int, form: int,
-    text: str | None = None,
-) -> few.Blocks | None:  # fmt: skip
-    """Return the blocks of a call: those of a text, else the model's first ones. None: nothing fits."""
-    if text is not None:
-        return few.Blocks.parsed(text)
-    shape, (tokens,) = key(w1, w2, ids, expert_map)
-    found = ranked(Call(*shape, tokens), glu, form)
-    return found[0] if found else None
-
-
 def key(
     w1: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None
 ) -> tuple[tuple[int, ...], tuple[int]]:

@@ -135,8 +135,8 @@ def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None
     if blocks == PROMPT or (blocks is None and ids.numel() > few.MOST_ROWS * experts):
         return many.Plan(columns, topk, glu=True), many.Plan(inner, 1, glu=False)
     is_sorted = sorts(ids.numel(), experts, expert_map)
-    if is_sorted and (chosen := fp4_selection.blocks(ids, w1, w2, expert_map, 1, few.MXFP4, blocks)):
-        first, second = chosen.plans(columns, topk, inner, 1, few.MXFP4)
+    if blocks is not None and is_sorted:
+        first, second = few.Blocks.parsed(blocks).plans(columns, topk, inner, 1, few.MXFP4)
         return first, second
     return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
@@ -161,7 +161,7 @@ def _cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T,
     w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT, blocks: str | None = None,
 ) -> T:  # fmt: skip
-    """blocks: see mxfp4_gemm.Blocks, or PROMPT; None: those of the selection model, or PROMPT for many rows."""
+    """blocks: see mxfp4_gemm.Blocks, or PROMPT; None: 8 pairs, with weights in registers, or PROMPT for many rows."""
     _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
     x, ids, weights = (
         hidden_states.contiguous(),
@@ -208,7 +208,7 @@ def _reference(hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, weights: 
 def _key(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
-) -> tuple[tuple[Any, ...], tuple[int]]:  # fmt: skip
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:  # fmt: skip
     of = key_of if w1_scale is None else fp4_selection.key
     shape, sizes = of(w1, w2, topk_ids, expert_map)
     return (*shape, w1_scale is not None, hidden_states.dtype), sizes

@@ -295,4 +295,4 @@ def test_plans_of_experts_compile(tokens: int) -> None:
         found = cuda_rtc.nvrtc_compile(
             text(few.COMMON, few.SOURCE), ("--gpu-architecture=sm_90a", *p.options)
         )
-        assert found[:4] == b"\x7fELF" and (p.tokens == 1) == (tokens == 1)
+        assert found[:4] == b"\x7fELF" and p.tokens == (1 if tokens == 1 else few.TOKENS)
