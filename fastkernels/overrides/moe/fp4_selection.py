@@ -25,14 +25,14 @@ STEP, TILE, WARP = (
     165,
     25,
     450,
-)  # instructions of a step, of a further tile of 8 pairs in it, and of a warp besides
+)  # instructions of a step, of a further tile of 8 pairs in it, and of the rest of a warp
 START, WAIT, AGAIN = (
     2600,
     300,
     1000,
 )  # cycles of a block before its first step, of a step, before another phase
 CLOCK = 1.75e3  # cycles per microsecond
-OF_SM, RESERVED = 228 * 1024, 1024  # bytes of shared memory, and those that each block has besides its own
+OF_SM, RESERVED = 228 * 1024, 1024  # bytes of shared memory, and those that each block has beyond its own
 REGISTERS = 96  # of a thread, at most
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 POINTS = (8,), (32,), (64,), (128,), (16,), (256,)  # numbers of tokens at which proposals are measured

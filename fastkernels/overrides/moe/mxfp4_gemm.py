@@ -102,7 +102,7 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
 
 
 class Block(NamedTuple):
-    """What a block of a product does: rows x parts warps, ahead and phases of a `Plan`."""
+    """The fields rows, parts, ahead and phases of a `Plan`: the work of a block of one product."""
 
     rows: int
     parts: int
