@@ -57,11 +57,10 @@ QUICK = {"hidden": 64, "intermediate": 96}
 PLANS = [
     f"{tokens} {block}"
     for tokens, blocks in (
-        (4, "6x1/3/1"),
-        (8, "4x1/3/1 6x1/3/1 6x1/5/1 8x1/3/1 5x2/2/1 5x2/3/1 4x2/3/1 6x1/3/2"),
-        (16, "4x1/3/2 6x1/3/1 6x1/3/2 8x1/3/2 10x1/3/2 5x2/2/2 10x2/2/1"),
-        (24, "8x1/3/3"),
-        (32, "8x1/3/3 6x1/3/2"),
+        (8, "6x1/3/1 8x1/3/1 10x1/3/1 12x1/3/1"),
+        (16, "6x1/3/1 6x1/3/2 8x1/3/2 10x1/3/1 10x1/3/2 10x1/2/2 12x1/2/2 12x1/2/1"),
+        (24, "8x1/3/3 10x1/2/3"),
+        (32, "8x1/3/3"),
     )
     for block in blocks.split()
 ]  # fmt: skip
@@ -84,7 +83,8 @@ class Format:
 
     def proposed(self, name: str, tokens: int) -> list[str]:
         """Return the blocks that the selection model proposes for an MLP."""
-        call = Call(*CASES[name][1:2], *CASES[name][1:], tokens)
+        _, experts, topk, hidden, intermediate = CASES[name]
+        call = Call(experts, experts, topk, hidden, intermediate, tokens)
         return [str(found) for found in ranked(call, self.glu, self.form)[:3]] if call.is_sorted else []
 
     def planned(self, block: str, k: int, topk: int, first: bool) -> few.Plan | None:

@@ -1,88 +1,65 @@
-"""The choice of blocks for experts with 4-bit floats: a model of mxfp4_gemm's time, and its proposals.
+"""The choice of blocks for experts with 4-bit floats, and proposals that a patch measures.
 
-Its constants are cycles of an SM, from the machine code: what its four schedulers issue, and how long a block takes
-that waits for memory. Tiles are those of a router that chooses all experts equally often.
+A block of more pairs decodes weights less often and takes longer. Blocks are counted for a router that chooses all
+experts equally often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fastkernels.core.tuning import Chip
-from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.kit.selection import HOPPER, MOST, memory_us
+from fastkernels.overrides.kit.selection import HOPPER, MOST
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.fused_experts import key_of
 from fastkernels.overrides.moe.selection import Call, expected
 
-TOKENS = 8, 16, 24, 32
-ROWS, PARTS, AHEAD, PHASES = (4, 5, 6, 8, 10), (1, 2), 3, (1, 2, 3, 4)
-STEP, TILE, WARP = (
-    165,
-    25,
-    450,
-)  # instructions of a step, of a further tile of 8 pairs in it, and of the rest of a warp
-START, WAIT, AGAIN = (
-    2600,
-    300,
-    1000,
-)  # cycles of a block before its first step, of a step, before another phase
-CLOCK = 1.75e3  # cycles per microsecond
-OF_SM, RESERVED = 228 * 1024, 1024  # bytes of shared memory, and those that each block has beyond its own
-REGISTERS = 96  # of a thread, at most
+# Time of a block of so many pairs over that of one of 8, on an H200, 2026-11-30: with GPT-OSS-20B and Qwen3-30B at 64
+# and 128 tokens 1.27 to 1.31 for 16 pairs; for 24 and 32, GPT-OSS-20B at 128 tokens alone.
+TIMES = {8: 1.0, 16: 1.3, 24: 1.9, 32: 2.06}
+AHEAD, PHASES = 3, (1, 2, 3, 4)
+SHORT = 1024  # columns below which blocks of fewer rows were faster
+OF_TWO = 228 * 512 - 1024  # bytes of shared memory of a block with which an SM has two
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 POINTS = (8,), (32,), (64,), (128,), (16,), (256,)  # numbers of tokens at which proposals are measured
 SETS = tuple(
     {"blocks": f"{tokens} {first} {second}"}
     for tokens, first, second in (
-        (8, "4x1/3/1", "4x1/3/1"), (8, "6x1/3/1", "6x1/3/1"), (8, "5x2/3/1", "5x2/3/1"), (16, "4x1/3/2", "4x1/3/2"),
-        (16, "6x1/3/2", "6x1/3/1"), (16, "8x1/3/2", "8x1/3/2"), (24, "8x1/3/3", "8x1/3/3"), (32, "8x1/3/3", "8x1/3/3"),
+        (8, "6x1/3/1", "8x1/3/1"), (8, "8x1/3/1", "8x1/3/1"), (16, "10x1/3/2", "10x1/3/2"), (16, "8x1/3/2", "8x1/3/2"),
+        (16, "10x1/3/2", "6x1/3/1"), (24, "8x1/3/3", "8x1/3/3"), (32, "8x1/3/3", "8x1/3/3"),
     )
 )  # fmt: skip
-H200 = Chip("NVIDIA H200", 132, 4.8e12, 50 << 20, (9, 0))
 
 
-def _blocks(k: int, topk: int, tokens: int, glu: int, form: int) -> Iterator[tuple[few.Block, few.Plan]]:
-    """Yield the blocks of a product that fit."""
-    for rows in ROWS:
-        for parts in PARTS:
-            for phases in PHASES if tokens > 8 else PHASES[:1]:
-                block = few.Block(rows, parts, AHEAD, phases)
-                p = few.plan(k, topk, True, glu, form=form, tokens=tokens, ring=True, **block._asdict())
-                if p.shared <= few.SHARED and p.threads * REGISTERS <= 65536:
-                    yield block, p
-
-
-def _product_us(call: Call, n: int, p: few.Plan, chip: Chip) -> float:
-    """Return the expected time of one product in microseconds."""
-    hit, of_experts = expected(call, p.tokens)
-    tiles = expected(call, 8)[1] / max(of_experts, 1e-9) if p.tokens > 8 else 1.0
-    blocks = of_experts * cdiv(n, 16 * p.rows)
-    steps, resident = cdiv(p.k, 128), min(OF_SM // (p.shared + RESERVED), 65536 // (p.threads * REGISTERS))
-    issued = p.rows * (steps * (STEP + TILE * (tiles - 1)) + p.parts * WARP) / 4
-    alone = START + AGAIN * (p.phases - 1) + cdiv(steps, p.parts) * WAIT
-    busy = blocks / chip.sms * max(issued, alone / min(resident, max(blocks / chip.sms, 1.0))) / CLOCK
-    width = p.k / 2 + p.k / (16 if p.form == few.NVFP4 else 32)
-    return float((busy**4 + memory_us(hit * n * width, chip) ** 4) ** 0.25)
+def _block(k: int, topk: int, tokens: int, glu: int, form: int) -> few.Block | None:
+    """Return the block of a product, None if shared memory is too small for two on an SM."""
+    if tokens == 8:
+        rows = 6 if form == few.NVFP4 and k >= SHORT else 8
+    else:
+        rows = 8 if tokens > 16 else 10 if k >= SHORT else 6
+    for phases in PHASES[: 1 if tokens == 8 else None]:
+        block = few.Block(rows, 1, AHEAD, phases)
+        p = few.plan(k, topk, True, glu, form=form, tokens=tokens, ring=True, **block._asdict())
+        if p.shared <= OF_TWO:
+            return block
+    return None
 
 
 @lru_cache(maxsize=4096)
-def ranked(call: Call, glu: int, form: int, chip: Chip = H200) -> tuple[few.Blocks, ...]:
-    """Return the best blocks of each number of pairs, the fastest first. Empty: nothing fits."""
-    found: list[tuple[float, few.Blocks]] = []
-    for tokens in TOKENS:
-        best = []
-        for (n, k), topk, kind in zip(call.products, (call.topk, 1), (glu, 0), strict=True):
-            times = [
-                (_product_us(call, n, p, chip), block) for block, p in _blocks(k, topk, tokens, kind, form)
-            ]
-            best.append(min(times, default=None))
-        if (first := best[0]) is not None and (second := best[1]) is not None:
-            found.append((first[0] + second[0], few.Blocks(tokens, first[1], second[1])))
+def ranked(call: Call, glu: int, form: int) -> tuple[few.Blocks, ...]:
+    """Return the blocks of each number of pairs, the fastest first. Empty: nothing fits."""
+    found = []
+    for tokens, time in TIMES.items():
+        first, second = (
+            _block(k, topk, tokens, kind, form)
+            for (_, k), topk, kind in zip(call.products, (call.topk, 1), (glu, 0), strict=True)
+        )
+        if first is not None and second is not None:
+            found.append((expected(call, tokens)[1] * time, few.Blocks(tokens, first, second)))
     return tuple(blocks for _, blocks in sorted(found))
 
 
@@ -94,11 +71,33 @@ def key(
     return (*shape, 2 * half), sizes
 
 
+def default(call: Call, glu: int, form: int) -> few.Blocks | None:
+    """Return the blocks of a call with sorted pairs that no measurement chose; None: 8 pairs, weights in registers.
+
+    With 8 pairs, registers were as fast as the ring, or faster. Blocks of more than 16 have not been the fastest yet.
+    """
+    found = [blocks for blocks in ranked(call, glu, form) if blocks.tokens <= 16]
+    return found[0] if found and found[0].tokens > 8 else None
+
+
+def plans(
+    w1: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, expert_map: torch.Tensor | None, glu: int, form: int,
+    text: str | None,
+) -> list[few.Plan] | None:  # fmt: skip
+    """Return the plans of a call with sorted pairs: those of a text, else the default's; None: see `default`."""
+    (experts, here, topk, hidden, intermediate), (tokens,) = key(w1, w2, ids, expert_map)
+    call = Call(experts, here, topk, hidden, intermediate, tokens)
+    blocks = default(call, glu, form) if text is None else few.Blocks.parsed(text)
+    return None if blocks is None else blocks.plans(call.hidden, call.topk, call.intermediate, glu, form)
+
+
 def proposed(provider: str, call: Call, glu: int, form: int, chip: Chip) -> Proposals:
-    """Return up to three (provider, params), the best first. Without sorted pairs there is one way alone."""
+    """Return up to three (provider, params), the best first, without the default."""
     if min(call[:6]) < 1 or not call.is_sorted or chip.capability[0] != HOPPER:
         return ()
-    return tuple((provider, {"blocks": str(found)}) for found in ranked(call, glu, form, chip)[:MOST])
+    own = default(call, glu, form)
+    found = [blocks for blocks in ranked(call, glu, form) if blocks != own]
+    return tuple((provider, {"blocks": str(blocks)}) for blocks in found[:MOST])
 
 
 def fits(params: Mapping[str, Any], call: Call, glu: int, form: int) -> bool:
@@ -107,5 +106,5 @@ def fits(params: Mapping[str, Any], call: Call, glu: int, form: int) -> bool:
         return False
     made = few.Blocks.parsed(params["blocks"])
     rows = call.pairs / call.experts
-    plans = made.plans(call.hidden, call.topk, call.intermediate, glu, form)
-    return few.too_large(*plans) is None and made.tokens // 4 <= max(rows, 2) and rows <= 8 * made.tokens
+    suited = made.tokens // 4 <= max(rows, 2) and rows <= 8 * made.tokens
+    return suited and few.too_large(*made.plans(call.hidden, call.topk, call.intermediate, glu, form)) is None

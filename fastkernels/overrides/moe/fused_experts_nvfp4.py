@@ -107,8 +107,8 @@ def check(
 def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None) -> list[few.Plan]:
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     is_sorted = sorts(ids.numel(), experts, expert_map)
-    if blocks is not None and is_sorted:
-        return few.Blocks.parsed(blocks).plans(2 * w1.shape[2], ids.shape[1], 2 * w2.shape[2], 2, few.NVFP4)
+    if is_sorted and (found := fp4_selection.plans(w1, w2, ids, expert_map, 2, few.NVFP4, blocks)):
+        return found
     products = ((w1, ids.shape[1], 2), (w2, 1, 0))
     return few.fitting(
         lambda tokens: [
@@ -149,7 +149,7 @@ def _cuda(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
     expert_map: T | None = None, blocks: str | None = None,
 ) -> T:  # fmt: skip
-    """blocks: see mxfp4_gemm.Blocks; None: 8 pairs, with weights in registers."""
+    """blocks: see mxfp4_gemm.Blocks; None: those of fp4_selection.py."""
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
     first, second = (w1, w1_scale, w1_factor), (w2, w2_scale, w2_factor)
     plans = _plans(topk_ids, w1, w2, expert_map, blocks)

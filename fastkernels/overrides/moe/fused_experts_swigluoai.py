@@ -135,9 +135,8 @@ def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None
     if blocks == PROMPT or (blocks is None and ids.numel() > few.MOST_ROWS * experts):
         return many.Plan(columns, topk, glu=True), many.Plan(inner, 1, glu=False)
     is_sorted = sorts(ids.numel(), experts, expert_map)
-    if blocks is not None and is_sorted:
-        first, second = few.Blocks.parsed(blocks).plans(columns, topk, inner, 1, few.MXFP4)
-        return first, second
+    if is_sorted and (found := fp4_selection.plans(w1, w2, ids, expert_map, 1, few.MXFP4, blocks)):
+        return found[0], found[1]
     return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
 
@@ -152,6 +151,7 @@ def _supports_cuda(
     return (
         kernel.refused(hidden_states, w1, w1_scale, w1_bias, "w1")
         or kernel.refused(hidden_states, w2, w2_scale, w2_bias, "w2")
+        or (few.too_large(*plans) if kernel is few else None)
         or kernel.unavailable(hidden_states.device)
         or few.not_loaded(hidden_states.device, *plans)
     )
@@ -161,7 +161,7 @@ def _cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T,
     w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT, blocks: str | None = None,
 ) -> T:  # fmt: skip
-    """blocks: see mxfp4_gemm.Blocks, or PROMPT; None: 8 pairs, with weights in registers, or PROMPT for many rows."""
+    """blocks: see mxfp4_gemm.Blocks, or PROMPT; None: those of fp4_selection.py, or PROMPT for many rows."""
     _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
     x, ids, weights = (
         hidden_states.contiguous(),
