@@ -91,11 +91,10 @@ def plans(
     return None if blocks is None else blocks.plans(call.hidden, call.topk, call.intermediate, glu, form)
 
 
-def proposed(provider: str, call: Call, glu: int, form: int, chip: Chip) -> Proposals:
-    """Return up to three (provider, params), the best first, without the default."""
+def proposed(provider: str, call: Call, glu: int, form: int, chip: Chip, own: few.Blocks | None) -> Proposals:
+    """Return up to three (provider, params), the best first. own: the call's default, which is left out."""
     if min(call[:6]) < 1 or not call.is_sorted or chip.capability[0] != HOPPER:
         return ()
-    own = default(call, glu, form)
     found = [blocks for blocks in ranked(call, glu, form) if blocks != own]
     return tuple((provider, {"blocks": str(blocks)}) for blocks in found[:MOST])
 

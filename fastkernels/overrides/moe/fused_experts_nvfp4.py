@@ -233,7 +233,9 @@ def _propose(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> fp4_
     *where, dtype = shape
     if dtype != torch.bfloat16:
         return ()
-    return fp4_selection.proposed("cuda", Call(*where, *sizes), 2, few.NVFP4, chip)
+    call = Call(*where, *sizes)
+    own = fp4_selection.default(call, 2, few.NVFP4)
+    return fp4_selection.proposed("cuda", call, 2, few.NVFP4, chip, own)
 
 
 def _fits(params: Mapping[str, Any], *args: Any) -> bool:

@@ -223,8 +223,9 @@ def _propose(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> fp4_
     call = SizesOfCall(*where, *sizes)
     if not packed or dtype != torch.bfloat16:
         return ()
-    found = fp4_selection.proposed("mxfp4-cuda", call, 1, few.MXFP4, chip)
     few_rows = call.pairs <= few.MOST_ROWS * call.experts  # otherwise PROMPT is the default
+    own = fp4_selection.default(call, 1, few.MXFP4) if few_rows else None
+    found = fp4_selection.proposed("mxfp4-cuda", call, 1, few.MXFP4, chip, own)
     return (*found[:2], ("mxfp4-cuda", {"blocks": PROMPT})) if found and few_rows else found
 
 
