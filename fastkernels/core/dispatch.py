@@ -54,6 +54,7 @@ class Provider:
     params    sets of keyword arguments that `fn` takes after the op's own (tile sizes, splits). `fk-bench tune` chooses
               among them; without any, the kernel chooses itself
     fits      fits(params, *args) -> whether `fk-bench tune` measures this set for calls like this one
+    checks    whether `supports` takes the parameters, too, after the op's arguments
     out       whether `fn` takes `out`, contiguous memory for the result, and returns it after writing there. For an op
               that mutates arguments, `out` is a tuple for their new values
     twin      name of a provider with much the same kernel from another library. Where that library is missing, tuned
@@ -68,12 +69,18 @@ class Provider:
     supports: Callable[..., str | None] | None = None
     params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fits: Callable[..., bool] | None = None
+    checks: bool = False
     out: bool = False
     twin: str | None = None
 
     def bound(self, params: Mapping[str, Any] | None) -> Provider:
         """Return this provider with these parameters in every call."""
-        return replace(self, fn=partial(self.fn, **params)) if params else self
+        if not params:
+            return self
+        supports = (
+            partial(self.supports, **params) if self.checks and self.supports is not None else self.supports
+        )
+        return replace(self, fn=partial(self.fn, **params), supports=supports)
 
     def unavailable(self, device: str) -> str | None:
         """Return why this provider cannot run here on that device type; None if it can."""

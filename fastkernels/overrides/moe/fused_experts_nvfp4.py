@@ -5,6 +5,7 @@ q is in e2m1, two in a byte as in checkpoints: even columns in the low half. s i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,15 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
-from fastkernels.core.spec import Call, Case, OpSpec, Tensor
+from fastkernels.core.spec import Call as SpecCall
+from fastkernels.core.spec import Case, OpSpec, Tensor
+from fastkernels.core.tuning import Chip, Key
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.linear.linear_int4 import packed_values
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP, decoded, dequantize_nvfp4
+from fastkernels.overrides.moe import fp4_selection
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -29,7 +33,15 @@ from fastkernels.overrides.moe.cases import (
     per_expert,
     routing,
 )
-from fastkernels.overrides.moe.fused_experts import fused_experts, on_own_rows, weighted_sum
+from fastkernels.overrides.moe.fused_experts import (
+    SHAPE,
+    SIZES,
+    dims_of_key,
+    fused_experts,
+    on_own_rows,
+    weighted_sum,
+)
+from fastkernels.overrides.moe.selection import Call
 from fastkernels.overrides.routing.sorted_pairs import sorts
 
 T = torch.Tensor
@@ -92,9 +104,11 @@ def check(
         )
 
 
-def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[few.Plan]:
+def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None) -> list[few.Plan]:
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     is_sorted = sorts(ids.numel(), experts, expert_map)
+    if is_sorted and (found := fp4_selection.plans(w1, w2, ids, expert_map, 2, few.NVFP4, blocks)):
+        return found
     products = ((w1, ids.shape[1], 2), (w2, 1, 0))
     return few.fitting(
         lambda tokens: [
@@ -106,7 +120,7 @@ def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[few.Plan]:
 
 def _supports_cuda(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
-    expert_map: T | None = None,
+    expert_map: T | None = None, blocks: str | None = None,
 ) -> str | None:  # fmt: skip
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     if topk_ids.numel() > MOST_ROWS * experts:
@@ -123,7 +137,7 @@ def _supports_cuda(
             return f"{2 * w.shape[2]} columns of {name} are not a multiple of 32"
         if (reason := few.wrong_matrix(w, name, scale=scale, factor=factor)) is not None:
             return reason
-    plans = _plans(topk_ids, w1, w2, expert_map)
+    plans = _plans(topk_ids, w1, w2, expert_map, blocks)
     return (
         few.too_large(*plans)
         or few.unavailable(hidden_states.device)
@@ -133,11 +147,12 @@ def _supports_cuda(
 
 def _cuda(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
-    expert_map: T | None = None,
+    expert_map: T | None = None, blocks: str | None = None,
 ) -> T:  # fmt: skip
+    """blocks: see mxfp4_gemm.Blocks; None: those of fp4_selection.py."""
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
     first, second = (w1, w1_scale, w1_factor), (w2, w2_scale, w2_factor)
-    plans = _plans(topk_ids, w1, w2, expert_map)
+    plans = _plans(topk_ids, w1, w2, expert_map, blocks)
     return few.mlp(hidden_states, first, second, topk_weights, topk_ids, expert_map, plans)
 
 
@@ -206,24 +221,53 @@ def _torch(
     return on_own_rows(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
+def _key(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
+    expert_map: T | None = None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:  # fmt: skip
+    shape, sizes = fp4_selection.key(w1, w2, topk_ids, expert_map)
+    return (*shape, hidden_states.dtype), sizes
+
+
+def _propose(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> fp4_selection.Proposals:
+    *where, dtype = shape
+    if dtype != torch.bfloat16:
+        return ()
+    call = Call(*where, *sizes)
+    own = fp4_selection.default(call, 2, few.NVFP4)
+    return fp4_selection.proposed("cuda", call, 2, few.NVFP4, chip, own)
+
+
+def _fits(params: Mapping[str, Any], *args: Any) -> bool:
+    (*shape, _), sizes = _key(*args)
+    return fp4_selection.fits(params, Call(*shape, *sizes), 2, few.NVFP4)
+
+
 fused_experts_nvfp4 = define(
     "fused_experts_nvfp4(Tensor hidden_states, Tensor w1, Tensor w2, Tensor w1_scale, Tensor w2_scale,"
     " Tensor w1_factor, Tensor w2_factor, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map=None) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider(
+            "cuda", _cuda, devices=("cuda",), supports=_supports_cuda, params=fp4_selection.SETS, fits=_fits,
+            checks=True,
+        ),
         Provider("triton", _dense, devices=("cuda",), supports=_supports_dense),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
-)
+    key=Key(
+        shape=(*SHAPE, "dtype"), sizes=SIZES, of=_key, dims=lambda dtype, **sizes: dims_of_key(**sizes),
+        propose=_propose, points=fp4_selection.POINTS,
+    ),
+)  # fmt: skip
 
 
-def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+def _scale(call: SpecCall, shape: tuple[int, ...], dtype: torch.dtype) -> T:
     return (call.rand(*shape) * 4 + 0.001).to(dtype)
 
 
-def _factor(columns: str, call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+def _factor(columns: str, call: SpecCall, shape: tuple[int, ...], dtype: torch.dtype) -> T:
     """Factors with which weights have a variance of about 1 / K: outputs of about 1."""
     return ((call.rand(*shape) + 0.5) * 0.15 * max(call[columns], 1) ** -0.5).to(dtype)
 

@@ -6,6 +6,7 @@ Their weights are floats or MXFP4 (arXiv 2508.10925).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,19 +14,30 @@ import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, fan_in
+from fastkernels.core.tuning import Chip, Key
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.moe import fp4_selection
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
-from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
+from fastkernels.overrides.moe.fused_experts import (
+    SHAPE,
+    SIZES,
+    dims_of_key,
+    key_of,
+    on_own_rows,
+    weighted_sum,
+)
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import parsed
+from fastkernels.overrides.moe.selection import Call as SizesOfCall
 from fastkernels.overrides.routing.sorted_pairs import sort_pairs, sorts
 
 T = torch.Tensor
+PROMPT = "prompt"  # the kernel for many rows, mxfp4_prompt.py
 
 
 def reference(
@@ -116,27 +128,30 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
-def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[Any, Any]:
+def _plans(ids: T, w1: T, w2: T, expert_map: T | None, blocks: str | None = None) -> tuple[Any, Any]:
     """Return the plans of both products, from mxfp4_gemm.py or, for many rows per expert, from mxfp4_prompt.py."""
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     columns, topk, inner = 2 * w1.shape[2], ids.shape[1], 2 * w2.shape[2]
-    if ids.numel() > few.MOST_ROWS * experts:
+    if blocks == PROMPT or (blocks is None and ids.numel() > few.MOST_ROWS * experts):
         return many.Plan(columns, topk, glu=True), many.Plan(inner, 1, glu=False)
     is_sorted = sorts(ids.numel(), experts, expert_map)
+    if is_sorted and (found := fp4_selection.plans(w1, w2, ids, expert_map, 1, few.MXFP4, blocks)):
+        return found[0], found[1]
     return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
 
 def _supports_cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
-    w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
+    w2_scale: T | None = None, expert_map: T | None = None, *_: Any, blocks: str | None = None, **__: Any,
 ) -> str | None:  # fmt: skip
     if topk_weights.dtype != torch.float32:
         return f"topk_weights is {topk_weights.dtype}, not float32"
-    plans = _plans(topk_ids, w1, w2, expert_map)
+    plans = _plans(topk_ids, w1, w2, expert_map, blocks)
     kernel = many if isinstance(plans[0], many.Plan) else few
     return (
         kernel.refused(hidden_states, w1, w1_scale, w1_bias, "w1")
         or kernel.refused(hidden_states, w2, w2_scale, w2_bias, "w2")
+        or (few.too_large(*plans) if kernel is few else None)
         or kernel.unavailable(hidden_states.device)
         or few.not_loaded(hidden_states.device, *plans)
     )
@@ -144,8 +159,9 @@ def _supports_cuda(
 
 def _cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T,
-    w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+    w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT, blocks: str | None = None,
 ) -> T:  # fmt: skip
+    """blocks: see mxfp4_gemm.Blocks, or PROMPT; None: those of fp4_selection.py, or PROMPT for many rows."""
     _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
     x, ids, weights = (
         hidden_states.contiguous(),
@@ -155,14 +171,14 @@ def _cuda(
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    first, second = _plans(ids, w1, w2, expert_map)
+    first, second = _plans(ids, w1, w2, expert_map, blocks)
     if isinstance(first, many.Plan):
         pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
         x = many.in_order(x)
         inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
         out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     else:
-        pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
+        pairs = sort_pairs(ids, experts, expert_map, first.tokens)
         x = x.clone() if x.data_ptr() % 16 else x
         inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
         out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
@@ -189,18 +205,57 @@ def _reference(hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, weights: 
     return reference(hidden_states, w1, w2, w1_bias, w2_bias, weights, ids, *more)
 
 
+def _key(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:  # fmt: skip
+    of = key_of if w1_scale is None else fp4_selection.key
+    shape, sizes = of(w1, w2, topk_ids, expert_map)
+    return (*shape, w1_scale is not None, hidden_states.dtype), sizes
+
+
+def _dims(mxfp4: bool, dtype: torch.dtype, **sizes: int) -> dict[str, Any]:
+    return {**dims_of_key(**sizes), **({"mxfp4": True} if mxfp4 else {})}
+
+
+def _propose(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> fp4_selection.Proposals:
+    *where, packed, dtype = shape
+    call = SizesOfCall(*where, *sizes)
+    if not packed or dtype != torch.bfloat16:
+        return ()
+    few_rows = call.pairs <= few.MOST_ROWS * call.experts  # otherwise PROMPT is the default
+    own = fp4_selection.default(call, 1, few.MXFP4) if few_rows else None
+    found = fp4_selection.proposed("mxfp4-cuda", call, 1, few.MXFP4, chip, own)
+    return (*found[:2], ("mxfp4-cuda", {"blocks": PROMPT})) if found and few_rows else found
+
+
+def _fits(params: Mapping[str, Any], *args: Any) -> bool:
+    (*shape, packed, _), sizes = _key(*args)
+    call = SizesOfCall(*shape, *sizes)
+    if params["blocks"] == PROMPT:
+        return bool(packed) and call.pairs > call.experts
+    return bool(packed) and fp4_selection.fits(params, call, 1, few.MXFP4)
+
+
 fused_experts_swigluoai = define(
     "fused_experts_swigluoai(Tensor hidden_states, Tensor w1, Tensor w2, Tensor w1_bias, Tensor w2_bias,"
     " Tensor topk_weights, Tensor topk_ids, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? expert_map=None,"
     " float alpha=1.702, float limit=7.0) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("mxfp4-cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider(
+            "mxfp4-cuda", _cuda, devices=("cuda",), supports=_supports_cuda,
+            params=(*fp4_selection.SETS, {"blocks": PROMPT}), fits=_fits, checks=True,
+        ),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
-)
+    key=Key(
+        shape=(*SHAPE, "mxfp4", "dtype"), sizes=SIZES, of=_key, dims=_dims, propose=_propose,
+        points=fp4_selection.POINTS,
+    ),
+)  # fmt: skip
 
 
 def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:

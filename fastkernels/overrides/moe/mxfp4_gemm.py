@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +45,8 @@ class Plan(NamedTuple):
     zero: bool = False
     half_scales: bool = False
     tokens: int = 8
+    ring: bool = False
+    phases: int = 1
 
     @property
     def threads(self) -> int:
@@ -52,13 +55,18 @@ class Plan(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: activations, later the sums of parts."""
-        activations = self.tokens * (256 * cdiv(self.k, 128) + 64)
+        """Bytes of shared memory: activations, scales and weights, later the sums of parts."""
+        steps, slots = cdiv(self.k, 128), self.ahead + 1
+        if self.phases > 1:  # whole rounds of the ring
+            steps = min(steps, cdiv(cdiv(steps, self.parts), self.phases * slots) * slots * self.parts)
+        activations = self.tokens * (256 * steps + 64)
         of_row = (self.k // 32, 2 * self.k // self.group, self.k // 16)[self.form]
         halves = self.glu == 2
         regions = (2 if halves else 1) * (2 if self.form == INT4 and self.zero else 1)
         scales = regions * 16 * cdiv((8 if halves else 16) * self.rows * of_row + 30, 16)
-        return max(activations + scales, 512 * self.rows * (self.parts - 1))
+        ring = 1024 * slots * self.rows * self.parts * self.ring
+        sums = 512 * cdiv(self.tokens, 8) * self.rows * (self.parts - 1)
+        return max(activations + scales + ring, sums)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -69,6 +77,7 @@ class Plan(NamedTuple):
             f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
             f"-DFORM={self.form}", f"-DGROUP={self.group}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHALF_SCALES={int(self.half_scales)}", f"-DTOKENS={self.tokens}",
+            f"-DRING={int(self.ring)}", f"-DPHASES={self.phases}",
         )  # fmt: skip
 
 
@@ -90,6 +99,46 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
     tokens = params.pop("tokens", TOKENS)
     own["tokens"] = tokens if is_sorted else 1
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
+
+
+class Block(NamedTuple):
+    """The fields rows, parts, ahead and phases of a `Plan`: the work of a block of one product."""
+
+    rows: int
+    parts: int
+    ahead: int
+    phases: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.parts}/{self.ahead}/{self.phases}"
+
+
+class Blocks(NamedTuple):
+    """Blocks of the two products of an MLP, which have the same pairs of an expert. Its text: `16 10x1/3/2 8x1/3/1`."""
+
+    tokens: int
+    first: Block
+    second: Block
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @classmethod
+    def parsed(cls, text: str) -> Blocks:
+        """Return the blocks of a text. Raises ValueError for another one."""
+        found = re.fullmatch(r"(\d+)" + 2 * r" (\d+)x(\d+)/(\d+)/(\d+)", text)
+        if found is None:
+            raise ValueError(f"blocks {text!r} must be as in '16 10x1/3/2 8x1/3/1'")
+        tokens, *numbers = map(int, found.groups())
+        return cls(tokens, Block(*numbers[:4]), Block(*numbers[4:]))
+
+    def plans(self, k: int, topk: int, inner: int, glu: int, form: int) -> list[Plan]:
+        """Return the plans of products with K and `inner` columns."""
+        products = ((k, topk, glu, self.first), (inner, 1, 0, self.second))
+        return [
+            plan(columns, each, True, kind, form=form, tokens=self.tokens, ring=True, **block._asdict())
+            for columns, each, kind, block in products
+        ]
 
 
 def fitting(make: Callable[[int], list[Plan]]) -> list[Plan]:

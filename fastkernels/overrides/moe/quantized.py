@@ -115,8 +115,14 @@ class Nvfp4ExpertsMethod:
     def process_weights_after_loading(self, layer: Any) -> None:
         """Do nothing: the op uses the tensors as they were loaded."""
 
-    def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return fused_experts_nvfp4(
+    def arguments(
+        self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Return the op's arguments."""
+        return (
             x, layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale,
             layer.w13_weight_factor, layer.w2_weight_factor, weights, ids, layer.expert_map,
         )  # fmt: skip
+
+    def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return fused_experts_nvfp4(*self.arguments(layer, x, weights, ids))

@@ -18,6 +18,13 @@ def method_of(module: Any) -> Any:
     return vars(module).get("quant_method") or vars(module).get("_modules", {}).get("quant_method")
 
 
+def device_of(module: Any) -> torch.device:
+    """The device of a layer's weights."""
+    weight = getattr(module, "w13_weight", None)
+    found: torch.device = (next(module.parameters()) if weight is None else weight).device
+    return found
+
+
 def path_of(thing: Any) -> str:
     """module:Name of an object's class, or of a function."""
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -72,13 +79,13 @@ def live_calls(
         leave_room(device, activation_bytes(tokens, experts, topk, hidden, width, count))
         for i in range(count):
             module = modules[i % len(modules)]
-            where = module.w13_weight.device
+            where = device_of(module)
             x = torch.randn(tokens, hidden, generator=generator, device=where).to(dtype)
             choice = router_choice(tokens, experts, topk, bool(i % 2), generator, where)
             made.append(list(arguments(module, x, *choice)))
         return made[0], made
 
-    kind = modules[0].w13_weight.device.type
+    kind = device_of(modules[0]).type
     return Live(calls, None if host is None else Provider(name, host, devices=(kind,)))
 
 

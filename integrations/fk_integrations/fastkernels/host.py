@@ -54,8 +54,10 @@ class FastKernelsAdapter(Adapter):
     def of(self, op: str) -> HostOp:
         if op == "attention_decode":
             return _Attention(self.runner)
-        if op in ("fused_experts", "fused_experts_fp8"):
+        if op in ("fused_experts", "fused_experts_fp8", "fused_experts_nvfp4"):
             return _Experts(self.runner)
+        if op == "fused_experts_swigluoai":
+            return _ClampedExperts()
         return _Linear() if op == "linear" else super().of(op)
 
     def largest_batch(self) -> int | None:
@@ -137,6 +139,27 @@ class _Experts(HostOp):
             return found
 
         return live_calls(shape, [m.experts for m in modules], arguments)
+
+
+class _ClampedExperts(HostOp):
+    """GPT-OSS's mixtures of experts."""
+
+    def layers(self, op: Any, model: Any) -> Sequence[Any]:
+        from fastkernels.models.common.layers.clamped_experts import ClampedExperts
+
+        return [m for m in model.modules() if isinstance(m, ClampedExperts)]
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        import torch
+
+        where, dtype = module.router.weight.device, module.experts.gate_up_proj_bias.dtype
+        x = torch.empty(1, module.experts.down_proj_bias.shape[1], dtype=dtype, device=where)
+        choice = (torch.ones(1, module.top_k, device=where), torch.zeros(1, module.top_k, device=where).int())
+        shape: tuple[Any, ...] = op.key.of(*module.arguments(x, *choice))[0]
+        return shape
+
+    def live(self, op: Any, shape: tuple[Any, ...], modules: Sequence[Any]) -> Live:
+        return live_calls(shape, modules, lambda module, *call: module.arguments(*call))
 
 
 def _is_attention(module: Any) -> bool:

@@ -77,6 +77,59 @@ def test_emulated_mxfp4_product_matches_float64(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("form", "count", "n", "k", "glu", "blocks"),
+    [
+        # two tiles of pairs in some blocks and one in others, whose activations come in two phases
+        pytest.param(few.MXFP4, 20, 48, 416, 0, "16 2x2/1/2", marks=pytest.mark.slow),
+        (few.NVFP4, 30, 48, 1184, 2, "24 2x1/2/2"),  # one to three tiles
+        pytest.param(few.MXFP4, 30, 34, 672, 1, "32 1x3/3/1", marks=pytest.mark.slow),
+        pytest.param(few.NVFP4, 70, 32, 1056, 0, "32 2x1/1/3", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_more_pairs_give_the_same_bits(
+    form: int, count: int, n: int, k: int, glu: int, blocks: str, tmp_path: Path
+) -> None:
+    w, scales, more, ids = _data(count, 2, 3, n, k)
+    g = torch.Generator().manual_seed(0)
+    if form == few.NVFP4:
+        scales = (torch.rand(3, n, k // 16, generator=g) * 0.2 * k**-0.5).to(FP8)
+        more = torch.rand(3, n, generator=g) + 0.5
+    x, weights = (
+        torch.randn(count if glu else 2 * count, k, generator=g).bfloat16(),
+        torch.rand(2 * count, generator=g),
+    )
+    made = few.Blocks.parsed(f"{blocks} {blocks.split()[1]}").plans(k, 2, k, glu, form)[0 if glu else 1]
+    assert made.phases > 1 or made.parts > 1
+    got = {}
+    for p in (made, made._replace(tokens=8, ring=False, phases=1)):
+        pairs = sort_pairs(ids, 3, None, p.tokens)
+        got[p.tokens] = emulated_mxfp4.product(x, w, scales, more, pairs, p, weights, ALPHA, LIMIT, tmp_path)
+    assert ids.flatten().bincount().max() > 8 and torch.equal(got[made.tokens], got[8])
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if form == few.NVFP4:
+            want = dequantize_nvfp4(w[expert], scales[expert], more[expert].double(), torch.float64)
+        else:
+            want = mxfp4.dequantize(w[expert], scales[expert], torch.float64)
+        want = want @ x[pair // made.topk].double() + (0 if form == few.NVFP4 else more[expert].double())
+        if glu == 1:
+            want = swiglu.reference(want, ALPHA, LIMIT)
+        elif glu == 2:
+            gate, up = want.chunk(2)
+            want = torch.nn.functional.silu(gate) * up
+        else:
+            want = want * weights[pair].double()
+        torch.testing.assert_close(got[made.tokens][pair].double(), want, rtol=0.01, atol=0.01)
+
+
+def test_text_of_blocks_is_read_back_or_refused() -> None:
+    blocks = few.Blocks(16, few.Block(6, 1, 3, 2), few.Block(4, 2, 3, 1))
+    assert str(blocks) == "16 6x1/3/2 4x2/3/1" and few.Blocks.parsed(str(blocks)) == blocks
+    with pytest.raises(ValueError, match="'16 6x1' must be as in '16 10x1/3/2 8x1/3/1'"):
+        few.Blocks.parsed("16 6x1")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_every_code_is_exact_with_scales_of_any_size(tmp_path: Path) -> None:
     n, k = 32, 64
     w = torch.arange(256, dtype=torch.uint8).repeat(4).view(1, n, k // 2)

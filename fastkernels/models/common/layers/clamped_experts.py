@@ -123,17 +123,19 @@ class ClampedExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, _ = self.router(x)
         weights, ids, _ = topk_softmax(scores, self.top_k, self.normalize)
-        w1, w2, *scales = self.experts.weights()
-        e = self.experts
 
         def own(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return fused_experts_swigluoai(
-                x, w1, w2, e.gate_up_proj_bias, e.down_proj_bias, weights, ids, *scales, e.expert_map, self.alpha,
-                self.limit,
-            )  # fmt: skip
+            return fused_experts_swigluoai(*self.arguments(x, weights, ids))
 
-        out = own(x, weights, ids) if e.over_ranks is None else e.over_ranks(own, x, weights, ids)
+        over = self.experts.over_ranks
+        out = own(x, weights, ids) if over is None else over(own, x, weights, ids)
         return parallel.all_reduce(out)
+
+    def arguments(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+        """Return the arguments of fused_experts_swigluoai."""
+        e, (w1, w2, *scales) = self.experts, self.experts.weights()
+        biases = e.gate_up_proj_bias, e.down_proj_bias
+        return x, w1, w2, *biases, weights, ids, *scales, e.expert_map, self.alpha, self.limit
 
     def loaded(self, dtype: torch.dtype) -> None:
         """Called once all weights are loaded: a CPU decodes MXFP4 once and not in each step."""
