@@ -365,9 +365,9 @@ def _segmented(
 def _next_frames(request: EncodeRequest) -> NextFrames:
     clip, params = request.clip, request.params
     assert clip is not None
-    frames = clip.frames[request.done : request.done + CLIP_FRAMES]
+    frames = clip.take(request.done)
     return NextFrames(
-        request.request_id, clip.texts, np.stack([frame.values for frame in frames]), len(clip.frames), clip.size,
+        request.request_id, clip.texts, np.stack([frame.values for frame in frames]), len(clip), clip.size,
         params.masks, params.threshold or 0.0,
     )  # fmt: skip
 

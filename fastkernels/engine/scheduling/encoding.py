@@ -111,13 +111,13 @@ class EncodeRequest:
     def num_tokens(self) -> int:
         """Of a sequence or an image; of a frame of a clip, whose frames follow each other."""
         if self.clip is not None:
-            return self.clip.frames[0].tokens
+            return self.clip.tokens
         return len(self.prompt_token_ids) if self.image is None else self.image.tokens
 
     @property
     def all_tokens(self) -> int:
         """`num_tokens`, of all frames of a clip."""
-        return self.num_tokens if self.clip is None else sum(frame.tokens for frame in self.clip.frames)
+        return self.num_tokens if self.clip is None else self.num_tokens * len(self.clip)
 
     @property
     def num_features(self) -> int:

@@ -6,7 +6,9 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from fastkernels.engine.inputs.images import ImageReader, Patches, is_image, rgb
 from fastkernels.engine.inputs.videos import Source, VideoError, video
 from fastkernels.engine.scheduling import marks
 from fastkernels.engine.scheduling.detection import ObjectsOutput
-from fastkernels.engine.scheduling.encoding import PoolingOutput
+from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingOutput
 from fastkernels.engine.scheduling.rle import coco_rle, decode_runs
 from fastkernels.engine.scheduling.tokenizer import encode
 from fastkernels.models.common.interfaces.segmenter import MarkSegmenter, Segmenter
@@ -131,18 +133,52 @@ class ClipOutput(PoolingOutput):
     size: tuple[int, int] = (1, 1)
 
 
-@dataclass(frozen=True)
 class ClipPrompt:
-    """A clip and what to follow in it. frames: patches of each, of the same grid. texts: token ids of names."""
+    """A clip and what to follow in it. images: frames [n, height, width, 3] uint8; texts: token ids of names.
 
-    frames: tuple[Patches, ...]
-    texts: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    The patches of a frame need many times the memory of its pixels. Those of the next frames are made in a thread while
+    the frames before them run, and no others are kept.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        reader: ImageReader,
+        texts: tuple[tuple[int, ...], ...],
+        names: tuple[str, ...],
+    ):
+        """Raises ValueError for frames that the image processor cannot take."""
+        self.images, self.texts, self.names = images, texts, names
+        self._reader, self._ahead = reader, Future[list[Patches]]()
+        self._ahead.set_result(self._made(0))
+        self.tokens = self._ahead.result()[0].tokens  # of a frame; all have the same size
+
+    def __len__(self) -> int:
+        return len(self.images)
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of the frames."""
-        return self.frames[0].size
+        return self.images.shape[2], self.images.shape[1]
+
+    def take(self, start: int) -> list[Patches]:
+        """The patches of the CLIP_FRAMES frames from `start` on: called for 0, CLIP_FRAMES, and so on."""
+        found, self._ahead = self._ahead.result(), Future()
+        if (after := start + CLIP_FRAMES) < len(self):
+            Thread(target=self._make, args=(self._ahead, after), name="clip-patches", daemon=True).start()
+        return found
+
+    def _make(self, into: Future[list[Patches]], start: int) -> None:
+        try:
+            into.set_result(self._made(start))
+        except BaseException as error:  # raised by the step that needs them
+            into.set_exception(error)
+
+    def _made(self, start: int) -> list[Patches]:
+        from PIL import Image
+
+        frames = self.images[start : start + CLIP_FRAMES]
+        return [self._reader.patches(Image.fromarray(frame)) for frame in frames]
 
 
 class PromptReader:
@@ -207,8 +243,6 @@ class PromptReader:
 
         Raises ValueError, whose message names the field.
         """
-        from PIL import Image
-
         if unknown := sorted(set(map(str, prompt)) - set(CLIP_FIELDS)):
             raise ValueError(
                 f"the prompt of a video has the fields {', '.join(unknown)}; known are {', '.join(CLIP_FIELDS)}"
@@ -231,8 +265,7 @@ class PromptReader:
                 f"the prompt's video has {width} x {height} pixels, and masks are made of frames of at most"
                 f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
             )
-        made = tuple(self._images.patches(Image.fromarray(frame)) for frame in frames)
-        return ClipPrompt(made, tuple(ids), tuple(map(str, texts)))
+        return ClipPrompt(frames, self._images, tuple(ids), tuple(map(str, texts)))
 
     def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:
         text, ids = prompt.get("text"), prompt.get("prompt_token_ids")
