@@ -157,7 +157,7 @@ def frames_of(count: int, size: tuple[int, int] = (64, 48), seed: int = 0) -> li
 
 
 def make_sam3_tracker(folder: Path, levels: int = 3, **decoder: Any) -> Any:
-    """transformers' Sam3TrackerModel, saved with its processor. levels: of the pyramid; decoder: fields of its config."""
+    """transformers' Sam3TrackerModel, saved with its processor. levels: of the pyramid; decoder: fields of a config."""
     import transformers
 
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ class StepCache:
         adds  rate * mean|x_t - x_(t-1)| / mean|v_i|   with  rate = mean|v_i - v_h| / mean|x_i - x_h|
 
     to the expected error, and as long as that is below `threshold` its output is x_t + (v_i - x_i). The first steps and
-    the last one are always computed. What reused steps give enters x_(t-1) only.
+    the last one are always computed. Reused steps change x_(t-1) only.
 
     steps   of the schedule, of which `first` is the first that runs
     reused  the number of steps whose output was reused

@@ -11,7 +11,7 @@ import numpy as np
 from fastkernels.engine.scheduling.rle import from_coco
 from fastkernels.models.common.interfaces.segmenter import CORNERS, NO_POINT
 
-FIELDS = ("points", "point_labels", "box", "mask")  # of a prompt, beside the image
+FIELDS = ("points", "point_labels", "box", "mask")  # of a prompt, next to the image
 MOST_POINTS = 64  # of an object
 MOST_MASK_SIDE = 8192  # rows and columns of a mask that marks
 SURE = 10.0  # logits of a mask of bools: 10 inside, -10 outside

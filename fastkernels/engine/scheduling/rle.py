@@ -76,4 +76,4 @@ def from_coco(given: Mapping[str, Any], size: tuple[int, int]) -> np.ndarray:
     runs = expand(counts)
     if (runs < 0).any() or runs.sum() != size[0] * size[1]:
         raise ValueError(f"has counts of {runs.sum()} pixels, and the image has {size[0] * size[1]}")
-    return decode_runs(runs, size[1], size[0])
+    return decode_runs(runs.tolist(), size[1], size[0])

@@ -35,7 +35,7 @@ FIELDS = (
     "boxes",
     "box_labels",
     "prompt_token_ids",
-)  # of a prompt that names objects, beside the image
+)  # of a prompt that names objects, next to the image
 VISUAL = "visual"  # the text of a prompt with boxes alone, which the model was trained with
 
 
