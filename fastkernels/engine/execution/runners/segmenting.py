@@ -122,7 +122,7 @@ class Segmenting:
         images = patches.reshape(len(wanted), -1, patches.shape[1])
         marked = [i for i, one in enumerate(wanted) if isinstance(one.concept, Marks)]
         named = [i for i, one in enumerate(wanted) if isinstance(one.concept, Concept)]
-        parts = self._mark(wanted, marked, images, to_device) if marked else []
+        parts: list[Any] = self._mark(wanted, marked, images, to_device) if marked else []
         if named:
             concepts = [one.concept for one in wanted if isinstance(one.concept, Concept)]
             parts.append((named, self._segment(concepts, images[named], to_device)))
@@ -274,7 +274,7 @@ class Segmenting:
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
 
 
 class SegmentStep:
