@@ -195,7 +195,10 @@ class LLM:
                         side of a cell}, with lists, arrays or tensors; see the model's file. Images with prompts are
                         {"image": a PIL image, "text": what to find, "boxes": [[left, top, right, bottom], ...] of
                         examples in pixels, "box_labels": [1, or 0 for what is not wanted, ...]}, with text, boxes or
-                        both. Prompts on the same image share the work on it. Clips are {"video": frames or the bytes
+                        both; for SAM 3's tracker {"image": a PIL image, "points": [[x, y], ...], "point_labels":
+                        [1, or 0 for outside of the object, ...], "box": [left, top, right, bottom], "mask": bools or
+                        logits [height, width]}, which mark one object. Prompts on the same image share the work on
+                        it. Clips are {"video": frames or the bytes
                         of a file, "text": what to follow, or a list of texts}
         video, text     of one clip, instead of inputs
         params          of images: PoolingParams("segment", threshold=..., ...)
@@ -205,8 +208,10 @@ class LLM:
 
         Of clouds, `outputs.items` is an array [points] of classes, `outputs.data` their numbers. Of images,
         `outputs.boxes`, `scores` and `masks` [n, height, width] are those of the objects, the best first, and `rles`
-        the masks in COCO's form. Of clips, `outputs.frames` has these of each frame, and `object_ids`, which are the
-        same for an object in all frames. Raises ValueError for an unsupported request before anything runs.
+        the masks in COCO's form. Of marks, they are the masks that these can mean, `scores` are predicted overlaps with
+        the object, and `presence` is the probability that it is there. Of clips, `outputs.frames` has these of each
+        frame, and `object_ids`, which are the same for an object in all frames. Raises ValueError for an unsupported
+        request before anything runs.
         """
         self._check_kind("segment", "Segment", "Encode")
         clouds = self.llm_engine.kind == "Segment"

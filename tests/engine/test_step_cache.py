@@ -75,25 +75,25 @@ def test_rule_is_that_of_the_paper():
     inputs = np.cumsum(rng.normal(0, 0.05, (steps, 1, 40)), 0) + rng.normal(0, 1, (1, 1, 40))
     outputs = 0.5 * inputs + np.cumsum(rng.normal(0, 0.02, (steps, 1, 40)), 0)
     cache, error, rate, reused = StepCache(0.2, steps), 0.0, 0.0, []
-    last_x = last_v = offset = np.zeros(0)
+    last_x = computed_x = computed_v = np.zeros(0)
     for i in range(steps):
         x, tensor = inputs[i], torch.from_numpy(inputs[i])
         wanted = False
         if 6 <= i < steps - 1:
-            error += rate * np.abs(x - last_x).mean() / np.abs(last_v).mean()
+            error += rate * np.abs(x - last_x).mean() / np.abs(computed_v).mean()
             wanted = bool(error < 0.2)
         assert (reusable([None, cache], [i, i], torch.cat((tensor, tensor))) == [1]) is wanted, i
         if wanted:
-            v = x + offset
+            v = x + computed_v - computed_x
             np.testing.assert_allclose(cache.reuse(tensor).numpy(), v, atol=1e-12)
             reused.append(i)
         else:
             v = outputs[i]
             if i:
-                rate = np.abs(v - last_v).mean() / np.abs(x - last_x).mean()
+                rate = np.abs(v - computed_v).mean() / np.abs(x - computed_x).mean()
             cache.add(tensor, torch.from_numpy(v))
-            error, offset = 0.0, v - x
-        last_x, last_v = x, v
+            error, computed_x, computed_v = 0.0, x, v
+        last_x = x
     assert cache.reused == len(reused) and 5 < len(reused) < 23
 
 

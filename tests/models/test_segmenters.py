@@ -19,7 +19,7 @@ from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.engine.execution.runners.segmenting import runs_of
 from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.segmentation import coco_rle, compress, decode_runs
+from fastkernels.engine.scheduling.rle import coco_rle, compress, decode_runs
 from fastkernels.models.common.checkpoints import weights
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported

@@ -154,3 +154,27 @@ def frames_of(count: int, size: tuple[int, int] = (64, 48), seed: int = 0) -> li
         base.paste((255, int(200 * share), 0), (4 + 2 * i, 6 + i, 24 + 2 * i, 24 + i))
         made.append(base)
     return made
+
+
+def make_sam3_tracker(folder: Path, levels: int = 3, **decoder: Any) -> Any:
+    """transformers' Sam3TrackerModel, saved with its processor. levels: of the pyramid; decoder: fields of a config."""
+    import transformers
+
+    torch.manual_seed(0)
+    vision = config(vision={"fpn_hidden_size": 32}).vision_config.to_dict()
+    vision["scale_factors"] = vision["scale_factors"][:levels]
+    made = transformers.Sam3TrackerConfig(
+        vision_config=vision,
+        prompt_encoder_config={"hidden_size": 32, "image_size": 56, "patch_size": 14, "mask_input_channels": 8},
+        mask_decoder_config={
+            "hidden_size": 32, "mlp_dim": 24, "num_attention_heads": 2, "iou_head_hidden_dim": 24, **decoder,
+        },
+    )  # fmt: skip
+    model = transformers.Sam3TrackerModel(made).eval()
+    randomize(model.state_dict())
+    model.save_pretrained(folder)
+    images = transformers.Sam3ImageProcessor(
+        size={"height": 56, "width": 56}, mask_size={"height": 16, "width": 16}
+    )
+    transformers.Sam3TrackerProcessor(images).save_pretrained(folder)
+    return model

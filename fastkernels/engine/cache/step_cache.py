@@ -1,6 +1,7 @@
 """Step caching: steps of a schedule that reuse the denoiser's last output. Off by default, since it changes images.
 
-The rule is that of EasyCache (Zhou et al., arXiv 2507.02860), which needs no knowledge of the model.
+The rule is that of EasyCache (Zhou et al., arXiv 2507.02860) as its authors run it, which needs no knowledge of the
+model. They compute the first 5 or 10 of 50 steps, and the last one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ LEAST = 3
 
 @dataclass
 class StepCache:
-    """Of one image. With inputs x and outputs v of the denoiser, and the last computed step i, a step t
+    """Of one image. With inputs x and outputs v of the denoiser, and the last computed steps h and i, a step t
 
-        adds  rate * mean|x_t - x_(t-1)| / mean|v_(t-1)|   with  rate = mean|v_i - v_(i-1)| / mean|x_i - x_(i-1)|
+        adds  rate * mean|x_t - x_(t-1)| / mean|v_i|   with  rate = mean|v_i - v_h| / mean|x_i - x_h|
 
     to the expected error, and as long as that is below `threshold` its output is x_t + (v_i - x_i). The first steps and
-    the last one are always computed.
+    the last one are always computed. Reused steps change x_(t-1) only.
 
     steps   of the schedule, of which `first` is the first that runs
     reused  the number of steps whose output was reused
@@ -33,9 +34,8 @@ class StepCache:
     first: int = 0
     reused: int = 0
     error: float = 0.0
-    x: torch.Tensor | None = None
-    output: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
+    x: torch.Tensor | None = None  # of the step before
+    computed: tuple[torch.Tensor, torch.Tensor] | None = None  # x_i and v_i
     rate: torch.Tensor | None = None
 
     def expected(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
@@ -46,22 +46,23 @@ class StepCache:
         warm = max(LEAST, math.ceil(WARM_UP * (self.steps - self.first)))
         if index - self.first < warm or index == self.steps - 1:
             return None
-        if self.rate is None or self.x is None or self.output is None:
+        if self.rate is None or self.x is None or self.computed is None:
             return None
-        return self.rate * (x - self.x).abs().mean() / self.output.abs().mean()
+        return self.rate * (x - self.x).abs().mean() / self.computed[1].abs().mean()
 
     def reuse(self, x: torch.Tensor) -> torch.Tensor:
         """The output of a step that is not computed."""
-        assert self.offset is not None
+        assert self.computed is not None
         self.reused += 1
-        self.x, self.output = x, x + self.offset
-        return self.output
+        self.x, (before, output) = x, self.computed
+        return x + (output - before)
 
     def add(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Note a computed step."""
-        if self.x is not None and self.output is not None:
-            self.rate = (output - self.output).abs().mean() / (x - self.x).abs().mean()
-        self.x, self.output, self.offset, self.error = x, output, output - x, 0.0
+        if self.computed is not None:
+            before, last = self.computed
+            self.rate = (output - last).abs().mean() / (x - before).abs().mean()
+        self.x, self.computed, self.error = x, (x, output), 0.0
 
 
 def reusable(caches: Sequence[StepCache | None], indexes: Sequence[int], x: torch.Tensor) -> list[int]:

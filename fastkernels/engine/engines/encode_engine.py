@@ -22,10 +22,16 @@ from fastkernels.engine.scheduling.encoding import (
     PoolingParams,
     PoolingRequestOutput,
 )
+from fastkernels.engine.scheduling.marks import Marks
 from fastkernels.engine.scheduling.tokenizer import encode_pair
 from fastkernels.models.common.interfaces.detector import Detector
 from fastkernels.models.common.interfaces.retrieval import Form
-from fastkernels.models.common.interfaces.segmenter import ClipSegmenter, Segmenter
+from fastkernels.models.common.interfaces.segmenter import (
+    ClipSegmenter,
+    ImageSegmenter,
+    MarkSegmenter,
+    Segmenter,
+)
 
 FINDING = {"detect": "detects no objects", "segment": "finds no objects that a prompt names"}
 
@@ -44,7 +50,7 @@ class EncodeEngine(BudgetEngine):
         if self.inputs in READERS:
             self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)
         if self.images is not None and self.segments:
-            if not self.config.skip_tokenizer_init:
+            if isinstance(self.runner.model, Segmenter) and not self.config.skip_tokenizer_init:
                 self.tokenizer = tokenizer.load(self.config.tokenizer or self.folder)
             self.prompts = segmentation.PromptReader(self.images, self.runner.model, self.tokenizer)
 
@@ -90,6 +96,7 @@ class EncodeEngine(BudgetEngine):
             request = self._clip_request(request_id, prompt, params, priority)
         elif self.segments:
             image, concept = self.prompts.read(prompt, params.masks or params.semantic)
+            _check_target(params, concept)
             ids = list(concept.input_ids)
             request = EncodeRequest(
                 request_id, concept.name, ids, params, priority, image=image, concept=concept
@@ -116,7 +123,12 @@ class EncodeEngine(BudgetEngine):
     ) -> EncodeRequest:
         if not self.follows:
             raise ValueError(f"the prompt has a video, and {self.config.model} takes images only")
-        for name, default in (("mask_threshold", None), ("max_detections", None), ("semantic", False)):
+        for name, default in (
+            ("mask_threshold", None),
+            ("max_detections", None),
+            ("semantic", False),
+            ("multimask_output", True),
+        ):
             if (value := getattr(params, name)) != default:
                 raise ValueError(f"{name} applies to images, not to a video, got {value!r}")
         clip = self.prompts.read_clip(prompt, params.masks)
@@ -191,8 +203,18 @@ class EncodeEngine(BudgetEngine):
 
     @property
     def segments(self) -> bool:
-        """Whether the model finds what a prompt names in images."""
+        """Whether the model finds what a prompt names or marks in images."""
+        return isinstance(self.runner.model, ImageSegmenter)
+
+    @property
+    def names(self) -> bool:
+        """Whether the model finds what a text or example boxes name."""
         return isinstance(self.runner.model, Segmenter)
+
+    @property
+    def marks(self) -> bool:
+        """Whether the model finds the object that points, a box or a mask mark."""
+        return isinstance(self.runner.model, MarkSegmenter)
 
     @property
     def follows(self) -> bool:
@@ -309,32 +331,43 @@ class EncodeEngine(BudgetEngine):
         ]
 
 
+def _check_target(params: PoolingParams, target: segmentation.Concept | Marks) -> None:
+    """Raise ValueError for settings that do not apply to a text, or to marks."""
+    marked = isinstance(target, Marks)
+    if marked and params.semantic:
+        raise ValueError("semantic applies to texts, not to points, boxes and masks: leave it out")
+    if not marked and not params.multimask_output:
+        raise ValueError("multimask_output applies to points, boxes and masks, not to texts: leave it out")
+
+
 def _wanted(request: EncodeRequest) -> Wanted:
     """A request for the task 'segment' as the runner takes it."""
     assert request.concept is not None and request.image is not None
     params = request.params
     threshold, mask_threshold = params.threshold, params.mask_threshold
+    if threshold is None:
+        threshold = 0.0 if isinstance(request.concept, Marks) else segmentation.THRESHOLD
     return Wanted(
-        request.concept, request.image.size, segmentation.THRESHOLD if threshold is None else threshold,
+        request.concept, request.image.size, threshold,
         segmentation.MASK_THRESHOLD if mask_threshold is None else mask_threshold, params.max_detections, params.masks,
-        params.semantic,
+        params.semantic, params.multimask_output,
     )  # fmt: skip
 
 
 def _segmented(
-    found: Objects, concept: segmentation.Concept, image: Patches
+    found: Objects, concept: segmentation.Concept | Marks, image: Patches
 ) -> segmentation.SegmentationOutput:
-    rows = found.rows.copy()
-    rows[:, :4] *= np.array(image.size * 2, np.float32)
-    return segmentation.SegmentationOutput(rows, found.runs, found.semantic, concept.name, image.size)
+    return segmentation.SegmentationOutput(
+        found.rows, found.runs, found.semantic, concept.name, image.size, found.presence
+    )
 
 
 def _next_frames(request: EncodeRequest) -> NextFrames:
     clip, params = request.clip, request.params
     assert clip is not None
-    frames = clip.frames[request.done : request.done + CLIP_FRAMES]
+    frames = clip.take(request.done)
     return NextFrames(
-        request.request_id, clip.texts, np.stack([frame.values for frame in frames]), len(clip.frames), clip.size,
+        request.request_id, clip.texts, np.stack([frame.values for frame in frames]), len(clip), clip.size,
         params.masks, params.threshold or 0.0,
     )  # fmt: skip
 

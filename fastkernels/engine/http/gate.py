@@ -41,6 +41,9 @@ class Gate:
         self.app, self.max_body_size, self.refusal = app, config.max_body_size, refusal
         self._key = _digest(config.api_key) if config.api_key else None
         self.model_paths = frozenset(model_paths)
+        self._paths = {
+            route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())
+        }
         self.active = self.load = 0
         self._entry: Any = self._check_and_pass
         if (
@@ -104,7 +107,9 @@ class Gate:
         elif not kind:
             kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*kept, (b"content-type", b"application/json")]
-        elif kind != b"application/json" and not (kind == b"multipart/form-data" and scope["path"] in EITHER):
+        elif kind != b"application/json" and not (
+            kind == b"multipart/form-data" and (scope["path"] in EITHER or scope["path"] not in self._paths)
+        ):  # a form for an unknown path is answered with 404 or 405
             raise ApiError(415, f"content-type must be application/json, not {kind.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body_size:

@@ -15,6 +15,7 @@ from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
 if TYPE_CHECKING:
+    from fastkernels.engine.scheduling.marks import Marks
     from fastkernels.engine.scheduling.segmentation import ClipPrompt, Concept
 
 TASKS = ("embed", "token_embed", "classify", "token_classify", "maxsim", "detect", "segment")
@@ -38,6 +39,7 @@ class PoolingParams:
     mask_threshold  of 'segment': the probability above which a pixel belongs to an object (default: 0.5)
     masks           of 'segment': whether each object has a mask (default: True)
     semantic        of 'segment': also the mask of all pixels that belong to any such object (default: False)
+    multimask_output  of 'segment' with marks: several masks that they can mean (default); False: the likeliest one
     """
 
     task: str = "embed"
@@ -50,6 +52,7 @@ class PoolingParams:
     mask_threshold: float | None = None
     masks: bool = True
     semantic: bool = False
+    multimask_output: bool = True
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (not isinstance(self.dimensions, int) or self.dimensions < 1):
@@ -61,7 +64,8 @@ class PoolingParams:
         for name in ("threshold", "max_detections"):
             if getattr(self, name) is not None and self.task not in ("detect", "segment"):
                 raise ValueError(f"{name} belongs to the task 'detect' or 'segment', got task {self.task!r}")
-        for name, default in (("mask_threshold", None), ("masks", True), ("semantic", False)):
+        own = (("mask_threshold", None), ("masks", True), ("semantic", False), ("multimask_output", True))
+        for name, default in own:
             value = getattr(self, name)
             if value is not default and self.task != "segment":
                 raise ValueError(f"{name} belongs to the task 'segment', got task {self.task!r}")
@@ -98,7 +102,7 @@ class EncodeRequest:
     token_type_ids: Sequence[int] | None = None
     seen: int | None = None
     kept: np.ndarray | None = None
-    concept: Concept | None = None
+    concept: Concept | Marks | None = None
     clip: ClipPrompt | None = None
     done: int = 0
     streams_deltas = False  # one output, at the end
@@ -107,13 +111,13 @@ class EncodeRequest:
     def num_tokens(self) -> int:
         """Of a sequence or an image; of a frame of a clip, whose frames follow each other."""
         if self.clip is not None:
-            return self.clip.frames[0].tokens
+            return self.clip.tokens
         return len(self.prompt_token_ids) if self.image is None else self.image.tokens
 
     @property
     def all_tokens(self) -> int:
         """`num_tokens`, of all frames of a clip."""
-        return self.num_tokens if self.clip is None else sum(frame.tokens for frame in self.clip.frames)
+        return self.num_tokens if self.clip is None else self.num_tokens * len(self.clip)
 
     @property
     def num_features(self) -> int:

@@ -1,4 +1,4 @@
-"""Requests that name the objects of an image by a text or by example boxes, and what a segmenter finds for them."""
+"""Requests that name the objects of an image by a text, example boxes or marks, and what a segmenter finds for them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
 
 from fastkernels.engine.inputs.images import ImageReader, Patches, is_image, rgb
 from fastkernels.engine.inputs.videos import Source, VideoError, video
+from fastkernels.engine.scheduling import marks
 from fastkernels.engine.scheduling.detection import ObjectsOutput
-from fastkernels.engine.scheduling.encoding import PoolingOutput
+from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingOutput
+from fastkernels.engine.scheduling.rle import coco_rle, decode_runs
 from fastkernels.engine.scheduling.tokenizer import encode
+from fastkernels.models.common.interfaces.segmenter import MarkSegmenter, Segmenter
 
 THRESHOLD, MASK_THRESHOLD = 0.5, 0.5  # by default: of a score, and of a pixel's probability
 MOST_BOXES = 64  # of a prompt
@@ -25,7 +30,12 @@ MOST_FRAMES = 64  # of a clip
 MOST_CLIP_TEXTS = 16  # of a clip
 CLIP_FIELDS = ("video", "text")
 KEPT = 8  # images whose patches are kept
-FIELDS = ("image", "text", "boxes", "box_labels", "prompt_token_ids")
+FIELDS = (
+    "text",
+    "boxes",
+    "box_labels",
+    "prompt_token_ids",
+)  # of a prompt that names objects, next to the image
 VISUAL = "visual"  # the text of a prompt with boxes alone, which the model was trained with
 
 
@@ -50,16 +60,20 @@ class Concept:
 class SegmentationOutput(ObjectsOutput):
     """data: [n, 5] float32, the best first: left, top, right, bottom in pixels, and score.
 
+    Of marks, these are the masks that they can mean, and scores are predicted overlaps with the object.
+
     runs           of each object's mask: lengths of runs of pixels in columns, the first of pixels that are outside;
                    None without masks
     semantic_runs  of the mask of all pixels that belong to any such object, if it was requested
     text           of the prompt; size: width and height of the image
+    presence       of marks: the probability that the object is in the image
     """
 
     runs: list[list[int]] | None = None
     semantic_runs: list[int] | None = None
     text: str = ""
     size: tuple[int, int] = (1, 1)
+    presence: float | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -119,81 +133,106 @@ class ClipOutput(PoolingOutput):
     size: tuple[int, int] = (1, 1)
 
 
-@dataclass(frozen=True)
 class ClipPrompt:
-    """A clip and what to follow in it. frames: patches of each, of the same grid. texts: token ids of names."""
+    """A clip and what to follow in it. images: frames [n, height, width, 3] uint8; texts: token ids of names.
 
-    frames: tuple[Patches, ...]
-    texts: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    The patches of a frame need many times the memory of its pixels. Those of the next frames are made in a thread while
+    the frames before them run, and no others are kept.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        reader: ImageReader,
+        texts: tuple[tuple[int, ...], ...],
+        names: tuple[str, ...],
+    ):
+        """Raises ValueError for frames that the image processor cannot take."""
+        self.images, self.texts, self.names = images, texts, names
+        self._reader, self._ahead = reader, Future[list[Patches]]()
+        self._ahead.set_result(self._made(0))
+        self.tokens = self._ahead.result()[0].tokens  # of a frame; all have the same size
+
+    def __len__(self) -> int:
+        return len(self.images)
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of the frames."""
-        return self.frames[0].size
+        return self.images.shape[2], self.images.shape[1]
 
+    def take(self, start: int) -> list[Patches]:
+        """The patches of the CLIP_FRAMES frames from `start` on: called for 0, CLIP_FRAMES, and so on."""
+        found, self._ahead = self._ahead.result(), Future()
+        if (after := start + CLIP_FRAMES) < len(self):
+            Thread(target=self._make, args=(self._ahead, after), name="clip-patches", daemon=True).start()
+        return found
 
-def decode_runs(runs: Sequence[int], height: int, width: int) -> np.ndarray:
-    """The mask [height, width] of runs in columns."""
-    inside = np.arange(len(runs)) % 2 == 1
-    return np.repeat(inside, runs).reshape(width, height).T
+    def _make(self, into: Future[list[Patches]], start: int) -> None:
+        try:
+            into.set_result(self._made(start))
+        except BaseException as error:  # raised by the step that needs them
+            into.set_exception(error)
 
+    def _made(self, start: int) -> list[Patches]:
+        from PIL import Image
 
-def coco_rle(runs: Sequence[int], size: tuple[int, int]) -> dict[str, Any]:
-    """COCO's compressed form, which pycocotools reads. size: width and height."""
-    return {"size": [size[1], size[0]], "counts": compress(runs)}
-
-
-def compress(runs: Sequence[int]) -> str:
-    """Differences to the run before the last in groups of five bits, the lowest first, as characters from '0' on.
-
-    Bit 5 of a character says that another one follows; the highest bit of the last group is the sign.
-    """
-    counts = np.asarray(runs, np.int64)
-    rest = counts.copy()
-    rest[3:] -= counts[1:-2]
-    parts, unfinished = [], np.ones(len(rest), bool)
-    while unfinished.any():
-        group = rest & 31
-        rest = rest >> 5
-        more = np.where(group & 16, rest != -1, rest != 0)
-        parts.append(np.where(unfinished, (group | (more << 5)) + 48, 0))
-        unfinished = unfinished & more
-    found = np.stack(parts, 1).ravel() if parts else np.zeros(0, np.int64)
-    return bytes(found[found > 0].astype(np.uint8)).decode()
+        frames = self.images[start : start + CLIP_FRAMES]
+        return [self._reader.patches(Image.fromarray(frame)) for frame in frames]
 
 
 class PromptReader:
-    """Makes patches and a Concept of a request's prompt. Safe in any thread.
+    """Makes patches, and a Concept or Marks, of a request's prompt. Safe in any thread.
 
     The patches of the last images are kept, so that many prompts on one image resize it once.
     """
 
     def __init__(self, images: ImageReader, model: Any, tokenizer: Any):
         self._images, self._model, self._tokenizer = images, model, tokenizer
+        self._fields = [FIELDS] if isinstance(model, Segmenter) else []
+        named = "'text': what to find, 'boxes': [[left, top, right, bottom], ...], 'box_labels': [1, 0, ...]"
+        forms = [f"{{'image': a PIL image, {named}}} with text, boxes or both"] if self._fields else []
+        if isinstance(model, MarkSegmenter):
+            self._fields.append(marks.FIELDS)
+            marked = "'points': [[x, y], ...], 'point_labels': [1, 0, ...], 'box': [left, top, right, bottom]"
+            forms.append(f"{{'image': a PIL image, {marked}, 'mask': logits}} with points, a box or a mask")
+        self._form = ", or ".join(forms)
         self._kept: OrderedDict[bytes, Patches] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, prompt: Any, masks: bool) -> tuple[Patches, Concept]:
+    def read(self, prompt: Any, masks: bool) -> tuple[Patches, Concept | marks.Marks]:
         """prompt: {'image': a PIL image, 'text': what to find, 'boxes': examples, 'box_labels': 1 or 0 of each}.
 
-        A box is left, top, right and bottom in pixels. `prompt_token_ids` may be there instead of the text.
-        Raises ValueError, whose message names the field.
+        A box is left, top, right and bottom in pixels. `prompt_token_ids` may be there instead of the text. Instead of
+        these, the prompt of a MarkSegmenter has the fields of marks.FIELDS. Raises ValueError, whose message names the
+        field.
         """
         if not isinstance(prompt, Mapping) or not is_image(prompt.get("image")):
+            raise ValueError(f"the prompt must be {self._form}, got {type(prompt).__name__}")
+        known = tuple(name for fields in self._fields for name in fields)
+        if unknown := sorted(set(map(str, prompt)) - {"image", *known}):
             raise ValueError(
-                "the prompt must be {'image': a PIL image, 'text': what to find, 'boxes': [[left, top, right, bottom],"
-                f" ...], 'box_labels': [1, 0, ...]}} with text, boxes or both, got {type(prompt).__name__}"
+                f"the prompt has the fields {', '.join(unknown)}; known are image, {', '.join(known)}"
             )
-        if unknown := sorted(set(map(str, prompt)) - set(FIELDS)):
-            raise ValueError(f"the prompt has the fields {', '.join(unknown)}; known are {', '.join(FIELDS)}")
+        named, marked = (
+            [n for n in fields if prompt.get(n) is not None] for fields in (FIELDS, marks.FIELDS)
+        )
+        if named and marked:
+            raise ValueError(
+                f"{marked[0]} marks one object, and {named[0]} names objects: send a prompt for each"
+            )
         image = prompt["image"]
-        if masks and image.width * image.height > MOST_MASK_PIXELS:
+        if (masks or marked) and image.width * image.height > MOST_MASK_PIXELS:
+            hint = "make it smaller" + ("" if marked else ", or set masks to False")
             raise ValueError(
                 f"the prompt's image has {image.width} x {image.height} pixels, and masks are made of images of at most"
-                f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
+                f" {MOST_MASK_PIXELS} pixels: {hint}"
             )
         image = rgb(image)
+        if marked or FIELDS not in self._fields:
+            found = marks.read_marks(prompt, image.size, self._model)
+            patches, digest = self._patches(image)
+            return patches, replace(found, digest=digest)
         boxes, labels = _boxes(prompt, image)
         name, ids = self._text(prompt, bool(boxes))
         patches, digest = self._patches(image)
@@ -204,8 +243,6 @@ class PromptReader:
 
         Raises ValueError, whose message names the field.
         """
-        from PIL import Image
-
         if unknown := sorted(set(map(str, prompt)) - set(CLIP_FIELDS)):
             raise ValueError(
                 f"the prompt of a video has the fields {', '.join(unknown)}; known are {', '.join(CLIP_FIELDS)}"
@@ -228,8 +265,7 @@ class PromptReader:
                 f"the prompt's video has {width} x {height} pixels, and masks are made of frames of at most"
                 f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
             )
-        made = tuple(self._images.patches(Image.fromarray(frame)) for frame in frames)
-        return ClipPrompt(made, tuple(ids), tuple(map(str, texts)))
+        return ClipPrompt(frames, self._images, tuple(ids), tuple(map(str, texts)))
 
     def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:
         text, ids = prompt.get("text"), prompt.get("prompt_token_ids")

@@ -46,57 +46,68 @@ TEMPERATURE = 10000.0  # of the encodings of positions
 WIDTHS = ("geometry_encoder_config", "detr_encoder_config", "detr_decoder_config", "mask_decoder_config")
 
 
-def _check(config: Any) -> None:
-    """Raise Unsupported for what this model does not do."""
-    vision, text = config.vision_config, config.text_config
-    for name, own, wanted in (
-        ("vision_config.backbone_config", vision.backbone_config, BACKBONE),
-        ("text_config", text, TEXT),
-    ):
-        if own.model_type != wanted:
-            raise Unsupported(
-                f"config.{name}.model_type={own.model_type!r} is not supported, only {wanted!r}"
-            )
-    backbone, width = vision.backbone_config, vision.fpn_hidden_size
+def check_backbone(vision: Any) -> None:
+    """Raise Unsupported for what the backbone and its pyramid do not do. vision: transformers.Sam3VisionConfig"""
+    backbone = vision.backbone_config
+    _check_type("vision_config.backbone_config", backbone, BACKBONE)
     rope = backbone.rope_parameters or {}
     if rope.get("rope_type", "axial") != "axial":
         raise Unsupported(f"rope_type={rope['rope_type']!r} of the backbone is not supported, only 'axial'")
-    for own in (backbone, text, *(getattr(config, name) for name in WIDTHS)):
-        for name in ("hidden_size", "num_attention_heads"):
-            size_of(own, name)
-        if own.hidden_size % own.num_attention_heads:
-            raise Unsupported(
-                f"hidden_size={own.hidden_size} of {own.model_type} is no multiple of num_attention_heads="
-                f"{own.num_attention_heads}"
-            )
-        act = getattr(own, "hidden_act", "relu")
-        if act not in GELU and act not in ACTIVATE:
-            raise Unsupported(
-                f"hidden_act={act!r} of {own.model_type} is not one of {', '.join((*GELU, *ACTIVATE))}"
-            )
+    _check_layer(backbone)
     if backbone.hidden_size // backbone.num_attention_heads % 4:
         raise Unsupported(
             "the heads of the backbone are no multiple of 4 channels, which axial positions need"
         )
     for name in ("image_size", "patch_size", "pretrain_image_size", "window_size"):
         size_of(backbone, name)
+    if vision.fpn_hidden_size % 8:
+        raise Unsupported(f"vision_config.fpn_hidden_size={vision.fpn_hidden_size} is no multiple of 8")
+    scales = vision.scale_factors
+    if len(scales) < 2 or any(scale not in (4.0, 2.0, 1.0, 0.5) for scale in scales):
+        raise Unsupported(
+            f"vision_config.scale_factors={scales} are not two or more of 4.0, 2.0, 1.0 and 0.5"
+        )
+
+
+def _check(config: Any) -> None:
+    """Raise Unsupported for what this model does not do."""
+    vision = config.vision_config
+    check_backbone(vision)
+    _check_type("text_config", config.text_config, TEXT)
+    for own in (config.text_config, *(getattr(config, name) for name in WIDTHS)):
+        _check_layer(own)
+    width, scales = vision.fpn_hidden_size, vision.scale_factors
     for name in WIDTHS:
         if getattr(config, name).hidden_size != width:
             raise Unsupported(
                 f"config.{name}.hidden_size={getattr(config, name).hidden_size} is not"
                 f" vision_config.fpn_hidden_size={width}"
             )
-    if width % 8:
-        raise Unsupported(f"vision_config.fpn_hidden_size={width} is no multiple of 8")
-    scales = vision.scale_factors
-    if len(scales) < 2 or any(scale not in (4.0, 2.0, 1.0, 0.5) for scale in scales):
-        raise Unsupported(
-            f"vision_config.scale_factors={scales} are not two or more of 4.0, 2.0, 1.0 and 0.5"
-        )
     if config.mask_decoder_config.num_upsampling_stages < len(scales) - 2:
         raise Unsupported(
             f"mask_decoder_config.num_upsampling_stages={config.mask_decoder_config.num_upsampling_stages} is fewer"
             f" than the {len(scales) - 2} that vision_config.scale_factors={scales} need"
+        )
+
+
+def _check_type(name: str, own: Any, wanted: str) -> None:
+    if own.model_type != wanted:
+        raise Unsupported(f"config.{name}.model_type={own.model_type!r} is not supported, only {wanted!r}")
+
+
+def _check_layer(own: Any) -> None:
+    """Of a config with heads and an activation."""
+    for name in ("hidden_size", "num_attention_heads"):
+        size_of(own, name)
+    if own.hidden_size % own.num_attention_heads:
+        raise Unsupported(
+            f"hidden_size={own.hidden_size} of {own.model_type} is no multiple of num_attention_heads="
+            f"{own.num_attention_heads}"
+        )
+    act = getattr(own, "hidden_act", "relu")
+    if act not in GELU and act not in ACTIVATE:
+        raise Unsupported(
+            f"hidden_act={act!r} of {own.model_type} is not one of {', '.join((*GELU, *ACTIVATE))}"
         )
 
 
@@ -355,11 +366,11 @@ def _rows(x: T) -> T:
 
 
 class Neck(nn.Module):
-    """The levels that the detector reads: all but the last of the config."""
+    """The first `count` levels of the config."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, count: int) -> None:
         super().__init__()
-        self.scales = tuple(config.scale_factors[:-1])
+        self.scales = tuple(config.scale_factors[:count])
         channels = config.backbone_config.hidden_size
         self.fpn_layers = nn.ModuleList(
             Level(channels, config.fpn_hidden_size, scale) for scale in self.scales
@@ -707,7 +718,10 @@ class Sam3Model(Segmenter):
         self.side, self.patch_size = backbone.image_size // backbone.patch_size, backbone.patch_size
         self.text_length, self.vocab_size = text.max_position_embeddings, text.vocab_size
         self.vision_encoder: Any = nn.Module()
-        self.vision_encoder.backbone, self.vision_encoder.neck = ViT(backbone), Neck(vision)
+        self.vision_encoder.backbone, self.vision_encoder.neck = (
+            ViT(backbone),
+            Neck(vision, len(vision.scale_factors) - 1),
+        )
         self.sides = [int(self.side * scale) for scale in self.vision_encoder.neck.scales]
         self.text_encoder: Any = nn.Module()
         self.text_encoder.text_model = TextModel(text)

@@ -2,7 +2,8 @@
 
 The detector of sam3.py looks at each frame. The tracker, which is that of SAM 2 (Ravi et al., arXiv 2408.00714), moves
 the masks of earlier frames with a memory of each object; interfaces/tracks.py has the rules that join both. Images
-alone are the detector's. The interface is that of models/common/interfaces/segmenter.py.
+alone are the detector's, and those with points, a box or a mask the tracker's (sam3_tracker.py). The interface is that
+of models/common/interfaces/segmenter.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,22 +21,38 @@ from torch import nn
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.interfaces import tracks
-from fastkernels.models.common.interfaces.segmenter import Clip, ClipSegmenter, Found, FrameObjects, Seen
+from fastkernels.models.common.interfaces.segmenter import (
+    Clip,
+    ClipSegmenter,
+    Found,
+    FrameObjects,
+    Marked,
+    MarkSegmenter,
+    Seen,
+)
 from fastkernels.models.common.layers import cnn
 from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.models.vision import sam3
-from fastkernels.models.vision.sam3 import EPS, GELU, PLAIN, Weight, encodings, rotations
+from fastkernels.models.vision.sam3 import EPS, GELU, PLAIN, encodings, rotations
+from fastkernels.models.vision.sam3_tracker import (
+    CONV_EPS,
+    Attention,
+    Layers,
+    Marking,
+    _gelu,
+    _normed,
+    _product,
+    _resized,
+    check_marks,
+)
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 from fastkernels.overrides.dense_attention.memory_attention import memory_attention
-from fastkernels.overrides.linear.batched_matmul import batched_matmul
-from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 from fastkernels.overrides.norm.vllm import VllmLayerNorm
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 T = torch.Tensor
-CONV_EPS = 1e-6  # of the norms between convolutions
 ABSENT = -1024.0  # the logit of all pixels of an object that is not in the frame
 SURE = 10.0  # logits of a mask that is given: 10 inside, -10 outside
 PLACES = 0.1  # the weight of the encodings of places that the memory attention adds
@@ -55,10 +71,8 @@ def check(config: Any) -> None:
         raise Unsupported(
             f"scale_factors={vision.scale_factors} of a model of clips are not {LEVELS}, which the tracker reads"
         )
-    decoder, prompts = own.mask_decoder_config, own.prompt_encoder_config
+    check_marks(own, vision)
     for name, value in (
-        ("mask_decoder_config.hidden_size", decoder.hidden_size),
-        ("prompt_encoder_config.hidden_size", prompts.hidden_size),
         ("memory_attention_hidden_size", own.memory_attention_hidden_size),
         ("memory_encoder_hidden_size", own.memory_encoder_hidden_size),
         ("memory_fuser_embed_dim", own.memory_fuser_embed_dim),
@@ -71,31 +85,20 @@ def check(config: Any) -> None:
             f"tracker_config.memory_attention_rope_feat_sizes={own.memory_attention_rope_feat_sizes} are not"
             f" [{side}, {side}], the cells of the detector's image"
         )
-    if prompts.image_size != backbone.image_size or prompts.patch_size != backbone.patch_size:
-        raise Unsupported(
-            f"tracker_config.prompt_encoder_config has image_size={prompts.image_size} and patch_size="
-            f"{prompts.patch_size}, and the detector's backbone {backbone.image_size} and {backbone.patch_size}"
-        )
     for name, value, known in (
         ("memory_attention_feed_forward_hidden_act", own.memory_attention_feed_forward_hidden_act, ("relu",)),
         ("memory_fuser_hidden_act", own.memory_fuser_hidden_act, tuple(GELU)),
         ("mask_downsampler_hidden_act", own.mask_downsampler_hidden_act, ("gelu",)),
-        ("prompt_encoder_config.hidden_act", prompts.hidden_act, ("gelu",)),
         ("num_maskmem", own.num_maskmem, range(1, 1025)),
         ("max_object_pointers_in_encoder", own.max_object_pointers_in_encoder, range(2, 1025)),
     ):
         if value not in known:
             wanted = f"{known[0]} to {known[-1]}" if isinstance(known, range) else ", ".join(known)
             raise Unsupported(f"tracker_config.{name}={value!r} is not supported, only {wanted}")
-    for heads, inner in (
-        (own.memory_attention_num_attention_heads, width // own.memory_attention_downsample_rate),
-        (decoder.num_attention_heads, width // decoder.attention_downsample_rate),
-    ):
-        if inner % heads or width % heads:
-            raise Unsupported(
-                f"{inner} channels of the tracker's attention are no multiple of its {heads} heads"
-            )
-    if width // own.memory_attention_downsample_rate // own.memory_attention_num_attention_heads % 4:
+    narrow, heads = width // own.memory_attention_downsample_rate, own.memory_attention_num_attention_heads
+    if narrow % heads or width % heads:
+        raise Unsupported(f"{narrow} channels of the memory attention are no multiple of its {heads} heads")
+    if narrow // heads % 4:
         raise Unsupported("the heads of the memory attention are no multiple of 4 channels")
     if width % size_of(own, "memory_encoder_output_channels"):
         raise Unsupported(
@@ -110,32 +113,6 @@ def check(config: Any) -> None:
         )
     if (rope := own.rope_parameters or {}).get("rope_type", "axial") != "axial":
         raise Unsupported(f"rope_type={rope['rope_type']!r} of the tracker is not supported, only 'axial'")
-
-
-class Attention(nn.Module):
-    """Attention of rows [B, S, C] to others, in `inner` channels. memory: channels of keys and values."""
-
-    ops = ("attention_dense", "linear_residual")
-
-    def __init__(self, width: int, inner: int, heads: int, memory: int | None = None) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q_proj = cnn.Classifier(width, inner)
-        self.k_proj, self.v_proj = (cnn.Classifier(memory or width, inner) for _ in range(2))
-        self.o_proj = cnn.Classifier(inner, width)
-
-    def project(self, x: T, keys: T, values: T) -> tuple[T, T, T]:
-        """Queries, keys and values [B, S, heads, D]."""
-        made = self.q_proj(x), self.k_proj(keys), self.v_proj(values)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in made)
-        return q, k, v
-
-    def finish(self, mixed: T, residual: T) -> T:
-        return linear_residual(residual, mixed.flatten(2), self.o_proj.weight, self.o_proj.bias)
-
-    def forward(self, x: T, keys: T, values: T, residual: T) -> T:
-        q, k, v = self.project(x, keys, values)
-        return self.finish(attention_dense(q, k, v, q.shape[-1] ** -0.5), residual)
 
 
 class CellAttention(nn.Module):
@@ -216,15 +193,6 @@ class Shrink(nn.Module):
         return _gelu(_normed(cnn.convolve(x, self.conv, None, PLAIN), self.layer_norm))
 
 
-def _normed(image: T, norm: nn.Module) -> T:
-    """A norm over the channels of an image [B, C, H, W], channels last."""
-    return norm(image.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2)
-
-
-def _gelu(x: T) -> T:
-    return F.gelu(x)
-
-
 class Fuser(nn.Module):
     """A ConvNeXt block of cells [B, S, C]."""
 
@@ -281,71 +249,6 @@ class MemoryEncoder(nn.Module):
         return _product(x, self.projection)
 
 
-def _product(rows: T, conv: cnn.Conv) -> T:
-    """A convolution of single pixels, of rows [B, S, C]."""
-    return linear(rows, conv.weight.flatten(1), conv.bias)
-
-
-class Layers(nn.Module):
-    """Linear layers with ReLU between them, called proj_in, layers and proj_out."""
-
-    def __init__(self, size: int, inner: int, out: int, count: int) -> None:
-        super().__init__()
-        self.proj_in, self.proj_out = cnn.Classifier(size, inner), cnn.Classifier(inner, out)
-        self.layers = nn.ModuleList(cnn.Classifier(inner, inner) for _ in range(count - 2))
-
-    def forward(self, x: T) -> T:
-        x = F.relu_(self.proj_in(x))
-        for layer in self.layers:
-            x = F.relu_(layer(x))
-        return self.proj_out(x)
-
-
-class TwoWayLayer(nn.Module):
-    """Attention among tokens, of tokens to cells, an MLP of tokens, and attention of cells to tokens; norms after."""
-
-    def __init__(self, config: Any, first: bool) -> None:
-        super().__init__()
-        width, heads = config.hidden_size, config.num_attention_heads
-        inner, self.first = width // config.attention_downsample_rate, first
-        self.self_attn = sam3.SelfAttention(width, heads)
-        self.cross_attn_token_to_image = Attention(width, inner, heads)
-        self.cross_attn_image_to_token = Attention(width, inner, heads)
-        self.mlp = Layers(width, config.mlp_dim, width, config.num_hidden_layers)
-        self.layer_norm1, self.layer_norm2, self.layer_norm3, self.layer_norm4 = (
-            VllmLayerNorm(width, EPS) for _ in range(4)
-        )
-
-    def forward(self, x: T, cells: T, own: T, places: T) -> tuple[T, T]:
-        """x: tokens [B, n, C]; own: the tokens before the first layer; places: of the cells [1, S, C]."""
-        none = torch.zeros_like(x) if self.first else x
-        x = self.layer_norm1(self.self_attn(x, None if self.first else own, none))
-        x = self.layer_norm2(self.cross_attn_token_to_image(x + own, cells + places, cells, x))
-        x = self.layer_norm3(x + self.mlp(x))
-        cells = self.cross_attn_image_to_token(cells + places, x + own, x, cells)
-        return x, self.layer_norm4(cells)
-
-
-class Upscale(cnn.Folded):
-    """A transposed convolution of 2 x 2 pixels with stride 2: after loading, a matrix."""
-
-    ops = ("linear",)
-
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, out, 2, 2))
-        self.bias = nn.Parameter(torch.empty(out))
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Rows in the order of the four pixels, then of the channels."""
-        matrix = self.weight.permute(2, 3, 1, 0).flatten(0, 2).contiguous()
-        self.weight, self.bias = nn.Parameter(matrix), nn.Parameter(self.bias.repeat(4))
-
-    def forward(self, x: T, side: int) -> T:
-        return sam3._apart(linear(x, self.weight, self.bias), side)
-
-
 class Decided(NamedTuple):
     """masks [B, 4 * side, 4 * side] float32 logits; scores [B] float32, logits of presence; pointers [B, C]."""
 
@@ -354,120 +257,13 @@ class Decided(NamedTuple):
     pointers: T
 
 
-class MaskDecoder(nn.Module):
-    """The mask of an object in a frame: of several, the one with the best predicted overlap."""
-
-    ops = ("batched_matmul",)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, self.config = config.hidden_size, config
-        self.count = config.num_multimask_outputs + 1
-        inner = width // config.attention_downsample_rate
-        self.iou_token, self.obj_score_token = Weight(1, width), Weight(1, width)
-        self.mask_tokens = Weight(self.count, width)
-        self.transformer: Any = nn.Module()
-        self.transformer.layers = nn.ModuleList(
-            TwoWayLayer(config, i == 0) for i in range(config.num_hidden_layers)
-        )
-        self.transformer.final_attn_token_to_image = Attention(width, inner, config.num_attention_heads)
-        self.transformer.layer_norm_final_attn = VllmLayerNorm(width, EPS)
-        self.upscale_conv1, self.upscale_conv2 = (
-            Upscale(width, width // 4),
-            Upscale(width // 4, width // 8),
-        )
-        self.upscale_layer_norm = VllmLayerNorm(width // 4, CONV_EPS)
-        self.output_hypernetworks_mlps = nn.ModuleList(
-            Layers(width, width, width // 8, 3) for _ in range(self.count)
-        )
-        self.iou_prediction_head = Layers(
-            width, config.iou_head_hidden_dim, self.count, config.iou_head_depth
-        )
-        self.pred_obj_score_head = Layers(width, width, 1, 3)
-        self.conv_s0, self.conv_s1 = (
-            cnn.Conv(width, width // 8, bias=True),
-            cnn.Conv(width, width // 4, bias=True),
-        )
-
-    def forward(
-        self, cells: T, fine: T, middle: T, places: T, prompt: T, side: int, several: bool
-    ) -> tuple[T, T, T]:
-        """cells [B, S, C]; fine, middle: of the larger levels [1, cells, C / 8 and C / 4]; prompt: tokens [2, C].
-
-        Returns the mask's logits [B, h, w] float32, its token [B, C] and the logit of presence [B] float32. several:
-        choose among all masks but the first.
-        """
-        batch = len(cells)
-        tokens = (self.obj_score_token.weight, self.iou_token.weight, self.mask_tokens.weight, prompt)
-        own = torch.cat(tokens)[None].repeat(batch, 1, 1)
-        x, inner = own, self.transformer
-        for layer in inner.layers:
-            x, cells = layer(x, cells, own, places)
-        x = inner.layer_norm_final_attn(
-            inner.final_attn_token_to_image(x + own, cells + places, cells, x.contiguous())
-        )
-        up = _gelu(self.upscale_layer_norm(self.upscale_conv1(cells, side) + middle))
-        up = _gelu(self.upscale_conv2(up, 2 * side) + fine)  # [B, 16 * S, C / 8]
-        made = x[:, 2 : 2 + self.count]
-        rows = torch.stack([net(made[:, i]) for i, net in enumerate(self.output_hypernetworks_mlps)], 1)
-        masks = batched_matmul(rows, up.transpose(1, 2)).float().unflatten(2, (4 * side, 4 * side))
-        overlap = self.iou_prediction_head(x[:, 1]).float().sigmoid()
-        chosen = self._choose(masks, overlap, several)
-        at = torch.arange(batch, device=x.device)
-        token = made[at, chosen if several else torch.zeros_like(chosen)]
-        return masks[at, chosen], token, self.pred_obj_score_head(x[:, 0]).float().flatten()
-
-    def _choose(self, masks: T, overlap: T, several: bool) -> T:
-        """The number of the mask of each object [B]."""
-        best = overlap[:, 1:].argmax(1) + 1
-        if several:
-            return best
-        config = self.config
-        if not config.dynamic_multimask_via_stability:
-            return torch.zeros_like(best)
-        single, delta = masks[:, 0].flatten(1), config.dynamic_multimask_stability_delta
-        inner, outer = (single > delta).sum(1).float(), (single > -delta).sum(1).float()
-        stable = torch.where(outer > 0, inner / outer, 1.0) >= config.dynamic_multimask_stability_thresh
-        return torch.where(stable, 0, best)
-
-
-class MaskPrompt(nn.Module):
-    """A mask [B, 1, 4 * side, 4 * side] to cells [B, S, C]."""
-
-    ops = ("conv_norm_act",)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        channels = config.mask_input_channels
-        self.conv1 = cnn.Conv(1, channels // 4, 2, 2, bias=True, padding=0)
-        self.conv2 = cnn.Conv(channels // 4, channels, 2, 2, bias=True, padding=0)
-        self.conv3 = cnn.Conv(channels, config.hidden_size, bias=True)
-        self.layer_norm1 = VllmLayerNorm(channels // 4, config.layer_norm_eps)
-        self.layer_norm2 = VllmLayerNorm(channels, config.layer_norm_eps)
-
-    def forward(self, masks: T) -> T:
-        x = _gelu(_normed(cnn.convolve(masks, self.conv1, None, PLAIN), self.layer_norm1))
-        x = _gelu(_normed(cnn.convolve(x, self.conv2, None, PLAIN), self.layer_norm2))
-        return _product(sam3._rows(x), self.conv3)
-
-
-class Tracker(nn.Module):
+class Tracker(Marking):
     """transformers' Sam3TrackerVideoModel without a backbone, for objects that a mask names."""
 
     def __init__(self, config: Any, side: int, image_size: int) -> None:
-        super().__init__()
+        super().__init__(config, side)
         width, memory = config.memory_attention_hidden_size, config.memory_encoder_output_channels
-        self.config, self.side, self.image_size, self.memory = config, side, image_size, memory
-        self.shared_image_embedding: Any = nn.Module()
-        self.shared_image_embedding.positional_embedding = nn.Parameter(torch.empty(2, width // 2))
-        prompts = config.prompt_encoder_config
-        self.prompt_encoder: Any = nn.Module()
-        self.prompt_encoder.mask_embed = MaskPrompt(prompts)
-        self.prompt_encoder.no_mask_embed, self.prompt_encoder.not_a_point_embed = (
-            Weight(1, width),
-            Weight(1, width),
-        )
-        self.mask_decoder = MaskDecoder(config.mask_decoder_config)
+        self.config, self.image_size, self.memory = config, image_size, memory
         self.memory_attention = MemoryAttention(config, side)
         self.memory_encoder = MemoryEncoder(config, side)
         self.memory_temporal_positional_encoding = nn.Parameter(torch.empty(config.num_maskmem, 1, 1, memory))
@@ -484,20 +280,15 @@ class Tracker(nn.Module):
             and config.multimask_min_pt_num <= 0 <= config.multimask_max_pt_num
         )
 
-    @cached_property
-    def places(self) -> T:
-        """Encodings of the cells [1, S, C]: sines and cosines of random waves."""
-        waves = self.shared_image_embedding.positional_embedding
-        at = (torch.arange(self.side, device=waves.device) + 0.5) / self.side
-        grid = torch.stack((at.repeat(self.side), at.repeat_interleave(self.side)), 1)
-        angles = 2 * math.pi * ((2 * grid - 1) @ waves.float())
-        return torch.cat((angles.sin(), angles.cos()), 1)[None].to(waves.dtype)
-
     def _decide(self, cells: T, seen: Seen, several: bool) -> Decided:
-        prompt = self.prompt_encoder.not_a_point_embed.weight.expand(2, -1)
-        masks, token, scores = self.mask_decoder(
-            cells, seen.fine, seen.middle, self.places, prompt, self.side, several
+        decoder = self.mask_decoder
+        prompt = self.prompt_encoder.not_a_point_embed.weight.expand(len(cells), 2, -1)
+        found, overlaps, tokens, scores = decoder(
+            cells, seen.fine, seen.middle, self.places, prompt, self.side
         )
+        chosen = decoder.best(overlaps) if several else decoder.single(found, overlaps)
+        at = torch.arange(len(cells), device=cells.device)
+        masks, token = found[at, chosen], tokens[at, chosen if several else 0]
         there = scores > 0
         pointers = torch.where(there[:, None], self.object_pointer_proj(token), self.no_object_pointer)
         return Decided(torch.where(there[:, None, None], masks, ABSENT), scores, pointers)
@@ -543,13 +334,6 @@ class Tracker(nn.Module):
         angles = torch.tensor(distances, device=weight.device)[:, None] / (most - 1) / rates
         waves = torch.cat((angles.sin(), angles.cos()), 1).to(weight.dtype)
         return self.temporal_positional_encoding_projection_layer(waves)
-
-
-def _resized(masks: T, size: tuple[int, int]) -> T:
-    """Masks [B, 1, h, w] float32 of another size, each pixel the mean of those that it covers."""
-    if masks.shape[2:] == size:
-        return masks
-    return F.interpolate(masks, size=size, mode="bilinear", antialias=True)
 
 
 @dataclass
@@ -786,7 +570,7 @@ class Sam3Clip(Clip):
         return torch.cat([self.tracker.remember(seen, m, s, hard) for m, s in parts])
 
 
-class Sam3VideoModel(ClipSegmenter):
+class Sam3VideoModel(ClipSegmenter, MarkSegmenter):
     """config: transformers.Sam3VideoConfig. Raises Unsupported."""
 
     def __init__(self, config: Any) -> None:
@@ -796,7 +580,7 @@ class Sam3VideoModel(ClipSegmenter):
         self.side, self.patch_size = detector.side, detector.patch_size
         self.text_length, self.vocab_size = detector.text_length, detector.vocab_size
         vision = config.detector_config.vision_config
-        self.tracker_neck = sam3.Neck(vision)
+        self.tracker_neck = sam3.Neck(vision, len(LEVELS) - 1)
         self.tracker_model = Tracker(config.tracker_config, self.side, vision.backbone_config.image_size)
         self.rules = tracks.Rules.of(config)
 
@@ -816,13 +600,19 @@ class Sam3VideoModel(ClipSegmenter):
         return self.detector_model.segment(features, texts, known, boxes, labels)
 
     def watch(self, patches: T) -> tuple[T, Seen]:
-        detector, decoder = self.detector_model, self.tracker_model.mask_decoder
-        x = detector.vision_encoder.backbone(patches)
-        features = [level(x, self.side) for level in detector.vision_encoder.neck.fpn_layers]
-        fine, middle, cells = (level(x, self.side) for level in self.tracker_neck.fpn_layers)
-        return torch.cat(features, 1), Seen(
-            _product(fine, decoder.conv_s0), _product(middle, decoder.conv_s1), cells
-        )
+        encoder = self.detector_model.vision_encoder
+        x = encoder.backbone(patches)
+        features = [level(x, self.side) for level in encoder.neck.fpn_layers]
+        return torch.cat(features, 1), self._levels(x)
+
+    def look(self, patches: T) -> Seen:
+        return self._levels(self.detector_model.vision_encoder.backbone(patches))
+
+    def mark(self, seen: Seen, points: T, labels: T, masks: T | None = None) -> Marked:
+        return self.tracker_model.mark(seen, points, labels, masks)
+
+    def _levels(self, x: T) -> Seen:
+        return self.tracker_model.levels(*(level(x, self.side) for level in self.tracker_neck.fpn_layers))
 
     def clip(self, frames: int) -> Sam3Clip:
         return Sam3Clip(self, frames)
@@ -854,7 +644,6 @@ ARCH = Architecture(
     unneeded="fastkernels.models.vision.sam3_video:unneeded",
     unused=(
         "detector_model.text_encoder.text_projection.weight", "*.position_ids", "tracker_model.no_memory_*",
-        "tracker_model.prompt_encoder.shared_embedding.*", "tracker_model.prompt_encoder.point_embed.weight",
         "tracker_model.vision_encoder.*",
     ),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.routes.video_files import write_mp4
 from fastkernels.engine.scheduling import segmentation
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingParams
 
 FRAMES = frames_of(5)
 
@@ -181,3 +181,20 @@ def test_wrong_clips_are_refused(served, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_waiting_clip_holds_the_patches_of_one_step(served):
+    """Those of 64 frames of 1,008 pixels would be 0.8 GB."""
+    _, _, llm = served
+    prompt = {"video": FRAMES * 12, "text": "cat"}
+    request = llm.llm_engine.make_request("clip", prompt, PoolingParams("segment"))
+    clip = request.clip
+    assert len(clip) == 60 and request.all_tokens == 60 * request.num_tokens
+    assert len(clip._ahead.result()) == CLIP_FRAMES
+    for start in range(0, 60, CLIP_FRAMES):
+        found = clip.take(start)
+        want = [
+            llm.llm_engine.images.patches(frame) for frame in prompt["video"][start : start + CLIP_FRAMES]
+        ]
+        assert all((mine.values == other.values).all() for mine, other in zip(found, want, strict=True))
+    assert not clip._ahead.done()

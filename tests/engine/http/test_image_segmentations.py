@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.detectors import pictures
 from support.live import live_server
-from support.segmenters import make_sam3, mask_of
+from support.segmenters import make_sam3, make_sam3_tracker, mask_of
 
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
@@ -139,3 +139,72 @@ def test_other_routes_name_the_task(served):
     assert post(url, "/v1/detections", input=PNG).status_code == 404
     answer = post(url, "/v1/chat/completions", messages=[])
     assert "'sam' is for LLM.segment and /v1/segmentations" in answer.text
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tracker")
+    make_sam3_tracker(folder)
+    with live_server(
+        folder, ServerConfig("tracker"), num_blocks=None, max_model_len=None, max_waiting=8
+    ) as found:
+        yield *found, LLM(str(folder), device="cpu")
+
+
+def test_marks_are_those_of_the_engine(tracker):
+    """A mask of an answer is a mark of the next request."""
+    url, _, llm = tracker
+    marks = [{"points": [[3, 4], [20.5, 30]], "point_labels": [1, 0]}, {"box": [1, 2, 70, 60]}]
+    (first, second) = post(url, input=PNG, marks=marks).json()["data"]
+    want = [o.outputs for o in llm.segment([{"image": IMAGES[0], **own} for own in marks], use_tqdm=False)]
+    for one, output in zip((first, second), want, strict=True):
+        assert one["scores"] == pytest.approx(output.scores, abs=1e-5) and len(one["scores"]) == 3
+        assert one["masks"] == output.rles and one["boxes"] == output.boxes
+        assert one["presence"] == pytest.approx(output.presence, abs=1e-5)
+        assert (one["text"], one["semantic"], one["size"]) == ("", None, [80, 70])
+    (again,) = post(url, input=PNG, marks=[{"mask": first["masks"][0]}], multimask_output=False).json()[
+        "data"
+    ]
+    prompt = {"image": IMAGES[0], "mask": want[0].masks[0]}
+    (output,) = llm.segment(prompt, PoolingParams("segment", multimask_output=False), use_tqdm=False)
+    assert again["masks"] == output.outputs.rles and len(again["masks"]) == 1
+
+
+MARK = {"points": [[3, 4]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "marks", "marks are missing: 'tracker' finds what points, a box or a mask mark"),
+        ({"text": "cat"}, "marks", "marks are missing"),
+        ({"marks": [MARK], "text": "cat"}, "text", "text and marks exclude each other"),
+        ({"marks": []}, "marks", "at least 1 item"),
+        ({"marks": [MARK] * 65}, "marks", "marks: may have 64 entries, got 65"),
+        ({"marks": [MARK] * 9}, "input", "1 images with 9 marks are more than the queue holds, 8"),
+        ({"marks": [MARK, {}]}, "marks", "marks[1]: points are missing"),
+        ({"marks": [{"points": [[81, 4]]}]}, "marks", "marks[0]: points[0] = [81.0, 4.0] must have 0 <= x <= 80"),
+        ({"marks": [{"points": [["3", 4]]}]}, "marks", "valid number"),
+        ({"marks": [{"box": [1, 2, 3]}]}, "marks", "at least 4 items"),
+        ({"marks": [{"mask": {"size": [70, 80], "counts": "0"}}]}, "marks", "counts of 0 pixels"),
+        ({"marks": [{"circle": 3}]}, "marks", "circle"),
+        ({"marks": [MARK], "input": [PNG, OTHER]}, "marks", "marks belong to one image, got 2 images"),
+        ({"marks": [MARK], "semantic": True}, "semantic", "semantic applies to texts"),
+        ({"marks": [MARK], "multimask_output": "some"}, "multimask_output", "valid boolean"),
+    ],
+)  # fmt: skip
+def test_bad_marks_are_refused(tracker, body, param, words):
+    url, _, _ = tracker
+    answer = post(url, **{"input": PNG, **body})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"].partition("[")[0].partition(".")[0] == param
+    assert words in error["message"]
+    assert post(url, input=PNG, marks=[MARK]).status_code == 200
+
+
+def test_marks_for_a_model_of_texts_are_refused(served):
+    url, _, _ = served
+    answer = post(url, input=PNG, marks=[MARK])
+    assert (
+        answer.status_code == 400 and "finds what texts and boxes name" in answer.json()["error"]["message"]
+    )

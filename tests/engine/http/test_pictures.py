@@ -6,6 +6,7 @@ import base64
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import numpy as np
@@ -79,6 +80,30 @@ def test_openai_client_generates_images(url, folder):
         assert np.abs(np.asarray(found).astype(int) - array).max() <= 1
 
 
+def test_openai_client_streams_images(url):
+    """An event for each image. A wrong field is refused before the stream begins."""
+    extra = {"seed": 7, "num_inference_steps": 2}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        ask = partial(
+            client.images.generate, model="flux", prompt="a red cat", size="24x16", extra_body=extra
+        )
+        want = [d.b64_json for d in ask(n=2).data]
+        events = list(ask(n=2, stream=True))
+        assert [e.type for e in events] == ["image_generation.completed"] * 2
+        assert [e.b64_json for e in sorted(events, key=lambda e: e.index)] == want
+        assert {(e.size, e.output_format, e.background, e.quality) for e in events} == {
+            ("24x16", "png", "opaque", "auto")
+        }
+        (edited,) = client.images.edit(
+            model="flux", prompt="a", image=("a.png", png(24, 16)), stream=True, extra_body=extra
+        )
+        assert edited.type == "image_edit.completed" and opened(edited.b64_json).size == (24, 16)
+        with pytest.raises(openai.BadRequestError, match="n must be at most 3, got 4"):
+            ask(n=4, stream=True)
+        with pytest.raises(openai.NotFoundError):
+            client.images.create_variation(image=("a.png", png(24, 16)))
+
+
 def test_formats_and_defaults(url):
     for kind in ("jpeg", "webp"):
         answer = post(url, prompt="a", output_format=kind, output_compression=80, **SMALL).json()
@@ -105,7 +130,7 @@ def test_formats_and_defaults(url):
         ({"prompt": "a", "guidance_scale": 101}, "guidance_scale", "less than or equal to 100, got 101"),
         ({"prompt": "a", "negative_prompt": "b"}, "negative_prompt", "negative_prompt is not supported"),
         ({"prompt": "a", "quality": "hd"}, "quality", "'auto' or 'standard', got \"hd\""),
-        ({"prompt": "a", "stream": True}, "stream", "got true"),
+        ({"prompt": "a", "stream": True, "partial_images": 1}, "partial_images", "got 1"),
         (
             {"prompt": "a", "output_compression": 50},
             "output_compression",
@@ -168,7 +193,7 @@ EDIT = {"prompt": "a", "num_inference_steps": "2"}
         ({"strength": "much"}, [("image", png(8, 8))], "strength", 'got "much"'),
         ({"n": "4"}, [("image", png(8, 8))], "n", "n must be at most 3, got 4"),
         ({"input_fidelity": "high"}, [("image", png(8, 8))], "input_fidelity", 'got "high"'),
-        ({"stream": "true"}, [("image", png(8, 8))], "stream", "got true"),
+        ({"stream": "some"}, [("image", png(8, 8))], "stream", 'got "some"'),
         ({"prompt": ""}, [("image", png(8, 8))], "prompt", "at least 1 character"),
         ({"step": "1"}, [("image", png(8, 8))], "step", 'unknown field "step"'),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import av
 import httpx
@@ -15,6 +17,7 @@ from support.tiny_pipelines import make_tiny_hunyuan
 
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
+from fastkernels.engine.http.routes.videos import Videos
 from fastkernels.engine.scheduling.denoising import VideoParams
 
 PATH = "/v1/videos"
@@ -111,6 +114,43 @@ def test_jobs_are_capped(url):
     assert post(url, **body).status_code == 200
     delete(url, get(url).json()["data"][0]["id"])
     assert "fastkernels:videos_total{" in httpx.get(f"{url}/metrics").text
+
+
+def test_jobs_at_once_are_capped(served, monkeypatch):
+    """Requests that arrive together pass the limit one by one."""
+    url, server = served
+    queue = server.llm.open
+
+    async def slow(requests):
+        await asyncio.sleep(0.2)
+        return await queue(requests)
+
+    monkeypatch.setattr(server.llm, "open", slow)
+    body = {"prompt": "a cat", "size": "64x64", "num_frames": 49, "num_inference_steps": 60}
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: post(url, **body), range(6)))
+    assert sorted(a.status_code for a in answers) == [200] * 4 + [429] * 2
+    for answer in answers:
+        if answer.status_code == 200:
+            assert delete(url, answer.json()["id"]).status_code == 200
+    wait_for(lambda: not server.llm.engine.requests)
+
+
+def test_half_written_video_fails_and_leaves_no_file(served, monkeypatch):
+    url, _ = served
+    paths = []
+
+    def full(self, path, output):
+        paths.append(path)
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Videos, "write", full)
+    body = {"prompt": "a cat", "size": "16x16", "num_frames": 1, "num_inference_steps": 1}
+    job = ended(url, post(url, **body).json()["id"])
+    assert job["status"] == "failed" and "No space left on device" in job["error"]["message"]
+    assert [path.exists() for path in paths] == [False]
+    assert delete(url, job["id"]).status_code == 200
 
 
 def test_old_and_large_videos_are_forgotten(folder):

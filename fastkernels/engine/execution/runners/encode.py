@@ -27,7 +27,7 @@ from fastkernels.engine.inputs.images import READERS
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.interfaces.detector import Detector
-from fastkernels.models.common.interfaces.segmenter import Segmenter
+from fastkernels.models.common.interfaces.segmenter import ImageSegmenter
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
@@ -102,17 +102,17 @@ class Encode(Runner):
 
     def _loaded(self) -> None:
         self.capture()
-        if self.pooling.mode == "own" and not isinstance(self.model, (Detector, Segmenter)):
+        if self.pooling.mode == "own" and not isinstance(self.model, (Detector, ImageSegmenter)):
             self.pooling = replace(self.pooling, own=self.model.pool)
         if getattr(self.model, "num_labels", 0):
             self.activation = read_activation(self.hf_config)
 
     def capture(self) -> None:
         """See Runner: graphs and kept features are made again, when a request needs them."""
-        finds = isinstance(self.model, (Detector, Segmenter))
+        finds = isinstance(self.model, (Detector, ImageSegmenter))
         if finds and self.device.type == "cuda" and not self.config.enforce_eager:
             self.graphs = ForwardGraphs(self.device)
-        if isinstance(self.model, Segmenter):
+        if isinstance(self.model, ImageSegmenter):
             self.segmenting = Segmenting(self.model, self.device, self.graphs)
 
     def num_fitting_blocks(self) -> int:

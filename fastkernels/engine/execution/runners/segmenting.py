@@ -1,10 +1,12 @@
 """How a segmenter runs a step: features of images and texts are kept, and all pairs of both run at once.
 
+Pairs of an image and marks run at once if they have as many points. All features of images are kept.
 Of a clip, a step takes the next frames: the detector sees them at once, the tracker one after the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
+from fastkernels.engine.scheduling.marks import Marks
 from fastkernels.engine.scheduling.segmentation import Concept
 from fastkernels.models.common.interfaces import tracks
 from fastkernels.models.common.interfaces.segmenter import (
@@ -23,8 +26,9 @@ from fastkernels.models.common.interfaces.segmenter import (
     ClipSegmenter,
     Found,
     FrameObjects,
+    ImageSegmenter,
+    Marked,
     Seen,
-    Segmenter,
 )
 
 IMAGES, TEXTS = 16, 1024  # whose features are kept
@@ -34,24 +38,26 @@ PAIRS = 8  # of a frame and a text, that the detector compares at once, unless a
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request of a step: a Concept, width and height of its image, and the settings of PoolingParams."""
+    """A request of a step: its target, width and height of its image, and the settings of PoolingParams."""
 
-    concept: Concept
+    concept: Concept | Marks
     size: tuple[int, int]
     threshold: float
     mask_threshold: float
     max_detections: int | None
     masks: bool
     semantic: bool
+    several: bool = True
 
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects of a request. rows [n, 5]: boxes in parts of the image, and scores; others: of SegmentationOutput."""
+    """The objects of a request. rows [n, 5]: boxes in pixels, and scores; others: of SegmentationOutput."""
 
     rows: np.ndarray
     runs: list[list[int]] | None
-    semantic: list[int] | None
+    semantic: list[int] | None = None
+    presence: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,11 @@ class Computed:
 class Segmenting:
     """Runs a segmenter on the device. graphs: CUDA graphs, or None."""
 
-    def __init__(self, model: Segmenter, device: torch.device, graphs: ForwardGraphs | None):
-        self._model, self._device, self._graphs = model, device, graphs
+    def __init__(self, model: ImageSegmenter, device: torch.device, graphs: ForwardGraphs | None):
+        self._model: Any = model
+        self._device, self._graphs = device, graphs
         self._images: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._looks: OrderedDict[bytes, Seen] = OrderedDict()  # of images with marks
         self._texts: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
         self._clips: dict[str, Clip] = {}
         self.computed = Computed()
@@ -111,8 +119,51 @@ class Segmenting:
         self, wanted: Sequence[Wanted], patches: np.ndarray, to_device: Callable[..., torch.Tensor]
     ) -> SegmentStep:
         """patches: of the image of each request, one after the other [B * cells, C * p * p]."""
-        concepts = [one.concept for one in wanted]
         images = patches.reshape(len(wanted), -1, patches.shape[1])
+        marked = [i for i, one in enumerate(wanted) if isinstance(one.concept, Marks)]
+        named = [i for i, one in enumerate(wanted) if isinstance(one.concept, Concept)]
+        parts: list[Any] = self._mark(wanted, marked, images, to_device) if marked else []
+        if named:
+            concepts = [one.concept for one in wanted if isinstance(one.concept, Concept)]
+            parts.append((named, self._segment(concepts, images[named], to_device)))
+        self.computed.pairs += len(wanted)
+        self._trim()
+        return SegmentStep(wanted, parts)
+
+    def _mark(
+        self,
+        wanted: Sequence[Wanted],
+        places: list[int],
+        images: np.ndarray,
+        to_device: Callable[..., torch.Tensor],
+    ) -> list[tuple[list[int], Marked]]:
+        """(numbers of requests, their masks) of those at these places."""
+        listed: dict[int, Any] = {i: wanted[i].concept for i in places}
+        self._look([own.digest for own in listed.values()], images[places], to_device)
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for i, own in listed.items():
+            alike.setdefault((len(own.labels), own.mask is None), []).append(i)
+        found = []
+        for (_, bare), group in alike.items():
+            while group:
+                count = 1 << (len(group).bit_length() - 1)  # few shapes, for the graphs
+                part, group = group[:count], group[count:]
+                owns = [listed[i] for i in part]
+                levels = zip(*(self._looks[own.digest] for own in owns), strict=True)
+                points = to_device(np.array([own.points for own in owns]), np.float32)
+                inputs = [*map(_stacked, levels), points, to_device(np.array([own.labels for own in owns]))]
+                if not bare:
+                    inputs.append(to_device(np.stack([own.mask for own in owns])[:, None], np.float32))
+                made = self._run("mark", self._marked, inputs)
+                found.append((part, Marked(*(t.clone() for t in made))))  # the next graph writes there
+        return found
+
+    def _marked(self, fine: Any, middle: Any, cells: Any, *marks: torch.Tensor) -> Marked:
+        return self._model.mark(Seen(fine, middle, cells), *marks)
+
+    def _segment(
+        self, concepts: Sequence[Concept], images: np.ndarray, to_device: Callable[..., torch.Tensor]
+    ) -> Found:
         self._see([concept.digest for concept in concepts], images, to_device)
         self._read([concept.input_ids for concept in concepts], to_device)
         features = _stacked([self._images[concept.digest] for concept in concepts])
@@ -122,16 +173,13 @@ class Segmenting:
         inputs = [features, texts, known]
         if most := max(len(concept.boxes) for concept in concepts):
             rows = 1 << (most - 1).bit_length()  # few shapes, for the graphs
-            boxes = np.zeros((len(wanted), rows, 4), np.float32)
-            labels = np.full((len(wanted), rows), NO_BOX)
+            boxes = np.zeros((len(concepts), rows, 4), np.float32)
+            labels = np.full((len(concepts), rows), NO_BOX)
             for i, concept in enumerate(concepts):
                 boxes[i, : len(concept.boxes)] = np.reshape(concept.boxes, (-1, 4))
                 labels[i, : len(concept.labels)] = concept.labels
             inputs += [to_device(boxes, np.float32), to_device(labels)]
-        found = self._run("segment", self._model.segment, inputs)
-        self.computed.pairs += len(wanted)
-        self._trim()
-        return SegmentStep(wanted, found)
+        return self._run("segment", self._model.segment, inputs)
 
     def follow(
         self, clips: Sequence[NextFrames], to_device: Callable[..., torch.Tensor]
@@ -194,6 +242,18 @@ class Segmenting:
         for digest in digests:
             self._images.move_to_end(digest)
 
+    def _look(
+        self, digests: Sequence[bytes], images: np.ndarray, to_device: Callable[..., torch.Tensor]
+    ) -> None:
+        new = {digest: i for i, digest in enumerate(digests) if digest not in self._looks}
+        if new:
+            found = self._run("look", self._model.look, [to_device(images[list(new.values())], np.float32)])
+            for i, digest in enumerate(new):
+                self._looks[digest] = Seen(*(level[i].clone() for level in found))
+            self.computed.images += len(new)
+        for digest in digests:
+            self._looks.move_to_end(digest)
+
     def _read(self, texts: Sequence[tuple[int, ...]], to_device: Callable[..., torch.Tensor]) -> None:
         new = [ids for ids in dict.fromkeys(texts) if ids not in self._texts]
         if new:
@@ -207,37 +267,78 @@ class Segmenting:
             self._texts.move_to_end(ids)
 
     def _trim(self) -> None:
-        for kept, most in ((self._images, IMAGES), (self._texts, TEXTS)):
+        stores: Any = (self._images, IMAGES), (self._looks, IMAGES), (self._texts, TEXTS)
+        for kept, most in stores:
             while len(kept) > most:
                 kept.popitem(last=False)
 
 
-def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
 
 
 class SegmentStep:
     """A launched step (step.Pending)."""
 
-    def __init__(self, wanted: Sequence[Wanted], found: Found):
-        self._wanted, self._found = wanted, found
+    def __init__(self, wanted: Sequence[Wanted], parts: Sequence[tuple[list[int], Found | Marked]]):
+        self._wanted, self._parts = wanted, parts
 
     def result(self) -> list[Objects]:
         """The objects that each request has found, the best first. Waits for the device."""
-        scores, boxes = self._found.scores.cpu().numpy(), self._found.boxes.cpu().numpy()
-        made = []
-        for i, one in enumerate(self._wanted):
-            best = np.argsort(-scores[i], kind="stable")
-            best = best[scores[i][best] >= one.threshold][: one.max_detections]
-            rows = np.concatenate((boxes[i][best], scores[i][best, None]), 1)
-            runs = semantic = None
-            if one.masks:
-                chosen = torch.from_numpy(best).to(self._found.masks.device)
-                runs = runs_of(self._found.masks[i].index_select(0, chosen), one.size, one.mask_threshold)
-            if one.semantic:
-                (semantic,) = runs_of(self._found.semantic[i, None], one.size, one.mask_threshold)
-            made.append(Objects(rows, runs, semantic))
-        return made
+        made: dict[int, Objects] = {}
+        for places, found in self._parts:
+            read = _marked_objects if isinstance(found, Marked) else _named_objects
+            wanted = [self._wanted[i] for i in places]
+            made.update(zip(places, read(wanted, found), strict=True))
+        return [made[i] for i in range(len(self._wanted))]
+
+
+def _named_objects(wanted: Sequence[Wanted], found: Any) -> list[Objects]:
+    scores, boxes = found.scores.cpu().numpy(), found.boxes.cpu().numpy()
+    made = []
+    for i, one in enumerate(wanted):
+        best = np.argsort(-scores[i], kind="stable")
+        best = best[scores[i][best] >= one.threshold][: one.max_detections]
+        rows = np.concatenate((boxes[i][best] * np.array(one.size * 2, np.float32), scores[i][best, None]), 1)
+        runs = semantic = None
+        if one.masks:
+            chosen = torch.from_numpy(best).to(found.masks.device)
+            runs = runs_of(found.masks[i].index_select(0, chosen), one.size, one.mask_threshold)
+        if one.semantic:
+            (semantic,) = runs_of(found.semantic[i, None], one.size, one.mask_threshold)
+        made.append(Objects(rows, runs, semantic))
+    return made
+
+
+def _marked_objects(wanted: Sequence[Wanted], found: Any) -> list[Objects]:
+    overlaps, single = found.overlaps.cpu().numpy(), found.single.cpu().numpy()
+    presence = found.presence.sigmoid().tolist()
+    made = []
+    for i, one in enumerate(wanted):
+        best = np.argsort(-overlaps[i, 1:], kind="stable") + 1 if one.several else single[i, None]
+        best = best[overlaps[i][best] >= one.threshold][: one.max_detections]
+        logits = found.masks[i].index_select(0, torch.from_numpy(best).to(found.masks.device))
+        masks = _wide(logits, one.size, _logit(one.mask_threshold))
+        ends = [_ends(masks.any(1)), _ends(masks.any(2))]
+        rows = np.stack((ends[0][0], ends[1][0], ends[0][1], ends[1][1], overlaps[i][best]), 1)
+        made.append(
+            Objects(rows.astype(np.float32), _runs(masks) if one.masks else None, presence=presence[i])
+        )
+    return made
+
+
+def _logit(probability: float) -> float:
+    if probability in (0, 1):
+        return math.inf if probability else -math.inf
+    return math.log(probability / (1 - probability))
+
+
+def _wide(logits: torch.Tensor, size: tuple[int, int], level: float) -> torch.Tensor:
+    """Masks [n, height, width] of logits [n, h, w]: whether a pixel is above the level."""
+    (width, height), parts = size, []
+    for part in logits.split(max(PIXELS // (width * height), 1)) if len(logits) else ():
+        parts.append(F.interpolate(part[None], size=(height, width), mode="bilinear")[0] > level)
+    return torch.cat(parts) if parts else logits.new_zeros((0, height, width), dtype=torch.bool)
 
 
 def runs_of(logits: torch.Tensor, size: tuple[int, int], threshold: float) -> list[list[int]]:
@@ -267,11 +368,7 @@ def followed(made: FrameObjects, given: NextFrames) -> Followed:
 
     Boxes are those of whole masks; after that, a pixel belongs to one object of a text. On the device up to the runs.
     """
-    width, height = given.size
-    wide, step = [], max(PIXELS // (width * height), 1)
-    for part in made.masks.split(step) if len(made.masks) else ():
-        wide.append(F.interpolate(part[None], size=(height, width), mode="bilinear")[0] > 0)
-    masks = torch.cat(wide) if wide else made.masks.new_zeros((0, height, width), dtype=torch.bool)
+    masks = _wide(made.masks, given.size, 0.0)
     rows, columns = masks.any(2), masks.any(1)
     filled = rows.any(1).tolist()
     shown = [

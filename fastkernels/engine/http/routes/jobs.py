@@ -90,6 +90,7 @@ class JobRoutes(ABC):
     def __init__(self, context: Context):
         self.context = context
         self._jobs: dict[str, Job] = {}
+        self._opening = 0  # jobs that are about to be queued
         self._folder = Path(tempfile.mkdtemp(prefix=f"fastkernels-{self.noun}s-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -119,13 +120,17 @@ class JobRoutes(ABC):
         self._forget_old()
         request = await self.request(own, raw)
         config = self.context.config
-        if len(self._jobs) >= config.max_jobs:
+        if (count := len(self._jobs) + self._opening) >= config.max_jobs:
             raise ApiError(
-                429, f"there are {len(self._jobs)} {self.noun}s, the most that this server keeps (--max-jobs); delete"
+                429, f"there are {count} {self.noun}s, the most that this server keeps (--max-jobs); delete"
                 f" some, or wait until they expire after {config.job_ttl:g} seconds",
                 headers={"Retry-After": "10"},
             )  # fmt: skip
-        job = Job(request, await self.context.open([request]), int(time.time()))
+        self._opening += 1
+        try:
+            job = Job(request, await self.context.open([request]), int(time.time()))
+        finally:
+            self._opening -= 1
         self._jobs[own] = job
         job.task = asyncio.create_task(self._run(own, job))
         return self._answer(own, job)
@@ -178,13 +183,13 @@ class JobRoutes(ABC):
 
     async def _run(self, own: str, job: Job) -> None:
         """Wait for the output, and write the file."""
+        path = self._folder / f"{own}{self.suffix}"
         try:
             made: Any = await job.stream.rest()
             ((_, output),) = made
-            path, job.made = self._folder / f"{own}{self.suffix}", True
+            job.made = True
             facts = await asyncio.to_thread(self.write, path, output)
             if own not in self._jobs:  # deleted while it was written
-                path.unlink(missing_ok=True)
                 return
             job.bytes, job.facts, job.file = path.stat().st_size, facts, path
         except asyncio.CancelledError:
@@ -200,6 +205,8 @@ class JobRoutes(ABC):
         finally:
             job.stream.close()
             job.ended = time.monotonic()
+            if job.file is None:  # deleted, or half of it was written
+                path.unlink(missing_ok=True)
         asyncio.get_running_loop().call_later(self.context.config.job_ttl + 1, self._forget_old)
         self._forget_old()
 

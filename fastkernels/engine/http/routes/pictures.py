@@ -20,7 +20,9 @@ from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema, model_val
 from pydantic_core import to_json
 
 from fastkernels.engine.http.answers import schema
-from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.http.answers.responses import event
+from fastkernels.engine.http.answers.streaming import EventStream
+from fastkernels.engine.http.requests.errors import ApiError, error_body
 from fastkernels.engine.http.requests.protocol import INT64, Body
 from fastkernels.engine.http.requests.unserved import field_error
 from fastkernels.engine.http.routes.context import Context
@@ -93,7 +95,7 @@ class ImageGenerationRequest(Body):
     quality: Literal["auto", "standard"] | None = "auto"
     moderation: Literal["auto", "low"] | None = "auto"
     style: None = None
-    stream: Literal[False] | None = False
+    stream: bool | None = Field(False, description="An event for each image, when it is complete.")
     partial_images: Literal[0] | None = 0
 
     @model_validator(mode="before")
@@ -202,13 +204,15 @@ class Pictures:
         kind = body.output_format or "png"
         height, width = requests[0].size
         check_sides(kind, width, height, "size")
+        if body.stream:
+            events = _Events(body, f"{width}x{height}")
+            return EventStream(
+                events, await self.context.open(requests), self.context.config.stall_timeout, ""
+            )
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)
-        data = await asyncio.to_thread(_encoded, found, kind, body.output_compression)
-        if body.step_cache is not None:
-            for entry, output in zip(data, found, strict=True):
-                entry["steps_reused"] = output.steps_reused[0]
+        data = await asyncio.to_thread(_encoded, found, body)
         answer = {
             "created": int(time.time()),
             "data": data,
@@ -255,11 +259,43 @@ def _number(name: str, value: str) -> Any:
     return value
 
 
-def _encoded(outputs: Sequence[Any], kind: str, quality: int | None) -> list[dict[str, Any]]:
+def _encoded(outputs: Sequence[Any], body: ImageGenerationRequest) -> list[dict[str, Any]]:
+    kind, quality = body.output_format or "png", body.output_compression
     options = {} if quality is None or kind == "png" else {"quality": quality}
     made = []
     for output in outputs:
         file = io.BytesIO()
         output.images[0].save(file, kind, **options)
         made.append({"b64_json": base64.b64encode(file.getvalue()).decode(), "seed": output.seeds[0]})
+        if body.step_cache is not None:
+            made[-1]["steps_reused"] = output.steps_reused[0]
     return made
+
+
+class _Events:
+    """OpenAI's events of complete images, for EventStream: `image_generation.completed` or `image_edit.completed`."""
+
+    def __init__(self, body: ImageGenerationRequest, size: str):
+        self._body = body
+        edits = isinstance(body, ImageEditRequest)
+        self._fields = {
+            "type": "image_edit.completed" if edits else "image_generation.completed", "size": size,
+            "output_format": body.output_format or "png", "background": "opaque", "quality": "auto",
+        }  # fmt: skip
+
+    def opening(self) -> bytes:
+        return b""
+
+    async def events(self, outputs: Sequence[tuple[int, Any]]) -> bytes:
+        data = await asyncio.to_thread(_encoded, [output for _, output in outputs], self._body)
+        made = [
+            {**self._fields, "created_at": int(time.time()), "index": i, **entry}
+            for (i, _), entry in zip(outputs, data, strict=True)
+        ]
+        return b"".join(map(event, made))
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failed(self, message: str, status: int) -> bytes:
+        return event(error_body(message, status))

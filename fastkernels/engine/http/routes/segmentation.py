@@ -1,4 +1,4 @@
-"""The route of models that segment: classes of the points of clouds, or masks of what a prompt names in images."""
+"""The route of models that segment: classes of points of clouds, or masks of what prompts name or mark in images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from fastkernels.engine.http.answers import schema
@@ -19,7 +19,9 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import CloudsRequest, PoolingRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, usage
+from fastkernels.engine.scheduling import marks
 from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.scheduling.marks import MOST_POINTS
 from fastkernels.engine.scheduling.segmentation import (
     MASK_THRESHOLD,
     MOST_BOXES,
@@ -29,6 +31,7 @@ from fastkernels.engine.scheduling.segmentation import (
 )
 
 MOST_TEXTS = 64  # of a request
+MOST_MARKS = 64  # objects of a request
 Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 Box = Annotated[list[float], Field(min_length=4, max_length=4)]
 
@@ -88,8 +91,25 @@ class Segmentation:
         return entry
 
 
+class ObjectMarks(BaseModel):
+    """Marks of one object in the image."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    points: list[list[float]] | None = Field(
+        None, description=f"x and y of each in pixels, at most {MOST_POINTS}."
+    )
+    point_labels: list[Literal[0, 1]] | None = Field(
+        None, description="Of each point: 1, in the object, or 0, outside (default: all 1)."
+    )
+    box: Box | None = Field(None, description="Around the object: left, top, right and bottom in pixels.")
+    mask: dict[str, Any] | None = Field(
+        None, description="A mask of it in COCO's form and the image's size, as answers have them."
+    )
+
+
 class ImageSegmentationRequest(PoolingRequest):
-    """Find what a text or boxes name in images: data URLs, base64, or content parts of type image_url.
+    """Find what a text or boxes name, or marks point to, in images: data URLs, base64, or parts of type image_url.
 
     Of videos, content parts of type video_url, objects are followed through the frames; texts are then sought together.
     """
@@ -103,7 +123,18 @@ class ImageSegmentationRequest(PoolingRequest):
     box_labels: Annotated[list[Literal[0, 1]], Field(max_length=MOST_BOXES)] | None = Field(
         None, description="Of each box: 1, wanted, or 0, not wanted (default: all 1)."
     )
-    threshold: float | None = Field(THRESHOLD, ge=0, le=1, description="The least score of an object.")
+    marks: list[ObjectMarks] | None = Field(
+        None,
+        min_length=1,
+        max_length=MOST_MARKS,
+        description="Points, a box or a mask of each object in the one image, instead of texts and boxes.",
+    )
+    multimask_output: bool | None = Field(
+        True, description="Of marks: all masks that they can mean; false: the likeliest one."
+    )
+    threshold: float | None = Field(
+        None, ge=0, le=1, description=f"The least score of an object (default: {THRESHOLD}; of marks: 0)."
+    )
     mask_threshold: float | None = Field(
         MASK_THRESHOLD, ge=0, le=1, description="The probability above which a pixel belongs to an object."
     )
@@ -136,6 +167,7 @@ class SegmentedImage(BaseModel):
     labels: list[str]
     masks: list[Rle] | None
     semantic: Rle | None
+    presence: float | None
     size: list[int]
 
 
@@ -204,30 +236,32 @@ class ImageSegmentation:
 
     async def _requests(self, body: ImageSegmentationRequest) -> list[tuple[int, Any]]:
         """(number of the image, request) of each image with each text. Raises ApiError, before images are decoded."""
-        images, texts, most = body.inputs, body.texts, self.context.llm.config.max_waiting
-        if len(images) * len(texts) > most:
+        images, most = body.inputs, self.context.llm.config.max_waiting
+        targets, what = self._targets(body)
+        if len(images) * len(targets) > most:
             raise ApiError(
                 400,
-                f"{len(images)} images with {len(texts)} texts are more than the queue holds, {most}",
+                f"{len(images)} images with {len(targets)} {what} are more than the queue holds, {most}",
                 "input",
             )
-        if body.boxes and len(images) > 1:
+        field = "marks" if body.marks else "boxes"
+        if getattr(body, field) and len(images) > 1:
             raise ApiError(
-                400, f"boxes belong to one image, got {len(images)} images: send a request for each", "boxes"
+                400, f"{field} belong to one image, got {len(images)} images: send a request for each", field
             )
         params = PoolingParams(
             "segment", threshold=body.threshold, max_detections=body.max_detections,
             mask_threshold=body.mask_threshold, masks=body.masks is not False, semantic=body.semantic is True,
+            multimask_output=body.multimask_output is not False,
         )  # fmt: skip
         read, own, made = Inputs(self.context), uuid.uuid4().hex, []
         for i, given in enumerate(images):
             image = await read(i, given)
             prompts: list[dict[str, Any]]
             if isinstance(image, (list, bytes)):
-                prompts, wanted = [{"video": image, "text": texts}], _of_video(body)
+                prompts, wanted = [{"video": image, "text": body.texts}], _of_video(body)
             else:
-                boxes = {"boxes": body.boxes, "box_labels": body.box_labels}
-                prompts, wanted = [{"image": image, "text": text, **boxes} for text in texts], params
+                prompts, wanted = [{"image": image, **target} for target in targets], params
             for j, prompt in enumerate(prompts):
                 make = partial(
                     self.context.llm.make_request, f"{own}-{i}-{j}", prompt, wanted, body.priority or 0
@@ -237,10 +271,39 @@ class ImageSegmentation:
                 except ValueError as error:
                     message = str(error)
                     field = message.partition(" ")[0].partition("[")[0]
-                    if field in ("text", "boxes", "box_labels"):
+                    if body.marks and field in marks.FIELDS:
+                        raise ApiError(400, f"marks[{j}]: {message}", "marks") from error
+                    if field in ("text", "boxes", "box_labels", "semantic", "multimask_output"):
                         raise ApiError(400, message, field) from error
                     raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
         return made
+
+    def _targets(self, body: ImageSegmentationRequest) -> tuple[list[dict[str, Any]], str]:
+        """(fields of the prompts for an image, their name). Raises ApiError."""
+        engine: Any = self.context.llm.engine
+        if body.marks is None:
+            if not engine.names:
+                raise ApiError(
+                    400,
+                    f"marks are missing: {self.context.model_name!r} finds what points, a box or a mask mark",
+                    "marks",
+                )
+            boxes = (
+                {}
+                if body.boxes is None and body.box_labels is None
+                else {"boxes": body.boxes, "box_labels": body.box_labels}
+            )
+            return [{"text": text, **boxes} for text in body.texts], "texts"
+        if not engine.marks:
+            raise ApiError(
+                400,
+                f"marks are not possible: {self.context.model_name!r} finds what texts and boxes name",
+                "marks",
+            )
+        for field in ("text", "boxes", "box_labels"):
+            if getattr(body, field) is not None:
+                raise ApiError(400, f"{field} and marks exclude each other: send a request for each", field)
+        return [own.model_dump(exclude_none=True) for own in body.marks], "marks"
 
 
 def _found(outputs: Any) -> dict[str, Any]:
@@ -259,14 +322,27 @@ def _found(outputs: Any) -> dict[str, Any]:
         return {"texts": outputs.texts, "frames": frames}
     return {
         "text": outputs.text, "boxes": outputs.boxes, "scores": outputs.scores, "labels": outputs.labels,
-        "masks": outputs.rles, "semantic": outputs.semantic_rle,
+        "masks": outputs.rles, "semantic": outputs.semantic_rle, "presence": outputs.presence,
     }  # fmt: skip
 
 
 def _of_video(body: ImageSegmentationRequest) -> PoolingParams:
     """The settings of a video, whose thresholds are the model's own. Raises ApiError for those of images."""
-    for field in ("boxes", "box_labels", "mask_threshold", "max_detections", "semantic"):
-        if field in body.model_fields_set and getattr(body, field) not in (None, False):
+    fields = (
+        "boxes",
+        "box_labels",
+        "marks",
+        "multimask_output",
+        "mask_threshold",
+        "max_detections",
+        "semantic",
+    )
+    for field in fields:
+        own = getattr(body, field)
+        if (
+            field in body.model_fields_set
+            and own is not None
+            and own != type(body).model_fields[field].default
+        ):
             raise ApiError(400, f"{field} applies to images, not to a video: leave it out", field)
-    threshold = body.threshold if "threshold" in body.model_fields_set else None
-    return PoolingParams("segment", threshold=threshold, masks=body.masks is not False)
+    return PoolingParams("segment", threshold=body.threshold, masks=body.masks is not False)
