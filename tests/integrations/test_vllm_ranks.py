@@ -22,7 +22,9 @@ def reply(rank: int) -> str:
 
 def config(ranks: int, backend: str = "ray") -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=ranks, distributed_executor_backend=backend)
+        parallel_config=SimpleNamespace(
+            world_size=ranks, distributed_executor_backend=backend, use_ray=backend == "ray", nnodes=1
+        )
     )
 
 
@@ -73,6 +75,11 @@ def test_replies_of_all_data_parallel_engines_count() -> None:
 def test_workers_on_ray_get_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
     monkeypatch.delenv(name, raising=False)
+    for ours in [n for n in os.environ if n.startswith("FASTKERNELS")]:
+        monkeypatch.delenv(ours)
+    host.copy_to_ray()
+    assert name not in os.environ
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "rms_norm")
     host.copy_to_ray()
     host.copy_to_ray()
     assert os.environ[name] == "FASTKERNELS"
