@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
+import subprocess
+import sys
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
-from fk_integrations.vllm import host
+from fk_integrations.vllm import every_node, host
 
 from fastkernels.patch import PatchError, Request
 
@@ -20,10 +25,10 @@ def reply(rank: int) -> str:
     )
 
 
-def config(ranks: int, backend: str = "ray") -> Any:
+def config(ranks: int) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            world_size=ranks, distributed_executor_backend=backend, use_ray=backend == "ray", nnodes=1
+            world_size=ranks, distributed_executor_backend="mp", use_ray=False, nnodes=1
         )
     )
 
@@ -50,7 +55,7 @@ class LLMEngine:
 
 def test_patch_is_not_sent_if_a_rank_is_silent() -> None:
     engine = LLMEngine(2, [0])
-    match = r"only 1 of 2 ranks \(0\) answered through vLLM's executor \(ray\): start the engine with FASTKERNELS=1"
+    match = r"only 1 of 2 ranks \(0\) answered through vLLM's executor \(mp\): start the engine with FASTKERNELS=1"
     with pytest.raises(PatchError, match=match):
         host.HOST.call(engine, Request("patch"))
     assert engine.sent == ["report"]
@@ -67,9 +72,62 @@ def test_replies_of_all_data_parallel_engines_count() -> None:
         return [reply(2 * engine), reply(2 * engine + 1)]
 
     core = SimpleNamespace(core_engines=[0, 1], _call_utility_async=utility)
-    engine = SimpleNamespace(engine_core=core, vllm_config=config(2, "mp"))
+    engine = SimpleNamespace(engine_core=core, vllm_config=config(2))
     found = asyncio.run(host.rpc_async(engine, Request("report")))
     assert [r["rank"] for r in found] == [0, 1, 2, 3]
+
+
+class Executor:
+    """vLLM's executor, as far as a request needs it."""
+
+    is_failed = False
+
+    def __init__(self, *workers: Any, hangs: bool = False) -> None:
+        self.workers, self.hangs, self.released = workers, hangs, Event()
+
+    def collective_rpc(self, method: Any, args: tuple[str]) -> list[str]:
+        if self.hangs:
+            self.is_failed = True
+            self.released.wait(60)
+        self.sent = cloudpickle.dumps(method)
+        return [pickle.loads(self.sent)(worker, *args) for worker in self.workers]
+
+
+def worker(rank: int, **more: Any) -> Any:
+    return SimpleNamespace(rank=rank, vllm_config=config(2), **more)
+
+
+def test_rank_without_fastkernels_is_named() -> None:
+    with_ours = worker(0, fastkernels_rpc=lambda request: reply(0))
+    found = every_node.every_node(SimpleNamespace(model_executor=Executor(with_ours, worker(1))), "{}")
+    first, second = map(json.loads, found)
+    assert (first["rank"], first["error"]) == (0, None)
+    assert (second["rank"], second["error"]) == (1, every_node.MISSING) and second["node"]
+
+
+WITHOUT_OURS = """
+import json, pickle, sys
+from types import SimpleNamespace as N
+sys.modules["fastkernels"] = sys.modules["fk_integrations"] = None  # an import of them fails
+worker = N(rank=3, vllm_config=N(parallel_config=N(world_size=4)))
+print(pickle.load(sys.stdin.buffer)(worker, "{}"))
+"""
+
+
+def test_rank_answers_where_fastkernels_cannot_be_imported() -> None:
+    executor = Executor(worker(0))
+    every_node.every_node(SimpleNamespace(model_executor=executor), "{}")
+    command = [sys.executable, "-c", WITHOUT_OURS]
+    found = json.loads(subprocess.run(command, input=executor.sent, capture_output=True, check=True).stdout)
+    assert (found["rank"], found["error"]) == (3, every_node.MISSING)
+
+
+def test_lost_worker_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every_node, "LOOKS_S", 0.01)
+    executor = Executor(hangs=True)
+    with pytest.raises(RuntimeError, match="WorkerLost: vLLM has lost a worker, and ends the engine"):
+        every_node.every_node(SimpleNamespace(model_executor=executor), "{}")
+    executor.released.set()
 
 
 def test_workers_on_ray_get_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ FEATURES = [
 ]  # fmt: skip
 # The parts of a quoted line that are an example's values; all other text must be in the sources.
 FILLED_IN = re.compile(
-    r"\.\.\.|; |rank 1 \(pid 71 on HOST, Ray node 5f0c\): |torch\.\w+|fp8 is|SWAKVPool|MLATokenToKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY"
+    r"\.\.\.|; |rank 1 \(pid 71 on HOST, Ray node 5f0c\): |"
+    r"torch\.\w+|fp8 is|SWAKVPool|MLATokenToKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY"
 )
 
 

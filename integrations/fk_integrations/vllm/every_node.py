@@ -7,14 +7,23 @@ call in vLLM, without the rank, and leaves the answers of other ranks for the ne
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
+from threading import Thread
 from typing import Any
 
 from fk_integrations.core.nodes import node
 
 NAME = "fastkernels_every_node"
+LIMIT_S = 1800.0  # graphs may be captured again
+LOOKS_S = 1.0  # between two looks at vLLM's executor
 MISSING = "FastKernels is not installed here, or VLLM_PLUGINS leaves it out"
+
+
+class WorkerLost(RuntimeError):
+    """A worker cannot answer any more."""
 
 
 def several(parallel: Any) -> bool:
@@ -42,22 +51,40 @@ def every_node(core: Any, request: str) -> list[str]:
 
     for module in ("fk_integrations.core.nodes", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
+    send = partial(core.model_executor.collective_rpc, partial(ask, node, MISSING), args=(request,))
     try:
-        function = partial(ask, node, MISSING)
-        replies: list[str] = core.model_executor.collective_rpc(function, args=(request,))
+        return _answered(core.model_executor, send)
     except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}{_lost(core)}") from error
-    return replies
+        raise RuntimeError(f"{type(error).__name__}: {error}{_lost(core.model_executor)}") from error
 
 
-def _lost(core: Any) -> str:
-    """The nodes of the engine's workers on Ray that are dead, for a message."""
-    ray, group = sys.modules.get("ray"), core.vllm_config.parallel_config.placement_group
-    if ray is None or group is None:
+def _answered(executor: Any, send: Callable[[], list[str]]) -> list[str]:
+    """What `send` returns. It may wait for a dead machine without end; vLLM notices the death in another thread."""
+    answer: Future[list[str]] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(send())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, name="fastkernels-every-node", daemon=True).start()
+    until = time.monotonic() + LIMIT_S
+    while not wait([answer], LOOKS_S).done:
+        if getattr(executor, "is_failed", False):
+            raise WorkerLost("vLLM has lost a worker, and ends the engine")
+        if time.monotonic() > until:
+            raise WorkerLost(f"no answer of all workers within {LIMIT_S:.0f} s")
+    return answer.result()
+
+
+def _lost(executor: Any) -> str:
+    """The ranks of RayExecutorV2 whose nodes are dead, for a message. The errors of other executors name them."""
+    handles = getattr(executor, "ray_worker_handles", None)
+    if not handles:
         return ""
-    alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
-    used = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
-    dead = [f"Ray node {name[:12]}" for name in sorted(used - alive) if name]
+    alive = {node["NodeID"] for node in sys.modules["ray"].nodes() if node["Alive"]}
+    dead = [f"rank {h.rank} on Ray node {h.node_id[:12]}" for h in handles if h.node_id not in alive]
     return f"; lost: {', '.join(dead)}" if dead else ""
 
 

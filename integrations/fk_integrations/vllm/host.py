@@ -779,7 +779,10 @@ def _reset_caches(engine: Any) -> None:
 def _rpc(engine: Any, request: Request) -> list[dict[str, Any]]:
     """One request to all workers of an LLMEngine, and their replies in rank order."""
     core, text = engine.engine_core, request.to_json()
-    if every_node.several(engine.vllm_config.parallel_config) and hasattr(core, "call_utility"):
+    if every_node.several(engine.vllm_config.parallel_config):
+        in_process = getattr(core, "engine_core", None)
+        if in_process is not None:
+            return _in_order(every_node.every_node(in_process, text))
         return _in_order(core.call_utility(every_node.NAME, text))
     return _in_order(engine.collective_rpc(RPC, args=(text,)))
 
@@ -859,7 +862,8 @@ def _unreachable(error: Exception) -> PatchError:
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "EngineDeadError":
         return PatchError(ENDED)
-    if RPC in text and ("not implemented" in text or "has no attribute" in text):
+    missing = RPC in text and ("not implemented" in text or "has no attribute" in text)
+    if missing or f"has no attribute '{every_node.NAME}'" in text:
         return PatchError(
             "vLLM's workers did not load the fastkernels plugin. It must be installed in vLLM's environment before the"
             f" engine starts, and VLLM_PLUGINS (here {os.environ.get('VLLM_PLUGINS')!r}) must be unset or name it"

@@ -9,7 +9,7 @@ from support.hosts import ray_on_cpu
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
-from fastkernels.patch import PatchError
+from fastkernels.patch import PatchError, Request, find_host
 
 OPS = ["rms_norm", "silu_and_mul"]
 RAY = (
@@ -48,10 +48,18 @@ def ray_ids(*nodes):
     return [f"Ray node {node.node_id[:12]}" for node in nodes]
 
 
-def test_workers_of_both_nodes_are_patched_and_undone(cluster):
+def test_workers_of_both_nodes_are_patched_and_undone(cluster, monkeypatch):
     second = add_node(cluster)
+    monkeypatch.setenv("FASTKERNELS", "1")
+    monkeypatch.setenv("FASTKERNELS_OPS", ",".join(OPS))
     llm = engine()
     try:
+        host = find_host("vllm")
+        replies = host.call(llm, Request("report"))
+        found = {(r["rank"], row["op"], row["state"]) for r in replies for row in r["rows"]}
+        assert found == {(n, op, "active") for n in (0, 1) for op in OPS}
+        fastkernels.unpatch(llm)
+        assert not any(r["rows"] for r in host.call(llm, Request("report")))
         stock = generate(llm, 4)
         report = fastkernels.patch(llm, ops=OPS)
         patched = generate(llm, 4)
