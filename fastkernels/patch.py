@@ -350,18 +350,19 @@ def _node_lines(nodes: Mapping[int, str]) -> list[str]:
     found: dict[str, list[int]] = {}
     for rank, node in nodes.items():
         found.setdefault(node, []).append(rank)
-    shown = [f"  {node}: rank{'s'[: len(r) > 1]} {', '.join(map(str, r))}" for node, r in found.items()]
-    return shown if len(found) > 1 else []
+    if len(found) < 2:
+        return []
+    return [f"  {node}: rank {', '.join(map(str, ranks))}" for node, ranks in found.items()]
 
 
 def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The replies, or PatchError with every process's error."""
     several = len({r.get("node") for r in replies}) > 1
-    errors = [
-        f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}{' on ' + r['node'] if several else ''}): {r['error']}"
-        for r in replies
-        if r.get("error")
-    ]
+    errors = []
+    for r in replies:
+        if r.get("error"):
+            on = f" on {r.get('node', '?')}" if several else ""
+            errors.append(f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}{on}): {r['error']}")
     if errors or not replies:
         raise PatchError(f"{host.name}: " + ("; ".join(errors) or "no process answered"))
     return replies

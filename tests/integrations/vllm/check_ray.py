@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fk_integrations.vllm.host import ENDED
 from support.hosts import ray_on_cpu
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
@@ -77,7 +78,8 @@ def test_workers_of_both_nodes_are_patched_and_undone(cluster, monkeypatch):
         cluster.remove_node(second, allow_graceful=False)
         with pytest.raises(PatchError) as error:
             fastkernels.patch(llm, ops=OPS)
-        assert ray_ids(second)[0] in str(error.value)
+        # vLLM may have noticed first, and ended the engine; its log has the rank
+        assert f"rank 1 on {ray_ids(second)[0]}" in str(error.value) or ENDED in str(error.value)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
