@@ -125,7 +125,7 @@ def test_rank_answers_where_fastkernels_cannot_be_imported() -> None:
 def test_lost_worker_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(every_node, "LOOKS_S", 0.01)
     executor = Executor(hangs=True)
-    with pytest.raises(RuntimeError, match="WorkerLost: vLLM has lost a worker, and ends the engine"):
+    with pytest.raises(every_node.WorkerLost, match="vLLM has lost a worker, and ends the engine"):
         every_node.every_node(SimpleNamespace(model_executor=executor), "{}")
     executor.released.set()
 

@@ -19,6 +19,7 @@ from fk_integrations.core.nodes import node
 NAME = "fastkernels_every_node"
 LIMIT_S = 1800.0  # graphs may be captured again
 LOOKS_S = 1.0  # between two looks at vLLM's executor
+NOTICED_WITHIN_S = 30.0  # Ray notices the death of a worker at once, and that of its node seconds later
 MISSING = "FastKernels is not installed here, or VLLM_PLUGINS leaves it out"
 
 
@@ -46,20 +47,24 @@ def ask(node: Callable[[], str], missing: str, worker: Any, request: str) -> str
 
 
 def every_node(core: Any, request: str) -> list[str]:
-    """EngineCore.fastkernels_every_node: the replies of all workers. Raises RuntimeError with the machines lost."""
+    """EngineCore.fastkernels_every_node: the replies of all workers. Raises WorkerLost with the ranks lost."""
     import cloudpickle
 
     for module in ("fk_integrations.core.nodes", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
-    send = partial(core.model_executor.collective_rpc, partial(ask, node, MISSING), args=(request,))
+    executor = core.model_executor
     try:
-        return _answered(core.model_executor, send)
+        return _answered(
+            executor, partial(executor.collective_rpc, partial(ask, node, MISSING), args=(request,))
+        )
     except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}{_lost(core.model_executor)}") from error
+        if not getattr(executor, "is_failed", False):
+            raise
+        raise WorkerLost(f"{error}{_lost(executor)}") from error
 
 
 def _answered(executor: Any, send: Callable[[], list[str]]) -> list[str]:
-    """What `send` returns. It may wait for a dead machine without end; vLLM notices the death in another thread."""
+    """Return `send()`, which may wait for a dead machine without end. Raises WorkerLost once vLLM notices."""
     answer: Future[list[str]] = Future()
 
     def run() -> None:
@@ -83,9 +88,15 @@ def _lost(executor: Any) -> str:
     handles = getattr(executor, "ray_worker_handles", None)
     if not handles:
         return ""
-    alive = {node["NodeID"] for node in sys.modules["ray"].nodes() if node["Alive"]}
-    dead = [f"rank {h.rank} on Ray node {h.node_id[:12]}" for h in handles if h.node_id not in alive]
-    return f"; lost: {', '.join(dead)}" if dead else ""
+    until = time.monotonic() + NOTICED_WITHIN_S
+    while True:
+        alive = {node["NodeID"] for node in sys.modules["ray"].nodes() if node["Alive"]}
+        dead = [f"rank {h.rank} on Ray node {h.node_id[:12]}" for h in handles if h.node_id not in alive]
+        if dead:
+            return f"; lost: {', '.join(dead)}"
+        if time.monotonic() > until:
+            return ""
+        time.sleep(0.5)
 
 
 def install() -> None:
