@@ -6,6 +6,7 @@ call in vLLM, without the rank, and leaves the answers of other ranks for the ne
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 from fk_integrations.core.nodes import node
 
+CORE, FRONT_END = "vllm.v1.engine.core", "vllm.engine.arg_utils"
 NAME = "fastkernels_every_node"
 LIMIT_S = 1800.0  # graphs may be captured again
 LOOKS_S = 1.0  # between two looks at vLLM's executor
@@ -100,7 +102,8 @@ def _lost(executor: Any) -> str:
 
 
 def install() -> None:
-    """Add the method, in the process of an engine core."""
-    core = sys.modules.get("vllm.v1.engine.core")
-    if core is not None:
-        setattr(core.EngineCore, NAME, every_node)
+    """Add the method in an engine core's process, and in a front end, of which that can be a fork."""
+    if FRONT_END in sys.modules:
+        importlib.import_module(CORE)
+    if CORE in sys.modules:
+        setattr(sys.modules[CORE].EngineCore, NAME, every_node)
