@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,67 @@ def test_lost_worker_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(every_node.WorkerLost, match="vLLM has lost a worker, and ends the engine"):
         every_node.every_node(SimpleNamespace(model_executor=executor), "{}")
     executor.released.set()
+
+
+class OnRay:
+    """An executor with actors of a real Ray cluster, which has failed once an actor is gone, as RayExecutorV2 has."""
+
+    def __init__(self, ray: Any, nodes: list[str]) -> None:
+        class Worker:
+            def __init__(self, rank: int) -> None:
+                parallel = SimpleNamespace(world_size=2)
+                self.rank, self.vllm_config = rank, SimpleNamespace(parallel_config=parallel)
+
+            def run(self, sent: bytes, *args: str) -> str:
+                return pickle.loads(sent)(self, *args)
+
+        self.ray, self.is_failed, at = (
+            ray,
+            False,
+            ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy,
+        )
+        self.ray_worker_handles = [
+            SimpleNamespace(rank=rank, node_id=node) for rank, node in enumerate(nodes)
+        ]
+        kind = ray.remote(num_cpus=0)(Worker)
+        self.actors = [
+            kind.options(scheduling_strategy=at(node, soft=False)).remote(n) for n, node in enumerate(nodes)
+        ]
+
+    def collective_rpc(self, method: Any, args: tuple[str]) -> list[str]:
+        try:
+            return self.ray.get([actor.run.remote(cloudpickle.dumps(method), *args) for actor in self.actors])
+        except self.ray.exceptions.RayError:
+            self.is_failed = True
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nodes_of_a_ray_cluster_are_named(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    for package in ("fastkernels", "fk_integrations"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise ImportError\n")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = made.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path)})
+    try:
+        ray.init(address=made.address, log_to_driver=False)
+        core = SimpleNamespace(model_executor=OnRay(ray, [made.head_node.node_id, second.node_id]))
+        found = [json.loads(one) for one in every_node.every_node(core, "{}")]
+        assert [one["error"] for one in found] == [every_node.MISSING] * 2
+        assert [one["node"].split(", ")[1] for one in found] == [
+            f"Ray node {node.node_id[:12]}" for node in (made.head_node, second)
+        ]
+        made.remove_node(second, allow_graceful=False)
+        os.kill(found[1]["pid"], signal.SIGKILL)  # it would outlive its node for some seconds
+        with pytest.raises(every_node.WorkerLost, match=f"; lost: rank 1 on Ray node {second.node_id[:12]}$"):
+            every_node.every_node(core, "{}")
+    finally:
+        ray.shutdown()
+        made.shutdown()
 
 
 def test_workers_on_ray_get_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
