@@ -173,9 +173,10 @@ class Host(Protocol):
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """Carry out the request in every process of the live object; one reply per process, in rank order.
 
-        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
-        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase, and
-        'lasting' changes that outlive an undo. Raises PatchError for an unreachable process.
+        A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}, with 'node', the
+        machine, if there can be several. In a pipeline it also has 'stage': only ranks of one stage have the same
+        modules; it may have 'seconds' of each phase, and 'lasting' changes that outlive an undo. Raises PatchError for
+        an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -197,6 +198,7 @@ class Report:
     """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager.
 
     target   the live object; None after the undo, so that the report does not keep a model in memory
+    nodes    {rank: machine}, for hosts that can run on several
     lasting  changes of the processes that outlive an undo
     seconds  {phase: seconds} of the last patch or undo in vLLM or SGLang, of each phase in the slowest process
     """
@@ -207,6 +209,7 @@ class Report:
 
     def _read(self, replies: list[dict[str, Any]]) -> None:
         self.pids = {r["rank"]: r["pid"] for r in replies}
+        self.nodes = {r["rank"]: r["node"] for r in replies if r.get("node")}
         self.version = replies[0]["version"] if replies else None
         self.rows = [Row(**row) for r in replies for row in r["rows"]]
         self.seconds = phases.slowest(r.get("seconds", {}) for r in replies)
@@ -301,6 +304,7 @@ class Report:
             "host": self.host.name,
             "version": self.version,
             "pids": self.pids,
+            "nodes": self.nodes,
             "rows": [asdict(r) for r in self.rows],
             "seconds": self.seconds,
             "lasting": self.lasting,
@@ -311,7 +315,8 @@ class Report:
         head = f"{self.host.name} {self.version}: {where}"
         if not self.active and any(kind.left for row in self.rows for kind in row.kinds):
             head = f"{self.host.name} {self.version}: everything was left to the host"
-        lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
+        lines = _node_lines(self.nodes)
+        lines += [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += "; in CUDA graphs, and the host's in eager steps" if r.captured else ""
@@ -340,13 +345,24 @@ class Report:
     __repr__ = __str__
 
 
+def _node_lines(nodes: Mapping[int, str]) -> list[str]:
+    """A line for each of several machines, with its ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, node in nodes.items():
+        found.setdefault(node, []).append(rank)
+    if len(found) < 2:
+        return []
+    return [f"  {node}: rank {', '.join(map(str, ranks))}" for node, ranks in found.items()]
+
+
 def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The replies, or PatchError with every process's error."""
-    errors = [
-        f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}): {r['error']}"
-        for r in replies
-        if r.get("error")
-    ]
+    several = len({r.get("node") for r in replies}) > 1
+    errors = []
+    for r in replies:
+        if r.get("error"):
+            on = f" on {r.get('node', '?')}" if several else ""
+            errors.append(f"rank {r.get('rank', '?')} (pid {r.get('pid', '?')}{on}): {r['error']}")
     if errors or not replies:
         raise PatchError(f"{host.name}: " + ("; ".join(errors) or "no process answered"))
     return replies

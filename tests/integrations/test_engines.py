@@ -19,7 +19,7 @@ SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
-    "check_expert_groups", "check_fused_sums",
+    "check_expert_groups", "check_fused_sums", "check_ray",
     "check_random_weights", "check_recurrent", "check_kimi", "check_media",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
@@ -29,13 +29,14 @@ IN_PROCESS = (
     "check_works", "check_works_more", "check_random_weights", "check_recurrent", "check_kimi", "check_media",
 )  # fmt: skip
 TWO_RANKS = (
-    "check_pipeline", "check_tensor_parallel", "check_expert_parallel", "check_fused_sums",
+    "check_pipeline", "check_tensor_parallel", "check_expert_parallel", "check_fused_sums", "check_ray",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
 SECONDS = {
     "check_held_out": 2400,
     "check_media": 900,
     "check_nodes": 1000,
+    "check_ray": 1800,
 }  # one engine after the other; two at once
 CHECKS = [
     pytest.param(

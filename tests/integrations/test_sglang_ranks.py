@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from fk_integrations.sglang.host import HOST
+from fk_integrations.sglang.host import HOST, register
 
 from fastkernels.patch import PatchError, Request
 
@@ -23,3 +24,21 @@ def test_unreachable_ranks_refuse_a_live_patch(arguments: dict[str, Any], messag
     for action in ("patch", "undo"):
         with pytest.raises(PatchError, match=message):
             HOST.call(engine, Request(action))
+
+
+def test_sglang_on_ray_is_refused_live() -> None:
+    kind = type("RayEngine", (SimpleNamespace,), {"__module__": "sglang.srt.ray.engine"})
+    engine = kind(send_to_rpc=object(), server_args=SimpleNamespace())
+    with pytest.raises(PatchError, match="schedulers on Ray load no plugins: start it without Ray"):
+        HOST.call(engine, Request("patch"))
+
+
+def test_sglang_on_ray_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS", "1")
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--use-ray"])
+    with pytest.raises(PatchError, match="schedulers on Ray load no plugins"):
+        register()
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    monkeypatch.setitem(sys.modules, "sglang.srt.ray.engine", ModuleType("engine"))
+    with pytest.raises(PatchError, match="schedulers on Ray load no plugins"):
+        register()

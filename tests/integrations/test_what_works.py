@@ -22,11 +22,12 @@ PAGE = ROOT / "docs" / "what-works.md"
 FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding", "fp8 KV cache",
     "sliding window", "attention sinks (GPT-OSS)", "latent attention (DeepSeek)", "expert parallelism", "TP", "PP",
-    "several machines (`--nnodes`)", "prefix cache", "sleep / reload", "mixtures of experts",
+    "several machines (`--nnodes`)", "Ray", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
 # The parts of a quoted line that are an example's values; all other text must be in the sources.
 FILLED_IN = re.compile(
-    r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|MLATokenToKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY"
+    r"\.\.\.|; |rank 1 \(pid 71 on HOST, Ray node 5f0c\): |"
+    r"torch\.\w+|fp8 is|SWAKVPool|MLATokenToKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY"
 )
 
 

@@ -29,6 +29,8 @@ from fk_integrations.core.cancellation import or_undone
 from fk_integrations.patching.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"
+ON_RAY = "sglang.srt.ray."
+NO_PLUGINS = "SGLang's schedulers on Ray load no plugins: start it without Ray, on each machine with --nnodes"
 SCHEDULER = "sglang.srt.managers.scheduler"
 IDLE_WAIT_S = 10.0  # an answered request leaves the scheduler a step or two later
 RPC_WAIT_S = 1800.0  # in addition to the deadline of trials: graphs may be captured again
@@ -63,6 +65,8 @@ def register() -> None:
     env = Environment.read()
     if not env.enabled:
         return
+    if f"{ON_RAY}engine" in sys.modules or "--use-ray" in sys.argv:
+        raise PatchError(NO_PLUGINS)
     if scheduler is not None and not hasattr(scheduler.__init__, "fastkernels_stock"):
         scheduler.__init__ = _patches_its_model(scheduler.__init__)
 
@@ -229,6 +233,8 @@ def _unreachable(engine: Any) -> str | None:
     if engine.send_to_rpc is None:
         return "the engine has ended (it was shut down), so nothing is left to patch or undo"
     args = engine.server_args
+    if any(c.__module__.startswith(ON_RAY) for c in type(engine).__mro__):
+        return NO_PLUGINS
     if getattr(args, "nnodes", 1) > 1:
         return "the engine runs on several machines: start it with FASTKERNELS=1 on each of them"
     if getattr(args, "dp_size", 1) > 1 and not getattr(args, "enable_dp_attention", False):

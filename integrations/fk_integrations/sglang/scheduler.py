@@ -26,6 +26,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
+from fk_integrations.core.nodes import node
 from fk_integrations.patching import compilations, proof
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.in_process import UNDO_FIRST
@@ -203,9 +204,9 @@ def _reply(request: Request | None = None) -> dict[str, Any]:
     rank, world = _rank_and_world()
     shown = _patched[0] if _patched and _patched[0].meant_by(request or Request("report")) else None
     return {
-        "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
-        "version": versions.installed("sglang"), "rows": shown.report() if shown else [], "error": None,
-        "seconds": shown.seconds if shown else {}, "lasting": lasting(),
+        "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "node": node(),
+        "host": "sglang", "version": versions.installed("sglang"), "rows": shown.report() if shown else [],
+        "error": None, "seconds": shown.seconds if shown else {}, "lasting": lasting(),
     }  # fmt: skip
 
 

@@ -36,13 +36,14 @@ from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
+from fk_integrations.core.nodes import node
 from fk_integrations.live.engine_counts import EngineCounts
 from fk_integrations.patching import compilations, gated_products, seam_interface
 from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.patching.construction import BeforeConstruction
 from fk_integrations.patching.in_process import UNDO_FIRST
 from fk_integrations.patching.relatives import relatives
-from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_route
+from fk_integrations.vllm import every_node, flat_models, jit_monitor, prompt_sizes, status_route
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
@@ -59,6 +60,7 @@ STEPS = (
     "execute_model", "sample_tokens", "execute_dummy_batch", "determine_available_memory", "compile_or_warm_up_model",
     "apply_model",
 )  # fmt: skip
+STEPS_OF_RUNNER = ("execute_model", "sample_tokens")
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
@@ -289,7 +291,8 @@ def _reply_while_alive(worker: Any) -> Callable[[], dict[str, Any] | None]:
 
 def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     version = installed_version()
-    return {"rank": rank, "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": None}
+    place = {"rank": rank, "pid": os.getpid(), "node": node()}
+    return {**place, "host": "vllm", "version": version, "rows": rows, "error": None}
 
 
 def _rank(worker: Any) -> int:
@@ -451,7 +454,12 @@ def _undo(worker: Any, request: Request) -> dict[str, Any] | None:
 
 def _note_failures(worker: Any, journal: Journal) -> None:
     """Keep the error of the last step if it raised: its requests can never finish, and an undo may abort them."""
-    stock = worker.execute_model
+    for runner in _runners(worker):
+        _note_failures_of(runner, worker, journal)
+
+
+def _note_failures_of(runner: Any, worker: Any, journal: Journal) -> None:
+    stock = runner.execute_model
 
     @functools.wraps(stock)
     def execute_model(*args: Any, **kwargs: Any) -> Any:
@@ -464,11 +472,11 @@ def _note_failures(worker: Any, journal: Journal) -> None:
         return result
 
     def back() -> None:
-        vars(worker).pop("execute_model", None)
+        vars(runner).pop("execute_model", None)
         vars(worker).pop(FAILED, None)
 
     journal.add(back)
-    worker.execute_model = execute_model
+    runner.execute_model = execute_model
 
 
 def _count_steps(worker: Any, patched: Patched) -> AbstractContextManager[None]:
@@ -480,10 +488,16 @@ def _count_steps(worker: Any, patched: Patched) -> AbstractContextManager[None]:
     assert isinstance(counts, EngineCounts)
     counts.only_steps()
     eager = not worker.vllm_config.compilation_config.mode
-    for name in STEPS:
-        if (stock := getattr(worker, name, None)) is not None:
-            patched.journal.set_attribute(worker, name, counts.during(stock, eager))
+    for owner in _runners(worker):
+        for name in STEPS if owner is worker else STEPS_OF_RUNNER:
+            if (stock := getattr(owner, name, None)) is not None:
+                patched.journal.set_attribute(owner, name, counts.during(stock, eager))
     return counts.running()
+
+
+def _runners(worker: Any) -> list[Any]:
+    """The objects whose methods run the model: RayDistributedExecutor calls the model runner and not the worker."""
+    return [worker, worker.model_runner] if worker.vllm_config.parallel_config.use_ray else [worker]
 
 
 def _clear_kv_cache(worker: Any) -> None:
@@ -556,6 +570,8 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.fastkernels_rpc = fastkernels_rpc
+    every_node.install()
+    copy_to_ray()
     env = Environment.read()
     stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
     planned = WorkerBase.__dict__.get("fastkernels_key")
@@ -571,7 +587,6 @@ def register() -> None:
             WorkerBase.__init__ = stock
         return
     _log_like_vllm()
-    copy_to_ray()
     status_route.install()
     request = Request.from_environment(env)
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
@@ -581,7 +596,9 @@ def register() -> None:
 
 
 def copy_to_ray() -> None:
-    """Have vLLM copy our variables to workers on Ray, as it copies its own."""
+    """Have vLLM copy our variables, if any is set, to workers on Ray, as it copies its own."""
+    if not any(name.startswith(PREFIX) for name in os.environ):
+        return
     name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
     prefixes = [prefix for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
     if PREFIX not in prefixes:
@@ -670,7 +687,11 @@ class VllmHost:
             if changes and engine.is_sleeping():
                 raise PatchError(ASLEEP)
             if changes:
-                _of_all_ranks(engine, _rpc(engine, Request("report")))
+                found = _of_all_ranks(engine, _rpc(engine, Request("report")))
+                if any(
+                    reply["error"] for reply in found
+                ):  # ranks without FastKernels; nothing is sent to others
+                    return found
                 _forget_finished(engine)
                 _reset_caches(engine)
             replies = _rpc(engine, request)
@@ -695,7 +716,9 @@ class VllmHost:
                 return await rpc_async(target, request)
             if await target.is_sleeping():
                 raise PatchError(ASLEEP)
-            await rpc_async(target, Request("report"))  # raises before anything changes
+            found = await rpc_async(target, Request("report"))  # raises before anything changes
+            if any(reply["error"] for reply in found):
+                return found
             return await _while_paused(target, request)
         except PatchError:
             raise
@@ -755,16 +778,28 @@ def _reset_caches(engine: Any) -> None:
 
 def _rpc(engine: Any, request: Request) -> list[dict[str, Any]]:
     """One request to all workers of an LLMEngine, and their replies in rank order."""
-    return _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+    core, text = engine.engine_core, request.to_json()
+    if every_node.several(engine.vllm_config.parallel_config):
+        in_process = getattr(core, "engine_core", None)
+        if in_process is not None:
+            return _in_order(every_node.every_node(in_process, text))
+        return _in_order(core.call_utility(every_node.NAME, text))
+    return _in_order(engine.collective_rpc(RPC, args=(text,)))
 
 
 async def rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
     """One request to all workers of an AsyncLLM, and their replies in rank order."""
     core, arguments = engine.engine_core, (request.to_json(),)
     engines = getattr(core, "core_engines", ())
+    several = every_node.several(engine.vllm_config.parallel_config)
+    utility: tuple[Any, ...] = ("collective_rpc", RPC, None, arguments, None)
+    if several:
+        utility = (every_node.NAME, *arguments)
     if len(engines) > 1:  # collective_rpc returns the replies of the first data-parallel engine only
-        send = partial(core._call_utility_async, "collective_rpc", RPC, None, arguments, None)
+        send = partial(core._call_utility_async, *utility)
         replies = [r for found in await asyncio.gather(*(send(engine=e) for e in engines)) for r in found]
+    elif several:
+        replies = await core.call_utility_async(*utility)
     else:
         replies = await engine.collective_rpc(RPC, args=arguments)
     return _of_all_ranks(engine, _in_order(replies))
@@ -827,7 +862,8 @@ def _unreachable(error: Exception) -> PatchError:
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "EngineDeadError":
         return PatchError(ENDED)
-    if RPC in text and ("not implemented" in text or "has no attribute" in text):
+    missing = RPC in text and ("not implemented" in text or "has no attribute" in text)
+    if missing or f"has no attribute '{every_node.NAME}'" in text:
         return PatchError(
             "vLLM's workers did not load the fastkernels plugin. It must be installed in vLLM's environment before the"
             f" engine starts, and VLLM_PLUGINS (here {os.environ.get('VLLM_PLUGINS')!r}) must be unset or name it"

@@ -126,6 +126,35 @@ def test_items_of_a_dead_machine_run_on_another(tmp_path: Path, nodes) -> None:
     assert counted(tmp_path) == {("fastkernels", "ok"): 1, ("transformers", "ok"): 1}
 
 
+def job(cpus: int, gpus: int) -> cluster.Job:
+    return cluster.Job("tiny/short", "smoke", "", "", {}, "", (), cpus, gpus)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_item_without_a_machine_ends_by_name(nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "LOOKS_S", 0.5)
+    monkeypatch.setattr(cluster, "FOUND_WITHIN_S", 1.0)
+    lost: list[object] = []
+    nodes.add_node(num_cpus=2)
+    with cluster.connected(nodes.address) as ray:
+        cluster.run(ray, [job(1, 8)], lambda _, rows: lost.append(rows))
+    assert [str(one) for one in lost] == [
+        "it needs a machine with CPU=1, GPU=8, and the cluster has CPU=0, GPU=0; CPU=2, GPU=0"
+    ]
+
+
+def test_room_for_an_item_is_on_one_live_machine() -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0}},
+        {"Alive": True, "Resources": {"CPU": 1.0, "GPU": 2.0}},
+        {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}},
+    ]
+    assert cluster.has_room(nodes, job(8, 0)) and cluster.has_room(nodes, job(1, 2))
+    assert not cluster.has_room(nodes, job(2, 1)) and not cluster.has_room(nodes, job(1, 8))
+    assert not cluster.has_room([], job(0, 0))
+
+
 def test_cluster_that_does_not_answer_is_an_error() -> None:
     with (
         pytest.raises(

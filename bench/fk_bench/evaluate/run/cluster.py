@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from fk_bench.kernels.judge.processes import linux
 RETRIES = 3  # after the death of a machine or of Ray's process on it
 MOST_BYTES = 256 << 20  # of a set
 ANSWERS_WITHIN_S = 5.0
+LOOKS_S = 5.0  # between two looks at the machines while items run
+FOUND_WITHIN_S = 120.0  # a machine with room for an item, which may replace a dead one
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,10 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def run(ray: Any, jobs: Sequence[Job], arrived: Callable[[Job, list[Row] | Lost], None]) -> None:
-    """Run all jobs, and pass on the rows of each when it ends."""
+    """Run all jobs, and pass on the rows of each when it ends.
+
+    A job for which no machine of the cluster has room, not even an idle one, is lost after FOUND_WITHIN_S.
+    """
     task = ray.remote(measured)
     waiting = {
         task.options(num_cpus=job.cpus, num_gpus=job.gpus, max_retries=RETRIES, name=job.item).remote(
@@ -155,8 +161,18 @@ def run(ray: Any, jobs: Sequence[Job], arrived: Callable[[Job, list[Row] | Lost]
         ): job
         for job in jobs
     }
+    homeless: dict[Any, float] = {}  # since when
     while waiting:
-        (ready,), _ = ray.wait(list(waiting), num_returns=1)
+        ended, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOKS_S)
+        if not ended:
+            nodes, now = ray.nodes(), time.monotonic()
+            homeless = {r: homeless.get(r, now) for r, job in waiting.items() if not has_room(nodes, job)}
+            for reference in [r for r, since in homeless.items() if now - since >= FOUND_WITHIN_S]:
+                ray.cancel(reference)
+                job = waiting.pop(reference)
+                arrived(job, Lost(_placeless(nodes, job)))
+            continue
+        (ready,) = ended
         job = waiting.pop(ready)
         try:
             lines = ray.get(ready)
@@ -168,3 +184,16 @@ def run(ray: Any, jobs: Sequence[Job], arrived: Callable[[Job, list[Row] | Lost]
             )
         else:
             arrived(job, [Row.model_validate_json(line) for line in lines])
+
+
+def has_room(nodes: Sequence[Mapping[str, Any]], job: Job) -> bool:
+    """Whether one of these machines (`ray.nodes()`) is large enough for a job if nothing else runs there."""
+    needed = {"CPU": job.cpus, "GPU": job.gpus}
+    alive = (node["Resources"] for node in nodes if node["Alive"])
+    return any(all(found.get(name, 0) >= n for name, n in needed.items()) for found in alive)
+
+
+def _placeless(nodes: Sequence[Mapping[str, Any]], job: Job) -> str:
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    found = "; ".join(f"CPU={n.get('CPU', 0):.0f}, GPU={n.get('GPU', 0):.0f}" for n in alive) or "none alive"
+    return f"it needs a machine with CPU={job.cpus}, GPU={job.gpus}, and the cluster has {found}"
