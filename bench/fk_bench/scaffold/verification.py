@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from fk_integrations.transformers import module_walk, tiny_models
+from fk_integrations.transformers.decoder_roles import CORRECTIONS
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
@@ -55,7 +56,7 @@ def parameters(file: Path, config: Any) -> tuple[int, int, dict[str, str]]:
     Also {name of a module: how its size differs}, of one of each kind.
     """
     theirs, config = module_walk.real(config)
-    corrections = [(name, b) for name, b in theirs.named_buffers() if name.endswith("correction_bias")]
+    corrections = [(name, b) for name, b in theirs.named_buffers() if name.endswith(CORRECTIONS)]
     sizes = {name: t.numel() for name, t in (*theirs.named_parameters(), *corrections)}
     with registry.using(file):
         ours = plan(config, "float32")

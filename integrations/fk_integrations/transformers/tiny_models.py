@@ -140,7 +140,7 @@ def shrunk(config: Any) -> Any:
     """The config with small sizes; options, per-layer patterns and multipliers stay. Raises NoReference."""
     found, names = fields(config), getattr(config, "attribute_map", {})
     layers_name = names.get("num_hidden_layers", "num_hidden_layers")
-    total = found.get(layers_name)
+    total = found.get(layers_name, getattr(config, layers_name, None))
     if not isinstance(total, int) or total < 1:
         raise NoReference(
             f"config.num_hidden_layers={total!r}: the number of layers must be at least 1{_part(config)}"
@@ -380,7 +380,7 @@ def _flipped(values: list[Any]) -> Iterator[list[Any]]:
         return
     known: tuple[Any, ...] = (0, 1) if all(v in (0, 1) for v in values) else ()
     if all(isinstance(v, str) for v in values):
-        known = LAYER_TYPES if values[0] in LAYER_TYPES else tuple(dict.fromkeys(values))
+        known = tuple(dict.fromkeys((*(LAYER_TYPES if values[0] in LAYER_TYPES else ()), *values)))
     for at in (0, -1):
         others = [v for v in known if v != values[at]]
         if others:
