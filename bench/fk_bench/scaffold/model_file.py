@@ -244,9 +244,8 @@ class _Describe:
 
     def _dense(self, only: Any) -> str:
         search = self.search
-        inner = search.size_of_layers(
-            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",), only
-        )
+        sizes = ("config.intermediate_size", "d.gated_size(config)")
+        inner = search.size_of_layers("mlp.intermediate", attrgetter("mlp.intermediate"), sizes, only)
         act = search.of_layers(
             "mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",), only
         )

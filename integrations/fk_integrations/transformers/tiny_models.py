@@ -21,6 +21,8 @@ SIZES = {
     "word_embed_proj_dim": 64, "num_kv_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "state_size": 12, "time_step_rank": 6, "mamba_d_state": 12, "mamba_dt_rank": 6, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+    "block_multiple_of": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12,
+    "moe_shared_expert_intermediate_size": 48,
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
 POSITIONS = 4096

@@ -736,6 +736,18 @@ def limits(values: Sequence[float]) -> tuple[float, float | None]:
     return float(least), None if math.isinf(most) else float(most)
 
 
+def gated_size(config: Any) -> int:
+    """config.intermediate_size, or with config.block_auto_adjust_ff_dim (LFM2) Llama's rule for gated MLPs:
+
+    two thirds of it, times block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of.
+    """
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+    return multiple * -(-int((1.0 if factor is None else factor) * int(2 * size / 3)) // multiple)  # type: ignore[no-any-return]
+
+
 def head_size(config: Any) -> int:
     """The size of an attention head. Raises Unsupported if none is given and the hidden size does not divide."""
     try:
