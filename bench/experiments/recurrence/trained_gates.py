@@ -56,7 +56,7 @@ HYBRIDS = {
         "KimiLinear",
         {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_heads": 4, "linear_head_dim": 32,
-            "mlp_layer_types": ["dense"] * 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+            "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
             "v_head_dim": 32, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64,
         },
         ("kda",),

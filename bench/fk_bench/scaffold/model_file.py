@@ -313,7 +313,7 @@ class _Describe:
             mixer = _folded_if("recurrent", recurs, attention if given else "attention")
         alone = search.condition("whether a layer has no mixer", lambda x: isinstance(x.attention, d.NoMixer))
         if alone != "False":
-            mixer = f"d.NoMixer() if {alone} else {mixer}"
+            mixer = _folded_if("d.NoMixer()", alone, mixer)
         arguments = [mixer, mlp, *norms, *more]
         indexed = any(re.search(r"\bi\b", a) for a in arguments)
         lines = [f"    norm = {self.norm}", *before]
@@ -397,9 +397,13 @@ def _dict(names: Mapping[str, str]) -> str:
 def _folded_if(value: str, condition: str, other: str, name: str = "") -> str:
     """An argument of a layer with one of two values, in parentheses if it does not fit on a line. name: its 'NAME='"""
     one = f"{name}{value} if {condition} else {other}"
-    if len(one) + 13 <= WIDTH:
+    if len(one) + 13 <= WIDTH and "\n" not in one:
         return one
-    return f"{name}(\n    {value}\n    if {condition}\n    else {other}\n)"
+    chained = re.fullmatch(r"(\w+) if (.+) else (\w+)", other)  # another choice: its lines follow
+    rest = "\n    ".join((chained[1], f"if {chained[2]}", f"else {chained[3]}")) if chained else other
+    if other.startswith("(\n"):
+        rest = other.removeprefix("(\n    ").removesuffix("\n)")
+    return f"{name}(\n    {value}\n    if {condition}\n    else {rest}\n)"
 
 
 def _is_sparse(layer: d.Layer) -> bool:
