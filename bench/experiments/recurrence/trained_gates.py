@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 import torch
 from fk_bench.core.small_model import small_model
 from safetensors.torch import load_file, save_file
 
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
@@ -56,7 +56,8 @@ HYBRIDS = {
         "KimiLinear",
         {
             "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_heads": 4, "linear_head_dim": 32,
-            "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+            "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4,
+            "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
             "v_head_dim": 32, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64,
         },
         ("kda",),
@@ -133,6 +134,8 @@ def shortened(folder: Path, ops: tuple[str, ...], training: dict[str, float]) ->
     for op in data["ops"].values():
         valued = [call for call in op["calls"] if call.get("values")]
         op["calls"] = valued[:SIGNATURES]
+        left = op["count"] - sum(call["count"] for call in op["calls"])
+        op["dropped"] |= {"signatures": op["signatures"] - len(op["calls"]), "calls": left}
         for call in op["calls"]:
             call["values"] = call["values"][:1]
             shapes = {a["name"]: a.get("shape") for a in call["args"]}

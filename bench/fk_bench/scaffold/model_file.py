@@ -204,7 +204,9 @@ class _Describe:
             if not search.always(get, getattr(kind, name)):
                 made.append(f"{name}={search.of_layers(f'{kind.__name__}.{name}', get)}")
         norm = "part_norm" if kind is d.Mamba else "norm"
-        if hasattr(kind, norm) and (found := self._optional_norm(f"{kind.__name__}.{norm}", attrgetter(f"attention.{norm}"), search)):
+        if hasattr(kind, norm) and (
+            found := self._optional_norm(f"{kind.__name__}.{norm}", attrgetter(f"attention.{norm}"), search)
+        ):
             made.append(f"{norm}={found}")
         return _fold(f"recurrent = d.{kind.__name__}(", made, ")", 1)
 
@@ -457,7 +459,11 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     ]
     packed = {
         ours: parts
-        for ours, parts in (*PACKED.items(), ("conv1d", CONVOLUTIONS), *(("in_proj", p) for p in PROJECTIONS.values()))
+        for ours, parts in (
+            *PACKED.items(),
+            ("conv1d", CONVOLUTIONS),
+            *(("in_proj", p) for p in PROJECTIONS.values()),
+        )
         if any(f"{of}{parts[0]}" in names for of in ("", "shared_", ROLE))
     }
     if packed != PACKED:

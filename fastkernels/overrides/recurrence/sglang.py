@@ -494,9 +494,9 @@ def sglang_chunk_gated_delta_rule_0_5_17(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    scale: float = None,  # type: ignore[assignment]
-    initial_state: torch.Tensor = None,  # type: ignore[assignment]
-    initial_state_indices: torch.Tensor = None,  # type: ignore[assignment]
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
     cu_seqlens: torch.LongTensor | None = None,
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -514,9 +514,9 @@ def sglang_chunk_gated_delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    scale: float = None,  # type: ignore[assignment]
-    initial_state: torch.Tensor = None,  # type: ignore[assignment]
-    initial_state_indices: torch.Tensor = None,  # type: ignore[assignment]
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
     cu_seqlens: torch.LongTensor | None = None,
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,

@@ -145,7 +145,9 @@ def _possible(module: nn.Module, config: Any, hidden: int) -> Possible:
 def _mamba(channels: int, kernel: int, hidden: int, shapes: Sequence[Any], config: Any) -> Possible:
     columns = sorted({s[1] for s in shapes if len(s) == 2 and s[0] == channels})
     for size, rank in product(columns, repeat=2):
-        for bias, conv_bias, normed in product((False, True), (True, False), (False, True, *_epsilons(config))):
+        for bias, conv_bias, normed in product(
+            (False, True), (True, False), (False, True, *_epsilons(config))
+        ):
             own = {
                 "in_proj.weight": (2 * channels, hidden), "conv1d.weight": (channels, 1, kernel),
                 "x_proj.weight": (rank + 2 * size, channels), "dt_proj.weight": (channels, rank),
@@ -224,7 +226,13 @@ def _gated_delta(channels: int, kernel: int, hidden: int, shapes: Sequence[Any],
         for key_heads in (n for n in range(1, heads + 1) if heads % n == 0 and keys % n == 0):
             for scale in (1.0, 2.0):
                 described = d.GatedDelta(
-                    kernel, key_heads, heads, keys // key_heads, value // heads, projections=counts, rate_scale=scale
+                    kernel,
+                    key_heads,
+                    heads,
+                    keys // key_heads,
+                    value // heads,
+                    projections=counts,
+                    rate_scale=scale,
                 )
                 yield described, own, (("norm.weight", value // heads, False),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from math import isfinite
@@ -269,6 +269,7 @@ def checkpoint_names(model: Any) -> dict[str, str]:
     """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are.
 
     Stacks of experts that are stored as matrices have entries of the first: STACK.0, or STACK.0.gate and STACK.0.up.
+    Convolutions that are stored in pieces have entries CONV.0, CONV.1 and so on.
     """
     import tempfile
 
@@ -283,6 +284,8 @@ def checkpoint_names(model: Any) -> dict[str, str]:
         key = name if name in stored else next(equal, "")
         if key:
             found[name] = key
+        elif parameter.dim() == 3 and parameter.shape[1] == 1:
+            found |= {f"{name}.{i}": key for i, key in enumerate(_pieces(parameter, stored))}
         elif parameter.dim() == 3:  # of all experts, where the checkpoint has matrices of each
             first = parameter[0]
             gate, up = first.chunk(2)
@@ -291,6 +294,22 @@ def checkpoint_names(model: Any) -> dict[str, str]:
                 if key := next(same, ""):
                     found[f"{name}.0{part}"] = key
     return found
+
+
+def _pieces(tensor: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> list[str]:
+    """The keys of the tensors whose rows are those of this one, one after the other; [] if there are none."""
+    keys: list[str] = []
+    rest = tensor
+    while len(rest):
+        fits = (
+            k for k, t in stored.items() if t.shape[1:] == rest.shape[1:] and torch.equal(t, rest[: len(t)])
+        )
+        key = next(fits, "")
+        if not key:
+            return []
+        keys.append(key)
+        rest = rest[len(stored[key]) :]
+    return keys
 
 
 def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -281,6 +281,23 @@ def test_shipped_captures_are_small() -> None:
             assert weights == pytest.approx(op.count - op.dropped["calls"])
 
 
+@pytest.mark.parametrize(("op", "gates"), [("gated_delta_rule", "g"), ("ssd", "dt")])
+def test_gates_of_trained_hybrids_are_replayed(op: str, gates: str) -> None:
+    """Their heads differ, as those of random inputs do not; each set of inputs has new numbers."""
+    spec = registry.get(op)
+    cases = [c for c in replay.captured_cases(op) if c.capture.startswith("small-trained-")]
+    assert len(cases) >= 3 and all("values" in c.case.tags for c in cases)
+    case = max(cases, key=lambda c: c.case.dims["tokens"])
+    first, second = (case.make_args("cpu", generator(seed)) for seed in (1, 2))
+    at = spec.position(gates)
+    assert not torch.equal(first[at], second[at])
+    heads = first[at].float().mean(0)
+    assert heads.max() - heads.min() > 3 * first[at].float().std(0).mean() / len(first[at]) ** 0.5
+    double = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in first]
+    want, _ = spec.reference(*double)
+    assert (spec.op(*first) - want).norm() < 0.05 * want.norm() and want.std() > 1e-3
+
+
 def test_floats_are_new_and_integers_replayed() -> None:
     captured = replay.captured_cases("rotary_emb")[0]
     first, again, other = (captured.recorded_args("cpu", generator(seed)) for seed in (1, 1, 2))

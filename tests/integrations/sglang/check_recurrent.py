@@ -180,7 +180,11 @@ def test_prompts_of_the_gated_rule_equal_its_decodes():
         want.append(kernel.decode(*parts, a[t : t + 1], b[t : t + 1], **rates, ssm_states=theirs, **one)[0])
         inside += [theirs[4].clone()] if t == 63 else []
     decays = -rates["A_log"].exp() * torch.nn.functional.softplus(a + rates["dt_bias"])
-    given = {"ssm_states": states, "cache_indices": SLOTS[[0, 2]], "query_start_loc": torch.tensor([0, first, total])}
+    given = {
+        "ssm_states": states,
+        "cache_indices": SLOTS[[0, 2]],
+        "query_start_loc": torch.tensor([0, first, total]),
+    }
     report = patched(kernel, ("gated_delta_rule",))
     found, last, before = kernel.extend(q, k, v, decays[None], b.sigmoid()[None], **given)
     row = next(r for r in report.report() if r["host_class"] == "chunk_gated_delta_rule")
@@ -188,9 +192,15 @@ def test_prompts_of_the_gated_rule_equal_its_decodes():
     report.undo()
     assert type(kernel) is TritonGDNKernel
     same(found[0], torch.cat(want), states, theirs)
-    read = before.squeeze(0)[torch.tensor([1, 2])]  # before the second chunk of one, and the only one of the other
+    read = before.squeeze(0)[
+        torch.tensor([1, 2])
+    ]  # before the second chunk of one, and the only one of the other
     torch.testing.assert_close(read, torch.stack([inside[0], pool[2]]), atol=1e-5, rtol=1e-5)
-    refused = {"initial_state": states, "initial_state_indices": SLOTS[:1], "cu_seqlens": torch.tensor([0, total])}
+    refused = {
+        "initial_state": states,
+        "initial_state_indices": SLOTS[:1],
+        "cu_seqlens": torch.tensor([0, total]),
+    }
     with pytest.raises(UnsupportedArgument, match="states_that_stay"):
         ours.sglang_chunk_gated_delta_rule(q, k, v, decays[None], b[None], **refused, inplace_update=False)
 

@@ -43,9 +43,7 @@ def _check_layer_types(config: Any, described: Decoder) -> None:
     kinds = zip(getattr(config, "layer_types", None) or (), described.layers, strict=False)
     for kind, layer in kinds:
         if kind in RECURRENT and not isinstance(layer.attention, RECURRENT[kind]):
-            raise Unsupported(
-                f"config.layer_types has {kind}, which {config.architectures[0]} does not have"
-            )
+            raise Unsupported(f"config.layer_types has {kind}, which {config.architectures[0]} does not have")
 
 
 def _check_windows(config: Any, described: Decoder) -> None:
