@@ -22,6 +22,8 @@ import torch
 from fk_bench.core.small_model import small_model
 from safetensors.torch import load_file, save_file
 
+from fastkernels.capture.calls import digest
+
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -139,9 +141,12 @@ def shortened(folder: Path, ops: tuple[str, ...], training: dict[str, float]) ->
         for call in op["calls"]:
             call["values"] = call["values"][:1]
             shapes = {a["name"]: a.get("shape") for a in call["args"]}
-            for name, found in call["values"][0]["args"].items():
+            values = call["values"][0]["args"]
+            for name, found in values.items():
                 if isinstance(found, str):
-                    kept[found] = rows(tensors[found], shapes[name])
+                    few = rows(tensors[found], shapes[name])
+                    values[name] = digest(few)
+                    kept[values[name]] = few
     file.write_text(json.dumps(data, separators=(",", ":")))
     save_file(kept, folder / "values.safetensors")
     for each in (file, folder / "values.safetensors"):
