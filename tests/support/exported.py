@@ -823,7 +823,9 @@ def recurrence(ns: Any, op: str) -> list[Any]:
             takes = inspect.signature(function).parameters
             given = {n: value for n, value in given.items() if n in takes}
         found = function()(**given) if isinstance(function, type) else function(**given)
-        if name == "chunk_gated_delta_rule" and ns.host == "sglang":  # its inner states are computed when read
+        if (
+            name == "chunk_gated_delta_rule" and ns.host == "sglang"
+        ):  # its inner states are computed when read
             found = [found[0], found[2].squeeze(0)[torch.tensor([0, 1])]]
         out += [found, [value for key, value in given.items() if key != "meta"]]
     return out

@@ -67,7 +67,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], set[type], str]] = {
         {d.Mamba2, d.NoMixer, d.Attention}, "d.NoMixer()",
     ),
     "olmo_hybrid": (
-        "OlmoHybrid", {**DELTA, "linear_allow_neg_eigval": True}, {d.GatedDelta, d.Attention},
+        "OlmoHybrid",
+        {**DELTA, "linear_value_head_dim": 12, "linear_allow_neg_eigval": True},
+        {d.GatedDelta, d.Attention},
         "rate_scale=2.0 if config.linear_allow_neg_eigval else 1.0,",
     ),
     "qwen3_5_text": ("Qwen3_5", DELTA, {d.GatedDelta, d.Attention}, "projections=(3, 1, 1, 1),"),
