@@ -250,7 +250,11 @@ def _mlp_alone(
 ) -> tuple[d.Layer, dict[str, str]] | None:
     """The layer that is an MLP behind a norm; None for any other."""
     inside = made.inside(path)
-    if any(a.path.startswith(f"{path}.") for a in made.attention) or recurrent_roles.blocks(made, path):
+    if (
+        sum(any(True for _ in m.parameters()) for m in own.module.children()) > 2
+        or any(a.path.startswith(f"{path}.") for a in made.attention)
+        or recurrent_roles.blocks(made, path)
+    ):
         return None
     try:
         found = _mlp(inside, "", path, config)

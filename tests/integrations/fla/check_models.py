@@ -36,10 +36,7 @@ MODELS = {
 
 
 # Models without an op of ours for their recurrence. kind: config
-OTHERS = {
-    "HGRN": {"fuse_swiglu": False},
-    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2},
-}
+OTHERS = {"HGRN": {"fuse_swiglu": False}}
 
 
 def model_of(kind):
