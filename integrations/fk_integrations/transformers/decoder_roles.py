@@ -279,7 +279,15 @@ def _mlp_alone(
 def _mixer_path(made: Recording, layer: str) -> str:
     """The name of the module that mixes a layer's tokens. Raises Unexplained."""
     paths = [a.path for a in made.attention if a.path.startswith(f"{layer}.")]
-    paths = paths or [c.path for c in recurrent_roles.blocks(made, layer)]
+    blocks = [c.path for c in recurrent_roles.blocks(made, layer)]
+    if paths and any(not any(f"{path}.".startswith(f"{block}.") for path in paths) for block in blocks):
+        what = "attention and a recurrence side by side in one layer, where descriptions have one of them"
+        raise Unexplained(layer, what)
+    paths = paths or blocks
+    if not paths:
+        raise Unexplained(
+            layer, "neither attention nor a recurrence with a convolution was seen in this layer"
+        )
     if len(paths) != 1:
         raise Unexplained(layer, f"{len(paths)} calls of attention or a recurrence in one layer")
     return paths[0]
