@@ -745,7 +745,9 @@ def gated_size(config: Any) -> int:
     if not config.block_auto_adjust_ff_dim:
         return size
     factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
-    return multiple * -(-int((1.0 if factor is None else factor) * int(2 * size / 3)) // multiple)  # type: ignore[no-any-return]
+    size = int((1.0 if factor is None else factor) * int(2 * size / 3))
+    rounded: int = multiple * -(-size // multiple)
+    return rounded
 
 
 def head_size(config: Any) -> int:
