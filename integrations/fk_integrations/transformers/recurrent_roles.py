@@ -215,7 +215,7 @@ def _gated_delta(channels: int, kernel: int, hidden: int, shapes: Sequence[Any],
             continue
         sizes = keys, keys, value, value, heads, heads
         starts = list(accumulate(counts or (4, 2), initial=0))
-        own = {
+        own: Shapes = {
             f"{name}.weight": (sum(sizes[start:end]), hidden)
             for name, (start, end) in zip(names, pairwise(starts), strict=True)
         }
