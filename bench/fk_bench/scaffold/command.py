@@ -52,6 +52,16 @@ def scaffold_command(
     The model file is inferred from small copies of transformers' model and compared with it. The last line of output
     is JSON; the exit status is 1 if a module is not explained or the comparison fails.
     """
+    # Small matrices gain nothing from threads, which wait for each other on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _scaffold(config, out, no_tasks, force)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int:
     start = time.perf_counter()
     tiny_models.quiet()
     given, options = None, _Options(no_tasks, force, start)

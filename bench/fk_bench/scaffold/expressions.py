@@ -195,6 +195,10 @@ class Search:
                 yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}", f"i not in {at}")
         yield from ("window is None", "window is not None")
         for name in self.names:
+            lists = [v for v in (s.fields[name] for s in self.samples.all) if isinstance(v, list)]
+            for entry in dict.fromkeys(e for v in lists for e in v if isinstance(e, str)):
+                yield f'{self.attribute[name]}[i] != "{entry}"'
+        for name in self.names:
             if len({s.fields[name] is None for s in self.samples.all}) == 2:
                 yield from (f"{self.attribute[name]} is None", f"{self.attribute[name]} is not None")
         for name in self.names:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from fk_integrations.transformers.recurrent_roles import ROLE
+from fk_integrations.transformers.recurrent_roles import PROJECTIONS, ROLE
 from fk_integrations.transformers.tiny_models import declared
 
 from fastkernels.models.common.configs.checks import REQUIRED
@@ -28,9 +28,10 @@ ROUTING = {"scoring": "softmax", "correction": False, "groups": 1, "top_groups":
 RECURRENT = {  # {class: its sizes, its other fields}; the tokens of the convolution are the first argument
     d.Mamba: (("inner", "size", "rank"), ("conv_bias", "bias")),
     d.Mamba2: (("heads", "head_size", "groups", "size"), ("conv_bias", "bias", "dt_limits")),
-    d.GatedDelta: (("key_heads", "value_heads", "key_size", "value_size"), ()),
+    d.GatedDelta: (("key_heads", "value_heads", "key_size", "value_size"), ("projections", "rate_scale")),
+    d.ShortConv: (("channels",), ("bias",)),
 }
-STACKED = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}  # of GatedDelta, in addition to Llama's
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")  # of checkpoints with one each
 
 
 def text(samples: Samples, about: str, category: str = "llm") -> str:
@@ -57,7 +58,7 @@ class _Describe:
         self.samples, self.search = samples, Search(samples)
         self.attending = Search(samples, d.Attention)
         self.mixers = {type(x.attention) for s in samples.all for x in s.decoder.layers}
-        kinds = self.mixers - {d.Attention}
+        kinds = self.mixers - {d.Attention, d.NoMixer}
         if len(kinds) > 1:
             raise NoExpression("the kind of a layer's recurrence", set())
         self.recurrence = next(iter(kinds), None)
@@ -203,7 +204,9 @@ class _Describe:
             if not search.always(get, getattr(kind, name)):
                 made.append(f"{name}={search.of_layers(f'{kind.__name__}.{name}', get)}")
         norm = "part_norm" if kind is d.Mamba else "norm"
-        if found := self._optional_norm(f"{kind.__name__}.{norm}", attrgetter(f"attention.{norm}"), search):
+        if hasattr(kind, norm) and (
+            found := self._optional_norm(f"{kind.__name__}.{norm}", attrgetter(f"attention.{norm}"), search)
+        ):
             made.append(f"{norm}={found}")
         return _fold(f"recurrent = d.{kind.__name__}(", made, ")", 1)
 
@@ -224,11 +227,13 @@ class _Describe:
 
     def _mlp(self) -> tuple[list[str], str]:
         """(lines before the layers, expression) of the MLP, the experts, or whichever a layer has."""
-        none = self.search.condition("whether a layer has no MLP", lambda layer: layer.mlp is None)
-        if none == "True":
+        there = self.search.condition("whether a layer has an MLP", lambda layer: layer.mlp is not None)
+        if there == "False":
             return [], "None"
-        if none != "False":
-            raise NoExpression("whether a layer has an MLP", set())
+        if there != "True":
+            if not self.search.always(_is_sparse, False):
+                raise NoExpression("whether a layer has an MLP or experts", set())
+            return [f"    mlp = {self._dense(_is_dense)}"], f"mlp if {there} else None"
         sparse = self.search.condition("whether a layer has experts", _is_sparse)
         if sparse == "False":
             return [], self._dense(_is_dense)
@@ -241,9 +246,8 @@ class _Describe:
 
     def _dense(self, only: Any) -> str:
         search = self.search
-        inner = search.size_of_layers(
-            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",), only
-        )
+        sizes = ("config.intermediate_size", "d.gated_size(config)")
+        inner = search.size_of_layers("mlp.intermediate", attrgetter("mlp.intermediate"), sizes, only)
         act = search.of_layers(
             "mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",), only
         )
@@ -309,6 +313,9 @@ class _Describe:
             if not given:
                 before.append(_fold("attention = d.attention(", ["config", *differs], ")", 1))
             mixer = _folded_if("recurrent", recurs, attention if given else "attention")
+        alone = search.condition("whether a layer has no mixer", lambda x: isinstance(x.attention, d.NoMixer))
+        if alone != "False":
+            mixer = _folded_if("d.NoMixer()", alone, mixer)
         arguments = [mixer, mlp, *norms, *more]
         indexed = any(re.search(r"\bi\b", a) for a in arguments)
         lines = [f"    norm = {self.norm}", *before]
@@ -378,7 +385,7 @@ def _assigned(name: str, call: str) -> str:
 
 
 def _is_recurrent(layer: d.Layer) -> bool:
-    return isinstance(layer.attention, d.Recurrent)
+    return isinstance(layer.attention, d.Recurrent) and not isinstance(layer.attention, d.NoMixer)
 
 
 def _pairs(names: Mapping[str, str]) -> list[str]:
@@ -392,9 +399,13 @@ def _dict(names: Mapping[str, str]) -> str:
 def _folded_if(value: str, condition: str, other: str, name: str = "") -> str:
     """An argument of a layer with one of two values, in parentheses if it does not fit on a line. name: its 'NAME='"""
     one = f"{name}{value} if {condition} else {other}"
-    if len(one) + 13 <= WIDTH:
+    if len(one) + 13 <= WIDTH and "\n" not in one:
         return one
-    return f"{name}(\n    {value}\n    if {condition}\n    else {other}\n)"
+    chained = re.fullmatch(r"(\w+) if (.+) else (\w+)", other)  # another choice: its lines follow
+    rest = "\n    ".join((chained[1], f"if {chained[2]}", f"else {chained[3]}")) if chained else other
+    if other.startswith("(\n"):
+        rest = other.removeprefix("(\n    ").removesuffix("\n)")
+    return f"{name}(\n    {value}\n    if {condition}\n    else {rest}\n)"
 
 
 def _is_sparse(layer: d.Layer) -> bool:
@@ -448,7 +459,11 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     ]
     packed = {
         ours: parts
-        for ours, parts in {**PACKED, **STACKED}.items()
+        for ours, parts in (
+            *PACKED.items(),
+            ("conv1d", CONVOLUTIONS),
+            *(("in_proj", p) for p in PROJECTIONS.values()),
+        )
         if any(f"{of}{parts[0]}" in names for of in ("", "shared_", ROLE))
     }
     if packed != PACKED:

@@ -87,8 +87,10 @@ def collect(config: Any) -> Samples:
         except Exception:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise NotObserved("", f"a copy with small sizes does not run: {why}") from error
-    base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
-    made = Samples(base, [Sample(small, normal(base.decoder))], {})
+    keys = tiny_models.checkpoint_names(model)
+    aliases = _norm_names(base, keys)
+    base.names.update(_stored(base.names, keys))
+    made = Samples(base, [Sample(small, normal(base.decoder))], {}, aliases)
     tried, seen, unexplained, follows = set[str](), set[str](), set[str](), set[str]()
     for name, changes in tiny_models.perturbations(small):
         for change in changes:
@@ -210,6 +212,9 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
                 if key:
                     found[part] = re.sub(r"^.*?\.\d+\.", "", key.removeprefix(stack))
             found |= _each_expert(name, stack, keys)
+        elif role != "layers" and (pieces := _in_pieces(f"{name}.weight", stack, keys)):
+            above = role.rpartition(".")[0]
+            found |= {f"{above}.{piece.rpartition('.')[2]}": piece for piece in pieces}
         elif role != "layers":
             own, at = next(
                 (
@@ -223,6 +228,27 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
             key = keys.get(f"{stack}.{at}.{own}", f"{stack}.{at}.{own}")
             found["layers"], _, rest = key.partition(f".{at}.")
             found[role] = rest.removesuffix(".weight")
+    return found
+
+
+def _in_pieces(name: str, stack: str, keys: dict[str, str]) -> list[str]:
+    """The names of the modules of a layer that a checkpoint has for one, relative to the layer."""
+    for i in range(tiny_models.LAYERS):
+        pieces = [key for j in range(3) if (key := keys.get(f"{stack}.{i}.{name}.{j}"))]
+        if pieces:
+            return [key.partition(f".{i}.")[2].removesuffix(".weight") for key in pieces]
+    return []
+
+
+def _norm_names(base: Observed, keys: dict[str, str]) -> dict[str, str]:
+    """{name in the checkpoint: name of the module} of the layers' norms whose names differ."""
+    found: dict[str, str] = {}
+    for i, layer in enumerate(base.decoder.layers):
+        for part in NORMS:
+            module = f"{base.names['layers']}.{i}.{layer.name(part)}.weight"
+            key = keys.get(module, module).partition(f".{i}.")[2].removesuffix(".weight")
+            if getattr(layer, part) is not None and key != layer.name(part):
+                found[key] = layer.name(part)
     return found
 
 

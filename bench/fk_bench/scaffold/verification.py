@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from fk_integrations.transformers import module_walk, tiny_models
+from fk_integrations.transformers.decoder_roles import CORRECTIONS
+from fk_integrations.transformers.recurrent_roles import ROLE
+from safetensors.torch import load_file, save_file
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import StateSpec
+from fastkernels.models.common.descriptions import description as d
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.plans import build
 from fastkernels.models.common.plans.plan import plan
@@ -44,9 +48,29 @@ def verify(file: Path, samples: Samples) -> Verified:
     with tempfile.TemporaryDirectory() as folder, registry.using(file), torch.inference_mode():
         expected = reference(input_ids=ids[None], use_cache=False).logits[0]
         reference.save_pretrained(folder)
+        _cut_by_role(Path(folder) / "model.safetensors", samples)
         error = float((logits(Path(folder), ids) - expected).abs().max() / expected.abs().max())
         wrong = frozenset(s.field for s in samples.all if not _same(s))
     return Verified(error, len(samples.all), wrong)
+
+
+def _cut_by_role(file: Path, samples: Samples) -> None:
+    """Cut the convolutions of queries, keys and values at their sizes, as published checkpoints have them.
+
+    transformers writes thirds, which it joins again.
+    """
+    names = [samples.base.names.get(f"{ROLE}{part}_conv1d") for part in "qkv"]
+    if not all(names):
+        return
+    tensors = load_file(file)
+    for i, layer in enumerate(samples.all[0].decoder.layers):
+        a = layer.attention
+        if isinstance(a, d.GatedDelta):
+            keys = [f"{samples.base.names['layers']}.{i}.{name}.weight" for name in names]
+            key, value = a.key_heads * a.key_size, a.value_heads * a.value_size
+            parts = torch.cat([tensors[k] for k in keys]).split([key, key, value])
+            tensors |= {k: part.contiguous() for k, part in zip(keys, parts, strict=True)}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def parameters(file: Path, config: Any) -> tuple[int, int, dict[str, str]]:
@@ -55,7 +79,7 @@ def parameters(file: Path, config: Any) -> tuple[int, int, dict[str, str]]:
     Also {name of a module: how its size differs}, of one of each kind.
     """
     theirs, config = module_walk.real(config)
-    corrections = [(name, b) for name, b in theirs.named_buffers() if name.endswith("correction_bias")]
+    corrections = [(name, b) for name, b in theirs.named_buffers() if name.endswith(CORRECTIONS)]
     sizes = {name: t.numel() for name, t in (*theirs.named_parameters(), *corrections)}
     with registry.using(file):
         ours = plan(config, "float32")

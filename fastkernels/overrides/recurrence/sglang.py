@@ -15,6 +15,7 @@ from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus
 from fastkernels.overrides.recurrence.constants import each, none
 from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
+from fastkernels.overrides.recurrence.gated_linear_attention import gated_linear_attention
 from fastkernels.overrides.recurrence.kda import kda
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
@@ -433,6 +434,165 @@ def sglang_chunk_kda(
     )  # fmt: skip
 
 
+CHUNK = 64  # tokens of a chunk of SGLang's delta rules
+
+
+class StatesInside:
+    """The states before chunks of a prompt's sequences, [1, chunks, H, V, K], computed when some are read.
+
+    SGLang reads one of a sequence, and only of sequences whose prefix it keeps.
+    """
+
+    def __init__(self, rule: Any, tokens: tuple[T, ...], before: T, cu_seqlens: T) -> None:
+        self.rule, self.tokens, self.before, self.cu_seqlens = rule, tokens, before, cu_seqlens
+
+    def squeeze(self, dim: int) -> StatesInside:
+        assert dim == 0, f"only the first dimension has size 1, got {dim}"
+        return self
+
+    def __getitem__(self, chunks: T) -> T:
+        """chunks [N]: numbers over all sequences, at most one of each. Returns [N, H, V, K]."""
+        starts, lengths = self.cu_seqlens[:-1], self.cu_seqlens.diff()
+        counts = (lengths + CHUNK - 1) // CHUNK
+        first = counts.cumsum(0) - counts
+        sequence = torch.searchsorted(first + counts, chunks, right=True)
+        ends = torch.zeros_like(starts)
+        ends[sequence] = ((chunks - first[sequence]) * CHUNK).to(ends.dtype)
+        # Each sequence in two parts, of which the second has no slot: sizes do not depend on values.
+        borders = torch.cat([torch.stack([starts, starts + ends], 1).flatten(), self.cu_seqlens[-1:]])
+        count = len(starts)
+        slots = torch.arange(1, count + 1, device=starts.device, dtype=torch.int32)
+        slots = torch.stack([slots, torch.zeros_like(slots)], 1).flatten()
+        pool = torch.cat([self.before[:1], self.before])
+        self.rule(*self.tokens, pool.transpose(2, 3), borders.to(torch.int32), slots, none(slots))
+        return pool[1:][sequence].to(self.tokens[1].dtype)
+
+
+def _chunk_rule(
+    q: T, k: T, v: T, g: T, beta: T, scale: float | None, state: T | None, indices: T | None, cu_seqlens: T | None,
+    normalize: bool, **refused: Any,
+) -> tuple[T, None, StatesInside]:  # fmt: skip
+    name = "chunk_gated_delta_rule"
+    unset(name, **refused)
+    if state is None or cu_seqlens is None:
+        raise UnsupportedArgument(f"{name}: no states or no cu_seqlens; use the host's own function")
+    slots = slots_of(name, indices, cu_seqlens.shape[0] - 1)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    tokens = q[0], k[0], v[0], g[0].float(), beta[0]
+
+    def rule(*tensors: T) -> T:
+        return gated_delta_rule(*tensors, scale, normalize)
+
+    inside = StatesInside(rule, tokens, state[slots.clamp_min(0).long()], cu_seqlens)
+    out = rule(*tokens, state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots))
+    return out[None], None, inside
+
+
+def sglang_chunk_gated_delta_rule_0_5_17(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    cu_seqlens: torch.LongTensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, None, StatesInside]:
+    """chunk_gated_delta_rule before 0.5.23; see sglang_chunk_gated_delta_rule."""
+    return _chunk_rule(
+        q, k, v, g, beta, scale, initial_state, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel,
+        head_first=head_first,
+    )  # fmt: skip
+
+
+def sglang_chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    cu_seqlens: torch.LongTensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[torch.Tensor, None, StatesInside]:
+    """chunk_gated_delta_rule: q, k [1, T, H, K]; v [1, T, HV, V]; g, beta [1, T, HV]; cu_seqlens [B + 1].
+
+    Overwrites initial_state [S, HV, V, K] in the slots initial_state_indices [B]. Returns the outputs, None, and the
+    states before chunks of 64 tokens, which are computed when they are read. Raises UnsupportedArgument for heads
+    first, and for states that must stay.
+    """
+    return _chunk_rule(
+        q, k, v, g, beta, scale, initial_state, initial_state_indices, cu_seqlens, use_qk_l2norm_in_kernel,
+        head_first=head_first, states_that_stay=not inplace_update,
+    )  # fmt: skip
+
+
+def _segments(q: T, k: T, v: T, s: T, decay_scales: T, meta: Any, scale: float | None, **refused: Any) -> T:
+    name = "seg_la_fwd"
+    unset(name, mask=meta.mask, **refused)
+    count = meta.batch_size
+    slots = slots_of(name, meta.s_offsets[:count], count)
+    prompts = len(q) > count  # SGLang's kernel of decodes reads neither borders nor s_scales
+    borders = meta.q_offsets[: count + 1].to(torch.int32) if prompts else each(slots)
+    fresh = meta.s_scales[:count] == 0 if prompts else none(slots)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return gated_linear_attention(q, k, v, -decay_scales.float().flatten(), s, borders, slots, fresh, scale)
+
+
+def sglang_seg_la_fwd_0_5_16(
+    q, k, v, s, decay_scales, meta, caches=None, cache_indices=None, softmax_scale=None, decouple=False
+):
+    """seg_la_fwd of 0.5.16; see sglang_seg_la_fwd. decouple: how its kernel divides the work"""
+    return _segments(q, k, v, s, decay_scales, meta, softmax_scale, caches=caches)
+
+
+def sglang_seg_la_fwd_0_5_17(
+    q,
+    k,
+    v,
+    s,
+    decay_scales,
+    meta,
+    caches=None,
+    cache_indices=None,
+    track_lens=None,
+    track_state_indices=None,
+    softmax_scale=None,
+    decouple=False,
+):
+    """seg_la_fwd of 0.5.17; see sglang_seg_la_fwd. decouple: how its kernel divides the work"""
+    return _segments(q, k, v, s, decay_scales, meta, softmax_scale, caches=caches, track_lens=track_lens)
+
+
+def sglang_seg_la_fwd(
+    q,
+    k,
+    v,
+    s,
+    decay_scales,
+    meta,
+    caches=None,
+    cache_indices=None,
+    track_lens=None,
+    track_state_indices=None,
+    softmax_scale=None,
+):
+    """seg_la_fwd (Lightning attention): q, k, v [T, H, D]; overwrites s [S, H, D, D] in the slots meta.s_offsets [B].
+
+    decay_scales [H, ...]: minus the logarithm of each head's decay; meta: a SegLaMeta with borders q_offsets [B + 1]
+    and s_scales [B], 0 for sequences that begin. Raises UnsupportedArgument for masks and states of drafts, and for
+    states inside of sequences.
+    """
+    return _segments(q, k, v, s, decay_scales, meta, softmax_scale, caches=caches, track_lens=track_lens)
+
+
 def _ssd_prefill(
     x: T, dt: T, A: T, B: T, C: T, D: T | None, z: T | None, dt_bias: T | None, initial: T | None,
     cu_seqlens: T | None, softplus: bool, limit: tuple[float, float], out: T | None, dtype: Any, **refused: Any,
@@ -539,6 +699,10 @@ _OLD_GATED = f"{_OPS}fla.fused_sigmoid_gating_recurrent:{_GATED}"
 _NEW_GATED = f"{_OPS}linear.fused_sigmoid_gating_recurrent:{_GATED}"
 
 
+_CHUNKS = f"{_OPS}fla.chunk:chunk_gated_delta_rule"
+_SEGMENTS = f"{_OPS}linear.seg_la:seg_la_fwd"
+
+
 def _gated_targets(function: str) -> tuple[Target, ...]:
     return (
         _called(_OLD_GATED, f"{function}_0_5_16", "<0.5.17"),
@@ -563,6 +727,13 @@ TARGETS = {
             "sglang_fused_recurrent_gated_delta_rule_packed_decode",
         ),
         *_gated_targets("sglang_fused_sigmoid_gating_delta_rule_update"),
+        _called(_CHUNKS, "sglang_chunk_gated_delta_rule_0_5_17", "<0.5.23"),
+        _called(_CHUNKS, "sglang_chunk_gated_delta_rule", ">=0.5.23"),
+    ),
+    "gated_linear_attention": (
+        _called(_SEGMENTS, "sglang_seg_la_fwd_0_5_16", "<0.5.17"),
+        _called(_SEGMENTS, "sglang_seg_la_fwd_0_5_17", ">=0.5.17,<0.5.23"),
+        _called(_SEGMENTS, "sglang_seg_la_fwd", ">=0.5.23"),
     ),
     "kda": (
         _called(f"{_OPS}fla.kda:chunk_kda", "sglang_chunk_kda_0_5_17", "<0.5.23"),

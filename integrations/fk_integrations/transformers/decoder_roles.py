@@ -21,6 +21,7 @@ from fk_integrations.transformers import recurrent_roles
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
 
+CORRECTIONS = ("correction_bias", "expert_bias")  # names of what the ranks of experts are corrected by
 TRANSPOSED = "its weight is [in, out], the transpose of a linear layer's, which no weight map turns"
 
 
@@ -182,6 +183,8 @@ def _logits(made: Recording, head: ModuleCall) -> tuple[float, float]:
 def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, str]]:
     own = next(c for c in made.calls if c.path == path)
     inside = made.inside(path)
+    if (alone := _mlp_alone(made, own, path, config)) is not None:
+        return alone
     mixer_path = _mixer_path(made, path)
     try:
         attention, names, reads, writes = _mixer(made, mixer_path, path, config)
@@ -242,10 +245,49 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
     return layer, names
 
 
+def _mlp_alone(
+    made: Recording, own: ModuleCall, path: str, config: Any
+) -> tuple[d.Layer, dict[str, str]] | None:
+    """The layer that is an MLP behind a norm; None for any other."""
+    inside = made.inside(path)
+    if (
+        sum(any(True for _ in m.parameters()) for m in own.module.children()) > 2
+        or any(a.path.startswith(f"{path}.") for a in made.attention)
+        or recurrent_roles.blocks(made, path)
+    ):
+        return None
+    try:
+        found = _mlp(inside, "", path, config)
+    except Unexplained:
+        if any(sum(p.dim() == 3 for p in c.module.parameters(recurse=False)) == 2 for c in inside):  # experts
+            raise
+        return None
+    if found is None:
+        return None
+    mlp, names, reads, writes = found
+    x, y = own.inputs[0], own.output
+    norms = _Norms([c for c in inside if "." not in c.path[len(path) + 1 :]], path, [])
+    before, multiplier = norms.find(x, reads), probe.ratio(y - x, writes.reshape(x.shape))
+    if before is None or multiplier is None:
+        return None
+    named = {"before_mlp": before.path[len(path) + 1 :]}
+    named = {part: name for part, name in named.items() if name != d.NAMES[part]}
+    layer = d.Layer(d.NoMixer(), mlp, before_mlp=norms.kind(before), multiplier=multiplier, names=named)
+    return layer, names
+
+
 def _mixer_path(made: Recording, layer: str) -> str:
     """The name of the module that mixes a layer's tokens. Raises Unexplained."""
     paths = [a.path for a in made.attention if a.path.startswith(f"{layer}.")]
-    paths = paths or [c.path for c in recurrent_roles.blocks(made, layer)]
+    blocks = [c.path for c in recurrent_roles.blocks(made, layer)]
+    if paths and any(not any(f"{path}.".startswith(f"{block}.") for path in paths) for block in blocks):
+        what = "attention and a recurrence side by side in one layer, where descriptions have one of them"
+        raise Unexplained(layer, what)
+    paths = paths or blocks
+    if not paths:
+        raise Unexplained(
+            layer, "neither attention nor a recurrence with a convolution was seen in this layer"
+        )
     if len(paths) != 1:
         raise Unexplained(layer, f"{len(paths)} calls of attention or a recurrence in one layer")
     return paths[0]
@@ -638,7 +680,7 @@ def _experts(
     own_tensors = (*block.module.named_parameters(), *block.module.named_buffers())
     inside = {n: p for n, p in own_tensors if not any(f"{path}.{n}".startswith(f"{k}.") for k in known)}
     routers = [(n, p) for n, p in inside.items() if p.dim() == 2 and p.shape != (1, count)]
-    biases = [(n, p) for n, p in inside.items() if n.endswith("correction_bias") and p.numel() == count]
+    biases = [(n, p) for n, p in inside.items() if n.endswith(CORRECTIONS) and p.numel() == count]
     if len(routers) != 1 or len(inside) != 1 + len(biases) or len(biases) > 1:
         raise Unexplained(path, f"a router with {', '.join(inside)}; a matrix and a correction are known")
     if both.shape != (count, 2 * inner, x.shape[1]) or routers[0][1].shape != (count, x.shape[1]):

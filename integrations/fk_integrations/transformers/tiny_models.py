@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from math import isfinite
@@ -21,6 +21,8 @@ SIZES = {
     "word_embed_proj_dim": 64, "num_kv_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
     "state_size": 12, "time_step_rank": 6, "mamba_d_state": 12, "mamba_dt_rank": 6, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+    "block_multiple_of": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12,
+    "moe_shared_expert_intermediate_size": 48,
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
 POSITIONS = 4096
@@ -140,7 +142,7 @@ def shrunk(config: Any) -> Any:
     """The config with small sizes; options, per-layer patterns and multipliers stay. Raises NoReference."""
     found, names = fields(config), getattr(config, "attribute_map", {})
     layers_name = names.get("num_hidden_layers", "num_hidden_layers")
-    total = found.get(layers_name)
+    total = found.get(layers_name, getattr(config, layers_name, None))
     if not isinstance(total, int) or total < 1:
         raise NoReference(
             f"config.num_hidden_layers={total!r}: the number of layers must be at least 1{_part(config)}"
@@ -267,6 +269,7 @@ def checkpoint_names(model: Any) -> dict[str, str]:
     """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are.
 
     Stacks of experts that are stored as matrices have entries of the first: STACK.0, or STACK.0.gate and STACK.0.up.
+    Convolutions that are stored in pieces have entries CONV.0, CONV.1 and so on.
     """
     import tempfile
 
@@ -281,6 +284,8 @@ def checkpoint_names(model: Any) -> dict[str, str]:
         key = name if name in stored else next(equal, "")
         if key:
             found[name] = key
+        elif parameter.dim() == 3 and parameter.shape[1] == 1:
+            found |= {f"{name}.{i}": key for i, key in enumerate(_pieces(parameter, stored))}
         elif parameter.dim() == 3:  # of all experts, where the checkpoint has matrices of each
             first = parameter[0]
             gate, up = first.chunk(2)
@@ -289,6 +294,22 @@ def checkpoint_names(model: Any) -> dict[str, str]:
                 if key := next(same, ""):
                     found[f"{name}.0{part}"] = key
     return found
+
+
+def _pieces(tensor: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> list[str]:
+    """The keys of the tensors whose rows are those of this one, one after the other; [] if there are none."""
+    keys: list[str] = []
+    rest = tensor
+    while len(rest):
+        fits = (
+            k for k, t in stored.items() if t.shape[1:] == rest.shape[1:] and torch.equal(t, rest[: len(t)])
+        )
+        key = next(fits, "")
+        if not key:
+            return []
+        keys.append(key)
+        rest = rest[len(stored[key]) :]
+    return keys
 
 
 def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -380,7 +401,7 @@ def _flipped(values: list[Any]) -> Iterator[list[Any]]:
         return
     known: tuple[Any, ...] = (0, 1) if all(v in (0, 1) for v in values) else ()
     if all(isinstance(v, str) for v in values):
-        known = LAYER_TYPES if values[0] in LAYER_TYPES else tuple(dict.fromkeys(values))
+        known = tuple(dict.fromkeys((*(LAYER_TYPES if values[0] in LAYER_TYPES else ()), *values)))
     for at in (0, -1):
         others = [v for v in known if v != values[at]]
         if others:

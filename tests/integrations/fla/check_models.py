@@ -35,8 +35,13 @@ MODELS = {
 }
 
 
+# Models without an op of ours for their recurrence. kind: config
+OTHERS = {"HGRN": {"fuse_swiglu": False}}
+
+
 def model_of(kind):
-    config = getattr(fla.models, f"{kind}Config")(**SIZES, **MODELS[kind][0])
+    fields = OTHERS[kind] if kind in OTHERS else MODELS[kind][0]
+    config = getattr(fla.models, f"{kind}Config")(**SIZES, **fields)
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -74,6 +79,22 @@ def test_model_is_patched_and_undone(kind):
     if convolved:
         convolutions = [rows["causal_conv1d"], rows["causal_conv1d_update"]]
         assert all(row.calls >= 6 and row.proof == "calls" and not row.fallbacks for row in convolutions)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_norms_of_others_are_patched_and_undone(kind):
+    """Nothing else of these models is ours, and nothing of it changes."""
+    model = model_of(kind)
+    before, classes = outputs(model), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    for found, theirs in zip(outputs(model), before, strict=True):
+        torch.testing.assert_close(found, theirs, atol=2e-5, rtol=2e-5)
+    rows = [r for r in report.refresh().rows if r.modules]
+    assert rows and {r.op for r in rows} <= {"rms_norm", "rms_norm_gated"}
+    assert all(r.calls and r.proof == "calls" and not r.fallbacks for r in rows)
     report.undo()
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(a, b) for a, b in zip(outputs(model), before, strict=True))

@@ -164,6 +164,71 @@ def test_prompts_of_kda_equal_its_decodes():
     same(found[0], torch.cat(want), states, theirs)
 
 
+def test_prompts_of_the_gated_rule_equal_its_decodes():
+    """Two prompts against SGLang's own decodes, with the states before chunks that a kept prefix needs."""
+    from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+
+    kernel, total, first = TritonGDNKernel(), 75, 70
+    mixed, _, b, _, pool = drawn(False, batch=total)
+    a = torch.randn(total, HEADS)
+    rates = {"A_log": torch.rand(HEADS), "dt_bias": torch.randn(HEADS)}
+    q, k, v = (x.unflatten(1, (HEADS, SIZE))[None] for x in mixed.split(HEADS * SIZE, 1))
+    theirs, states, want, inside = pool.clone(), pool.clone(), [], []
+    for t in range(total):
+        one = {"cache_indices": SLOTS[[0 if t < first else 2]], "query_start_loc": torch.tensor([0, 1])}
+        parts = [x[:, t : t + 1] for x in (q, k, v)]
+        want.append(kernel.decode(*parts, a[t : t + 1], b[t : t + 1], **rates, ssm_states=theirs, **one)[0])
+        inside += [theirs[4].clone()] if t == 63 else []
+    decays = -rates["A_log"].exp() * torch.nn.functional.softplus(a + rates["dt_bias"])
+    given = {
+        "ssm_states": states,
+        "cache_indices": SLOTS[[0, 2]],
+        "query_start_loc": torch.tensor([0, first, total]),
+    }
+    report = patched(kernel, ("gated_delta_rule",))
+    found, last, before = kernel.extend(q, k, v, decays[None], b.sigmoid()[None], **given)
+    row = next(r for r in report.report() if r["host_class"] == "chunk_gated_delta_rule")
+    assert (row["calls"], row["fallbacks"], last) == (1, {}, None)
+    report.undo()
+    assert type(kernel) is TritonGDNKernel
+    same(found[0], torch.cat(want), states, theirs)
+    read = before.squeeze(0)[
+        torch.tensor([1, 2])
+    ]  # before the second chunk of one, and the only one of the other
+    torch.testing.assert_close(read, torch.stack([inside[0], pool[2]]), atol=1e-5, rtol=1e-5)
+    refused = {
+        "initial_state": states,
+        "initial_state_indices": SLOTS[:1],
+        "cu_seqlens": torch.tensor([0, total]),
+    }
+    with pytest.raises(UnsupportedArgument, match="states_that_stay"):
+        ours.sglang_chunk_gated_delta_rule(q, k, v, decays[None], b[None], **refused, inplace_update=False)
+
+
+def test_lightning_attention_equals_sglangs():
+    """Prompts and decodes of a patched backend against SGLang's kernels."""
+    from sglang.kernels.ops.attention.linear.seg_la import SegLaMeta, seg_la_fwd
+
+    torch.manual_seed(0)
+    heads, size = 2, 128
+    pool, slopes = torch.randn(6, heads, size, size), torch.rand(heads, 1, 1)
+    for lengths in ([5, 40], [1, 1, 1]):
+        borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        q, k, v = (torch.randn(sum(lengths), heads, size) * 0.3 for _ in range(3))
+        slots = torch.tensor([3, 1, 5][: len(lengths)], dtype=torch.int32)
+        meta = SegLaMeta(
+            batch_size=len(lengths), max_q_length=None, q_offsets=borders, s_offsets=slots, q_lengths=borders.diff(),
+            s_scales=torch.tensor([False, True, True][: len(lengths)]),
+        )  # fmt: skip
+        theirs, states = pool.clone(), pool.clone()
+        want = seg_la_fwd(q, k, v, theirs, slopes, meta, softmax_scale=0.2)
+        found = ours.sglang_seg_la_fwd(q, k, v, states, slopes, meta, softmax_scale=0.2)
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states, theirs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UnsupportedArgument, match="track_lens"):
+        ours.sglang_seg_la_fwd(q, k, v, states, slopes, meta, track_lens=slots)
+
+
 def test_scan_of_prompts_equals_decodes():
     torch.manual_seed(0)
     x, b, c = torch.randn(1, 7, 4, 8), torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16)

@@ -25,9 +25,11 @@ POSITIVE = (
     "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "mamba_d_state", "mamba_d_conv", "mamba_expand",
     "mamba_dt_rank",
 )  # fmt: skip
-# Two are names of sparse attention, in transformers' releases; linear attention is any recurrent layer.
+# Two are names of sparse attention, in transformers' releases; linear attention is any recurrent layer. A layer of
+# kind mlp mixes no tokens.
 LAYER_TYPES = (
     "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention", "linear_attention",
+    "conv", "mlp",
 )  # fmt: skip
 DTYPES = "float32", "float16", "bfloat16", "float64"
 PADDING = 64  # of the vocabulary

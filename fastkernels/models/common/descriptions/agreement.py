@@ -10,10 +10,14 @@ from typing import Any
 from fastkernels.models.common.descriptions.description import (
     Attention,
     Decoder,
+    NoMixer,
     Recurrent,
+    ShortConv,
     Unsupported,
     ambiguous,
 )
+
+RECURRENT = {"linear_attention": Recurrent, "conv": ShortConv, "mlp": NoMixer}  # kinds of layers
 
 
 def check(config: Any, described: Decoder) -> None:
@@ -37,12 +41,9 @@ def check(config: Any, described: Decoder) -> None:
 
 def _check_layer_types(config: Any, described: Decoder) -> None:
     kinds = zip(getattr(config, "layer_types", None) or (), described.layers, strict=False)
-    if any(
-        kind == "linear_attention" and not isinstance(layer.attention, Recurrent) for kind, layer in kinds
-    ):
-        raise Unsupported(
-            f"config.layer_types has linear_attention, which {config.architectures[0]} does not have"
-        )
+    for kind, layer in kinds:
+        if kind in RECURRENT and not isinstance(layer.attention, RECURRENT[kind]):
+            raise Unsupported(f"config.layer_types has {kind}, which {config.architectures[0]} does not have")
 
 
 def _check_windows(config: Any, described: Decoder) -> None:

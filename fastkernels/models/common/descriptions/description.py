@@ -305,11 +305,15 @@ class Mamba2(Recurrent):
 
 @dataclass(frozen=True)
 class GatedDelta(Recurrent):
-    """The gated delta rule (arXiv 2412.06464) as Qwen3-Next has it: one decay for each value head.
+    """The gated delta rule (arXiv 2412.06464): one decay for each value head.
 
     key_heads, key_size      of queries and keys, each of which serves the same number of value heads
     value_heads, value_size  of values and of the output's gate
     norm                     of each head's output, before its gate
+    projections              how many of queries, keys, values, gates, rates and decays, in this order, each projection
+                             of the checkpoint has; (): two projections of four and two, whose rows are sorted by key
+                             head (Qwen3-Next)
+    rate_scale               multiplies the sigmoid of the rates; 2: eigenvalues of the state's change may be negative
     """
 
     key_heads: int = 0
@@ -317,6 +321,8 @@ class GatedDelta(Recurrent):
     key_size: int = 0
     value_size: int = 0
     norm: Norm = Norm()
+    projections: tuple[int, ...] = ()
+    rate_scale: float = 1.0
 
     @property
     def conv_channels(self) -> int:
@@ -329,6 +335,48 @@ class GatedDelta(Recurrent):
     @property
     def shared(self) -> dict[str, int]:
         return {f"{self.key_heads} key heads of the delta rule": self.key_heads}
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrent):
+    """A convolution between two gates, all projected from the stream (LFM2): out(gate2 * conv(gate1 * x)).
+
+    channels  of the convolution; bias: of the projections and the convolution
+    """
+
+    channels: int = 0
+    bias: bool = False
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {f"{self.channels} channels of the convolution": self.channels}
+
+
+@dataclass(frozen=True)
+class NoMixer(Recurrent):
+    """A layer that mixes no tokens: it has an MLP alone (Nemotron-H)."""
+
+    kernel: int = 1
+
+    @property
+    def conv_channels(self) -> int:
+        return 0
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def shared(self) -> dict[str, int]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -686,6 +734,20 @@ def limits(values: Sequence[float]) -> tuple[float, float | None]:
     """The limits of Mamba-2's time steps from a config's pair of numbers, of which the second may be infinite."""
     least, most = values
     return float(least), None if math.isinf(most) else float(most)
+
+
+def gated_size(config: Any) -> int:
+    """config.intermediate_size, or with config.block_auto_adjust_ff_dim (LFM2) Llama's rule for gated MLPs:
+
+    two thirds of it, times block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of.
+    """
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+    size = int((1.0 if factor is None else factor) * int(2 * size / 3))
+    rounded: int = multiple * -(-size // multiple)
+    return rounded
 
 
 def head_size(config: Any) -> int:

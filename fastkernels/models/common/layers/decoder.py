@@ -20,6 +20,7 @@ from fastkernels.models.common.descriptions.description import (
     LayerInput,
     Mixer,
     Mlp,
+    NoMixer,
     Norm,
     Recurrent,
 )
@@ -125,7 +126,7 @@ def _leave_sums_to_norms(layers: Sequence[Any], last: nn.Module) -> None:
             continue
         if layer.parallel or layer.multiplier != 1.0 or layer.cross or layer.moe or layer.layer_input:
             continue
-        if layer.layer_scalar is not None or not layer.parts[1]:
+        if layer.layer_scalar is not None or not all(layer.parts):
             continue
         attention, mlp = (getattr(layer, part) for part in layer.parts)
         if layer.norm_at(1) is None and type(attention) in (DecoderAttention, DecoderLatentAttention):
@@ -538,10 +539,11 @@ class DecoderLayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
-        own = layer.name("self_attn"), layer.name("mlp")
-        self.parts: tuple[str, str] = own if layer.mlp is not None else (own[0], "")
-        other = None if source is None else getattr(source, source.parts[0])
-        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", other))
+        own, mixes = (layer.name("self_attn"), layer.name("mlp")), not isinstance(layer.attention, NoMixer)
+        self.parts: tuple[str, str] = own[0] if mixes else "", own[1] if layer.mlp is not None else ""
+        other = None if source is None or not source.parts[0] else getattr(source, source.parts[0])
+        if mixes:
+            self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", other))
         if layer.mlp is not None:
             self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
@@ -592,9 +594,17 @@ class DecoderLayer(nn.Module):
         layer_input: torch.Tensor | None = None, rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """rows: of the tokens whose results are needed, for a layer that `selects`; None: all."""
-        attend = getattr(self, self.parts[0])
         mlp = getattr(self, self.parts[1]) if self.parts[1] else None
         before_attention, after_attention, before_mlp, after_mlp = (self.norm_at(i) for i in range(4))
+        if not self.parts[0]:
+            assert mlp is not None
+            if rows is not None:
+                hidden = hidden.index_select(0, rows)
+                residual = None if residual is None else residual.index_select(0, rows)
+            x, residual = add_and_norm(before_mlp, hidden, residual)
+            done = mlp(x) if after_mlp is None else after_mlp(mlp(x))
+            return done if self.multiplier == 1.0 else done * self.multiplier, residual
+        attend = getattr(self, self.parts[0])
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)

@@ -26,6 +26,7 @@ from fastkernels.models.common.descriptions.description import (
     Norm,
     Recurrent,
     Rwkv7,
+    ShortConv,
 )
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
@@ -133,14 +134,17 @@ class StateLayer(Stateful):
 class Conv(nn.Module):
     """The weights of a causal depthwise convolution."""
 
-    def __init__(self, parts: Sequence[Part], kernel: int, bias: bool, what: str) -> None:
+    def __init__(
+        self, parts: Sequence[Part], kernel: int, bias: bool, what: str, activation: str = "silu"
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = vector(parts, kernel, what=f"{what}, kernel {kernel}", dtype=None)
         self.bias = vector(parts, what=what, dtype=None, fill=0.0) if bias else None
 
     def forward(self, x: torch.Tensor, state: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """x: [T, channels] to the same, with SiLU."""
-        return causal_conv1d(x, self.weight, self.bias, state, *batch, "silu")
+        """x: [T, channels] to the same."""
+        return causal_conv1d(x, self.weight, self.bias, state, *batch, self.activation)
 
 
 class GatedNorm(nn.Module):
@@ -257,7 +261,7 @@ class Mamba2Layer(StateLayer):
 
 
 class GatedDeltaLayer(StateLayer):
-    """The gated delta rule as Qwen3-Next has it. in_proj: q, k, v, z, b and a, each for all heads of this rank."""
+    """The gated delta rule. in_proj: q, k, v, z, b and a, each for all heads of this rank."""
 
     ops = ("causal_conv1d", "delta_gates", "gated_delta_rule", "rms_norm_gated")
 
@@ -265,11 +269,12 @@ class GatedDeltaLayer(StateLayer):
         super().__init__()
         self.described = a
         key, value = a.key_heads * a.key_size, a.value_heads * a.value_size
+        self.rows = [key, key, value, value, a.value_heads, a.value_heads]  # of all ranks
         self.in_proj = VllmMergedColumnParallelLinear(
-            hidden, [key, key, value, value, a.value_heads, a.value_heads], bias=False, prefix=f"{prefix}.in_proj"
-        )  # fmt: skip
+            hidden, self.rows, bias=False, prefix=f"{prefix}.in_proj"
+        )
         for parameter in self.in_proj.parameters():
-            parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
+            parameter.weight_loader = self._load_several if a.projections else self._load_by_head  # type: ignore[attr-defined]
         keys, values, heads = Part(key), Part(value), Part(a.value_heads)
         what = (
             f"twice {a.key_heads} key heads of {a.key_size} and {a.value_heads} value heads of {a.value_size}"
@@ -289,6 +294,7 @@ class GatedDeltaLayer(StateLayer):
         qkv, z, beta, dt = self.in_proj(hidden_states)[0].split(self.sizes, dim=-1)
         q, k, v = self.conv1d(qkv, conv, batch).split(self.conv_sizes, dim=-1)
         decay, beta = delta_gates(dt, beta, self.A, self.dt_bias)
+        beta = beta if a.rate_scale == 1.0 else beta * a.rate_scale
         y = gated_delta_rule(
             q.unflatten(-1, (-1, a.key_size)), k.unflatten(-1, (-1, a.key_size)),
             v.unflatten(-1, (-1, a.value_size)), decay, beta, recurrent, *batch, a.key_size**-0.5, True,
@@ -312,6 +318,40 @@ class GatedDeltaLayer(StateLayer):
         parts = loaded.reshape(a.key_heads, sum(sizes), *loaded.shape[1:]).split(sizes, dim=1)
         for i, part in enumerate(parts, 4 * shard):
             self.in_proj.weight_loader(param, part.flatten(0, 1), i)
+
+    def _load_several(self, param: nn.Parameter, loaded: torch.Tensor, shard: int | None = None) -> None:
+        """Load the projection of this number, which has one or more of our parts, or all in our order."""
+        if shard is None:
+            self.in_proj.weight_loader(param, loaded)
+            return
+        counts = self.described.projections
+        first = sum(counts[:shard])
+        rows = self.rows[first : first + counts[shard]]
+        if not loaded.dim() or loaded.shape[0] != sum(rows):
+            raise ValueError(f"expected {sum(rows)} rows")
+        for i, part in enumerate(loaded.split(rows), first):
+            self.in_proj.weight_loader(param, part, i)
+
+
+class ShortConvLayer(StateLayer):
+    """A convolution between two gates, as LFM2 has it. in_proj: the first gate, the second gate and x."""
+
+    ops = ("causal_conv1d",)
+
+    def __init__(self, a: ShortConv, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
+        super().__init__()
+        part = Part(a.channels)
+        self.in_proj = VllmMergedColumnParallelLinear(
+            hidden, [a.channels] * 3, bias=a.bias, prefix=f"{prefix}.in_proj"
+        )
+        self.conv1d = Conv([part], a.kernel, a.bias, f"{a.channels} channels", "none")
+        self.out_proj = VllmRowParallelLinear(a.channels, hidden, bias=a.bias, prefix=f"{prefix}.out_proj")
+        self.keeps = StateSpec({"conv": ((part.own, a.kernel - 1), None)})
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        states, batch = self.bound_states()
+        before, after, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        return self.out_proj(after * self.conv1d(before * x, states["conv"], batch))[0]
 
 
 class KimiDeltaLayer(StateLayer):
@@ -553,6 +593,7 @@ LAYERS: dict[type[Recurrent], Any] = {
     GatedDelta: GatedDeltaLayer,
     KimiDelta: KimiDeltaLayer,
     LinearAttention: LinearAttentionLayer,
+    ShortConv: ShortConvLayer,
 }
 
 

@@ -32,10 +32,12 @@ from fastkernels.models.common.descriptions.description import (
     Mamba2,
     Mixer,
     Mlp,
+    NoMixer,
     Norm,
     ParallelExperts,
     Recurrent,
     Rwkv7,
+    ShortConv,
 )
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -415,7 +417,11 @@ def _recurrent(a: Recurrent, hidden: int, path: str, arch: Architecture) -> Iter
         yield from _linear_attention(a, hidden, path, arch)
     elif isinstance(a, Rwkv7):
         yield from _rwkv7(a, hidden, path, arch)
-    else:
+    elif isinstance(a, ShortConv):
+        yield _linear(f"{path}.in_proj", 3 * a.channels, hidden, a.bias, "columns", arch)
+        yield _conv(a, a.bias, path, arch)
+        yield _linear(f"{path}.out_proj", hidden, a.channels, a.bias, "rows", arch)
+    elif not isinstance(a, NoMixer):
         assert isinstance(a, KimiDelta)
         yield from _kimi_delta(a, hidden, path, arch)
 
