@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def cases(op: str) -> list[Any]:
     return [c for c in registry.get(op).cases if "odd" in c.tags]
 
 
+@cache
 def launches(op: str, name: str) -> list[ahead.Launch]:
     """The first launch of each kernel that a small case of the op launches, without float8 if one has none."""
     spec, fn = registry.get(op), provider(op, name).fn
