@@ -233,10 +233,10 @@ def test_wrong_candidate_makes_callers_wrong(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("levels", "ops", "least"), [((1,), 20, 150), ((2, 3), 8, 40)], ids=["1", "2,3"])
 def test_all_our_ops_are_correct(levels: tuple[int, ...], ops: int, least: int, tmp_path: Path) -> None:
-    """A few cases of each source: tests/overrides/test_ops.py has all small ones."""
+    """On hard values and drawn sizes; tests/overrides/test_ops.py and test_captures.py have the other cases."""
     chosen = [word for level in levels for word in ("--level", level)]
-    more = ("--quick", "--json", "--device", "cpu", "--out", tmp_path / "run")
-    result = kernels(*chosen, *more, timeout=1700)
+    more = ("--quick", "--no-time", "--cases", "held-out,extreme", "--json", "--device", "cpu")
+    result = kernels(*chosen, *more, "--out", tmp_path / "run", timeout=1700)
     line = last_json(result)
     assert line["ok"] and line["failed"] == 0 and line["ops"] >= ops and line["cases"] >= least, result.stderr
 

@@ -105,9 +105,7 @@ def nothing_wrong(clients, *more):
     assert not others, "\n".join([str(others), *clients.stories[:3]])
 
 
-@pytest.mark.parametrize(
-    ("number", "different", "killed"), [(64, 24, 2), (600, 150, 4)]
-)
+@pytest.mark.parametrize(("number", "different", "killed"), [(64, 24, 2), (600, 150, 4)])
 @pytest.mark.slow
 def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
     pool = asks(different)
