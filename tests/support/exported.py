@@ -415,7 +415,7 @@ class AttentionLayer(torch.nn.Module):
     """The parts of an attention layer, with 3 heads of 8, that a diffusers processor uses."""
 
     spatial_norm = group_norm = norm_cross = added_kv_proj_dim = None
-    fused_projections, residual_connection = False, True
+    fused_projections, residual_connection, is_cross_attention = False, True, False
     heads, head_dim, rescale_output_factor = 3, 8, 2.0
 
     def __init__(self) -> None:
@@ -429,6 +429,7 @@ class JointAttentionLayer(AttentionLayer):
     """An AttentionLayer that also projects a text."""
 
     norm_added_q = norm_added_k = None
+    context_pre_only = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,14 +467,16 @@ def attention_dense(ns: Any) -> list[Any]:
     if ns.host == "ultralytics":
         return [filled(getattr(ns, name)(24, 3))(randn(2, 24, 5, 3)) for name in ns.classes]
     if ns.host == "diffusers":
-        joint = filled(JointAttentionLayer()), randn(2, 5, 24), randn(2, 3, 24)
-        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-        return [
-            getattr(ns, name)()(*joint, mask)
-            if "Hunyuan" in name
-            else getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24))
-            for name in ns.classes
-        ]
+        x, text, found = randn(2, 5, 24), randn(2, 3, 24), []
+        for name in ns.classes:
+            more = {}
+            if name.startswith(("HunyuanVideo15", "Joint")):
+                more = {"encoder_hidden_states": text, "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+            elif name.startswith("Hunyuan"):
+                more = {"image_rotary_emb": (randn(5, 8), randn(5, 8))}
+            layer = filled(JointAttentionLayer() if "attention_mask" in more else AttentionLayer())
+            found.append(getattr(ns, name)()(layer, x, **more))
+        return found
     if ns.host == "vllm":
         qkv, starts = [randn(2, 5, 24) + i for i in range(3)], torch.tensor([0, 4, 10])
         made = [getattr(ns, name)(3, 8) for name in ns.classes]

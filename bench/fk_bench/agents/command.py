@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,6 +171,11 @@ def _command(
         raise ValueError("--agent-option belongs to --agent")
     if missing := [p for p in readable if not p.exists()]:
         raise ValueError(f"--readable {missing[0]}: there is no such file or folder")
+    if here := _of_this_folder(command):
+        raise ValueError(
+            f"--command {command!r} runs in the task's folder, which has no {here}: "
+            f"name {Path(here).resolve()}, and give --readable {here}"
+        )
     names = list(env)
     if agent:
         known = adapters.find(agent)
@@ -180,6 +186,19 @@ def _command(
         raise ValueError(f"--env {unset[0]}: this variable is not set")
     return Command(
         command, network, {n: os.environ[n] for n in names}, [str(p.resolve()) for p in readable], caged
+    )
+
+
+def _of_this_folder(command: str) -> str:
+    """A file of the current folder in the words of a command; a task has files of some names, too."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # the shell knows better
+        return ""
+    tasks_own = ("check", "TASK.md", "task.json", "reference.py", "feedback.json")
+    return next(
+        (w for w in words if not w.startswith("/") and Path(w).is_file() and Path(w).name not in tasks_own),
+        "",
     )
 
 

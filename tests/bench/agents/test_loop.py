@@ -245,3 +245,16 @@ def test_bad_options_are_errors_of_one_line(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_command_with_a_file_of_this_folder_says_how_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fk_bench.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tuner.py").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["agent-loop", "--command", "python tuner.py --fast", "--ops", "rms_norm"])
+    assert ended.value.code == 2
+    assert f"name {tmp_path / 'tuner.py'}, and give --readable tuner.py" in capsys.readouterr().err

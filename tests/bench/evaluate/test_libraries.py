@@ -45,9 +45,8 @@ def test_items_in_libraries(library: str) -> None:
     options = ["-k", "fla" if library == "fla" else "library"]
     if library == "fla":
         kept["TRITON_INTERPRET"] = "1"
-        kept["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests' / 'integrations' / 'fla'}"
-        options += ["-p", "conftest"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options, str(CHECK)]
+        options += ["-p", "integrations.fla.conftest"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(CHECK)]
     done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout

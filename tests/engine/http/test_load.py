@@ -23,7 +23,7 @@ from support.traffic import CONTEXT, Clients, Reference, asks
 
 MIB = 2**20
 GROWTH = 1.0  # MiB per round: the allocator's memory varies by a few MiB, but does not grow in each of several rounds
-SOAK = float(os.environ.get("FASTKERNELS_SOAK_SECONDS", 180))
+SOAK = float(os.environ.get("FASTKERNELS_SOAK_SECONDS", 60))
 # Fewer blocks than the running sequences want, and a queue that 64 clients can fill: some are preempted, some refused.
 TIGHT = ["--max-num-seqs=48", "--num-blocks=64", "--max-waiting=84", "--max-num-batched-tokens=256"]
 
@@ -105,12 +105,9 @@ def nothing_wrong(clients, *more):
     assert not others, "\n".join([str(others), *clients.stories[:3]])
 
 
-@pytest.mark.parametrize(
-    ("number", "different", "killed"), [(64, 24, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
-def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
-    pool = asks(different)
+def test_answers_under_load_are_right(tiny, tmp_path, reference, objects):
+    number, killed, pool = 600, 4, asks(150)
     for ask in pool:
         reference(ask)
     with served(tiny, tmp_path, *TIGHT) as (process, url):
@@ -159,7 +156,7 @@ def test_worker_killed_under_load_ends_the_server(tiny, tmp_path, reference):
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK + 300)
 def test_minutes_of_load_do_not_grow_memory(tiny, tmp_path, reference):
-    """Duration: FASTKERNELS_SOAK_SECONDS (180). After the first third, memory may vary by 4 MiB at most."""
+    """Duration: FASTKERNELS_SOAK_SECONDS (60). After the first third, memory may vary by 4 MiB at most."""
     pool = asks(100, seed=2)
     for ask in pool:
         reference(ask)

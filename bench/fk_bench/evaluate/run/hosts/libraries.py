@@ -10,6 +10,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,11 +138,11 @@ def _structures(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.d
     request    tokens, rows of the alignment, templates, recycles, and steps of one rollout
     """
     import numpy as np
+    from openfold3.projects.of3_all_atom.config.model_config import model_config
     from openfold3.projects.of3_all_atom.model import OpenFold3
-    from openfold3.projects.of3_all_atom.project_entry import OF3ProjectEntry
     from openfold3.tests.utils.data_utils import random_of3_features  # shipped in the wheel
 
-    config = OF3ProjectEntry().get_model_config_with_presets()
+    config = deepcopy(model_config)
     shared = config.architecture.shared
     if device.type == "cpu":
         config.settings.memory.eval.use_triton_triangle_kernels = False

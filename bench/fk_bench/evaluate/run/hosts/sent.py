@@ -200,7 +200,7 @@ def _points(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
 
 def _seen(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
     config = _model(llm).config
-    images = [_image(llm, sizes, draw) for _ in range(int(sizes["cameras"]))]
+    images = [medium("image", sizes, draw) for _ in range(int(sizes["cameras"]))]
     prompt = _ids(draw, int(sizes["tokens"]), config.vlm_config.text_config.vocab_size // 2)
     return {
         "images": images,
