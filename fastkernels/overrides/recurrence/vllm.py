@@ -295,8 +295,9 @@ def vllm_mamba_selective_state_update(
     unset("selective_state_update", num_accepted_tokens=num_accepted_tokens)
     same = dst_state_batch_indices is None or dst_state_batch_indices is state_batch_indices
     tail, out = one_token(state, out if same else None, state_batch_indices, x, dt_softplus)
-    x, step, keys, queries, gate = (
-        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, dt, B, C, z)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    step, keys, queries, gate = (
+        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (dt, B, C, z)
     )
     fill(out, mamba_scan, x, step, A, keys, queries, D, gate, dt_bias, *tail)
 
