@@ -40,7 +40,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.timm_residuals": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulation": "fork_refuse.py",
-    f"{PACKAGE}.overrides.diffusion.qk_norm_rope_pair": "fork_refuse.py",
+    f"{PACKAGE}.overrides.rope.qk_norm_rope_pair": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
 Key = tuple[str, str]  # (module, name at its top level)

@@ -10,7 +10,7 @@ from fastkernels.core.dispatch import Unsupported  # type: ignore[attr-defined] 
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.two_linears import side_by_side
 from fastkernels.overrides.diffusion.gated_residual import add_residual
-from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
+from fastkernels.overrides.rope.qk_norm_rope import qk_norm_rope
 
 UnsupportedArgument = Unsupported
 

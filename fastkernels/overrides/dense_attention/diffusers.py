@@ -8,8 +8,8 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.linear.modules import joined_linears, product, products
+from fastkernels.overrides.rope.qk_norm_rope_pair import positioned
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 

@@ -40,23 +40,11 @@ def _group_norm(
     return F.silu(y) if silu else y
 
 
-def _qk_norm_rope(
-    x: T, weight: T | None, cos: T, sin: T, eps: float, text: T | None = None, text_weight: T | None = None
-) -> T:  # fmt: skip
-    y = F.rms_norm(x, x.shape[-1:], weight, eps)
-    if text is not None:
-        y = torch.cat((F.rms_norm(text, x.shape[-1:], text_weight, eps), y), dim=1)
-    real, imaginary = y.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((-imaginary, real), dim=-1).flatten(3)
-    return (y.float() * cos[None, :, None] + turned.float() * sin[None, :, None]).to(x.dtype)
-
-
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "ada_layer_norm": (*from_torch(_ada_layer_norm), inductor("ada_layer_norm")),
     "gated_residual": (*from_torch(_gated_residual), inductor("gated_residual")),
     "geglu": (*from_torch(gated.reference), inductor("geglu")),
     "group_norm": (*from_torch(_group_norm), inductor("group_norm")),
-    "qk_norm_rope": (*from_torch(_qk_norm_rope), inductor("qk_norm_rope")),
     "rope_axes": (*from_torch(positions.reference), inductor("rope_axes")),
     "timestep_embedding": (*from_torch(steps.reference), inductor("timestep_embedding")),
 }

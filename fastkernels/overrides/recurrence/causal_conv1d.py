@@ -15,8 +15,8 @@ from fastkernels.core.spec import Axis, Expr, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.chunk_parts import sequence_of
+from fastkernels.overrides.recurrence.kernels.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.problem import unsupported
 from fastkernels.overrides.recurrence.packed import (
     begin,

@@ -17,13 +17,13 @@ from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.constants import is_each, is_none
+from fastkernels.overrides.recurrence.kernels.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.problem import WIDEST, softplus, unsupported
+from fastkernels.overrides.recurrence.kernels.results import result_like
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
     check_slots,
-    result_like,
     scan,
     store,
     wide,

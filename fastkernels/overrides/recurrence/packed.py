@@ -7,9 +7,7 @@ at zero and writes no state. Rows past the last sequence have unspecified output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import torch
 
@@ -57,32 +55,6 @@ def scan(step: Callable[[T, T], tuple[T, T]], state: T, cu_seqlens: T, out: T) -
         state = torch.where(real.view(-1, *[1] * (state.dim() - 1)), new, state)
         out[rows[real]] = found[real]
     return state
-
-
-_destination: ContextVar[T | None] = ContextVar("destination", default=None)
-
-
-@contextmanager
-def results_in(out: T) -> Iterator[None]:
-    """Give the next result of a kernel of this family the memory of `out`, if that has its shape and dtype."""
-    token = _destination.set(out)
-    try:
-        yield
-    finally:
-        _destination.reset(token)
-
-
-def result_like(x: T) -> T:
-    """Memory for a result of x's shape, dtype and device, contiguous: that of results_in, or new."""
-    out = _destination.get()
-    if (
-        out is not None
-        and (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
-        and out.is_contiguous()
-    ):
-        _destination.set(None)  # a second result gets memory of its own
-        return out
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def check_slots(op: str, tokens: T, state: T, cu_seqlens: T, slots: T, fresh: T) -> None:

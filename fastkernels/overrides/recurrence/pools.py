@@ -10,8 +10,8 @@ import torch
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import by_head, silu_or_none, softplus_only, unset
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
-from fastkernels.overrides.recurrence.constants import each, none
-from fastkernels.overrides.recurrence.packed import results_in
+from fastkernels.overrides.recurrence.kernels.constants import each, none
+from fastkernels.overrides.recurrence.kernels.results import results_in
 from fastkernels.overrides.recurrence.ssd import ssd
 
 T = torch.Tensor

@@ -12,11 +12,11 @@ import torch
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus_only, unset
-from fastkernels.overrides.recurrence.constants import each, none
 from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.gated_linear_attention import gated_linear_attention
 from fastkernels.overrides.recurrence.kda import kda
+from fastkernels.overrides.recurrence.kernels.constants import each, none
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
     conv_prefill,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, Function, filled, first, half, inductor, same
 from fastkernels.overrides.cache.production import no_vllm_store, vllm_store_kvcache
@@ -97,6 +98,17 @@ def no_rotary(
     return first(half(query, key), filled(query))
 
 
+def _qk_norm_rope(
+    x: T, weight: T | None, cos: T, sin: T, eps: float, text: T | None = None, text_weight: T | None = None
+) -> T:  # fmt: skip
+    y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    if text is not None:
+        y = torch.cat((F.rms_norm(text, x.shape[-1:], text_weight, eps), y), dim=1)
+    real, imaginary = y.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((-imaginary, real), dim=-1).flatten(3)
+    return (y.float() * cos[None, :, None] + turned.float() * sin[None, :, None]).to(x.dtype)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "rope_nd": (*from_torch(rope_nd.reference), inductor("rope_nd")),
     "rope_store_kvcache": (from_vllm(_rope_store, _no_rope_store, overwrites=(2,)),),
@@ -106,4 +118,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_flashinfer(_flashinfer_rotary_emb, no_rotary),
         inductor("rotary_emb"),
     ),
+    "qk_norm_rope": (*from_torch(_qk_norm_rope), inductor("qk_norm_rope")),
 }

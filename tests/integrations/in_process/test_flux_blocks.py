@@ -376,8 +376,8 @@ def test_without_ops_compiled_blocks_are_ours_if_they_win(
 PAIRS = """
 import torch
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.diffusion import qk_norm_rope_pair as pair
-from fastkernels.overrides.diffusion.qk_norm_rope import reference
+from fastkernels.overrides.rope import qk_norm_rope_pair as pair
+from fastkernels.overrides.rope.qk_norm_rope import reference
 
 ran, launched = [], pair._launched
 pair._launched = lambda *calls: ran.append(1) or launched(*calls)

@@ -21,11 +21,11 @@ from fastkernels.engine.steps.input_batch import InputBatch
 from fastkernels.overrides.attention import attention_decode_split
 from fastkernels.overrides.collective import exchange, words
 from fastkernels.overrides.dense_attention import wide_heads
-from fastkernels.overrides.diffusion import qk_norm_rope_pair
 from fastkernels.overrides.latent_attention import mla_triton
 from fastkernels.overrides.linear import linear_int4
 from fastkernels.overrides.moe import expert_libraries, mxfp4_prompt
 from fastkernels.overrides.recurrence.kernels import linear_chunks
+from fastkernels.overrides.rope import qk_norm_rope_pair
 from fastkernels.overrides.routing import sorted_pairs
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -163,7 +163,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "overrides.attention.attention_decode_split:_decode_even_kernel": _decode_even,
     "overrides.latent_attention.mla_triton:_combine_kernel": _splits_of_mla,
     "overrides.dense_attention.wide_heads:_attention_softmax_kernel": _softmax,
-    "overrides.diffusion.qk_norm_rope_pair:_pair_kernel": _pair,
+    "overrides.rope.qk_norm_rope_pair:_pair_kernel": _pair,
     "overrides.linear.linear_int4:_dequantize_kernel": lambda: _with_case(
         "linear_int4", linear_int4.linear_int4_cublas
     ),

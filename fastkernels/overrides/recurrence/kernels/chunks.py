@@ -39,7 +39,7 @@ from fastkernels.overrides.recurrence.kernels.problem import (
     softplus,
     strides,
 )
-from fastkernels.overrides.recurrence.packed import result_like
+from fastkernels.overrides.recurrence.kernels.results import result_like
 
 CHUNK = 64
 LEAST = 32  # tokens of a sequence, in the mean, from which chunks are used

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.recurrence.constants import is_each, is_none
+from fastkernels.overrides.recurrence.kernels.constants import is_each, is_none
 from fastkernels.overrides.recurrence.kernels.problem import Problem, softplus, strides
 
 PROGRAMS = 4  # for each multiprocessor, before a program gets more channels

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import functional
-from fastkernels.overrides.diffusion.qk_norm_rope import _check, _fake, _rotated, _triton, qk_norm_rope
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.rope.qk_norm_rope import _check, _fake, _rotated, _triton, qk_norm_rope
 
 Call = tuple[Any, ...]  # arguments of qk_norm_rope
 AT_ONCE = 4096  # elements of each tensor that a program computes
