@@ -24,8 +24,8 @@ _falses = partial(torch.zeros, dtype=torch.bool)
 def _first(make: Callable[..., T], like: T, count: int) -> T:
     """The first `count` values of make(size, device=...).
 
-    Traced code makes its own. Memory of a CUDA graph that is being captured is not kept. What is kept is usable in
-    every stream and with autograd.
+    Traced code makes its own. Memory of a CUDA graph that is being captured is not kept. Kept memory is usable in every
+    stream and with autograd.
     """
     if torch.compiler.is_compiling() or type(like) is not T:
         return make(count, device=like.device)

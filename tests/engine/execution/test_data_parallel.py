@@ -343,6 +343,7 @@ def step_of(lens: list[int], drafts: list[int] | None = None, count: int = 0) ->
         ([step_of([1, 1, 1]), None], Together(3, 3, True)),
         ([step_of([1, 1]), step_of([5], count=2)], Together(5, 2, False, proposes=True)),
         ([step_of([1, 1]), step_of([3, 2], [2, 1], 2)], Together(5, 2, False, True, True)),
+        ([step_of([1, 1]), step_of([3, 2], [2, 1])], Together(5, 2, False, True, True)),  # as the graph does
         ([step_of([4, 1]), step_of([3, 2], [2, 1])], Together(5, 2, False)),
         ([replace(step_of([1]), masked=True), step_of([2], [1])], Together(2, 1, False)),
         ([replace(step_of([1]), offsets=np.array([-1])), step_of([2], [1])], Together(2, 1, False)),
