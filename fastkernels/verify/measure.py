@@ -122,6 +122,11 @@ class Subject:
     def __call__(self, *args: Any) -> Any:
         return self.provider.fn(*args, **self.params)
 
+    def unsupported(self, args: Sequence[Any]) -> str | None:
+        """Return why the provider does not support a call with these parameters, None if it does."""
+        supports = self.provider.bound(self.params).supports
+        return None if supports is None else supports(*args)
+
 
 # calls(point, device, generator, bytes to read between two calls of one memory)
 Calls = Callable[[Point, torch.device, torch.Generator, int], tuple[list[Any], list[list[Any]]] | None]
@@ -360,8 +365,7 @@ def leave_room(device: torch.device, needed: int, spare: int = SPARE) -> None:
 
 def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
     """Why a proposal cannot take the place of the host's kernel here; None if it computes the same."""
-    supports = subject.provider.supports
-    if supports is not None and (reason := supports(*args)) is not None:
+    if (reason := subject.unsupported(args)) is not None:
         return f"unsupported: {reason}"
     got, want = subject(*args), host(*args)
     spec = registry.get(point.op)
@@ -441,7 +445,7 @@ def compiled(
             return LATE
         try:
             with torch.inference_mode():
-                if subject.provider.supports is None or subject.provider.supports(*args) is None:
+                if subject.unsupported(args) is None:
                     subject(*args)
         except torch.OutOfMemoryError:  # says nothing about the kernel
             return None

@@ -153,7 +153,9 @@ class EngineOptions:
     ] = DEFAULT.enable_prefix_caching
     async_scheduling: Annotated[
         bool | None,
-        typer.Option(help="schedule a step while the previous one runs (default: on CUDA, without drafts)"),
+        typer.Option(
+            help="schedule a step while the previous one runs (default: on CUDA, unless drafts forbid it)"
+        ),
     ] = DEFAULT.async_scheduling
     attention_backend: Annotated[
         str | None,

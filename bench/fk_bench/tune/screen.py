@@ -122,9 +122,9 @@ class Screen:
         return found, row
 
     def _wrong(self, point: Point, subject: Any, host: Any, args: list[Any]) -> str | None:
-        supports = subject.provider.supports
         if host is None:
-            return None if supports is None else supports(*args)
+            reason: str | None = subject.unsupported(args)
+            return reason
         try:
             return measure.wrong(point, subject, host, args)
         except Exception as error:  # of a kernel: the choice is left out

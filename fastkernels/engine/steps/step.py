@@ -95,7 +95,7 @@ class Together(NamedTuple):
     tokens, rows  of the rank with the most
     decode        whether all ranks have rows of one query only
     verify        whether all ranks have rows of one token and its drafts only, and some have drafts
-    proposes      whether a draft model proposes drafts in any rank: its chain of passes runs in all
+    proposes      whether a draft model proposes drafts in any rank, or may in a graph: its chain of passes runs in all
     """
 
     tokens: int

@@ -20,16 +20,18 @@ def idle_step(dummy: int) -> StepInput:
 def step_together(steps: Sequence[StepInput | None], idle: StepInput) -> list[StepInput]:
     """A step for each rank, with what all have in common. None: the rank has no requests, and gets the idle step."""
     given = [step for step in steps if step is not None]
-    drafted = any(step.drafts is not None for step in given)
+    verify = any(step.drafts is not None for step in given) and all(map(_has_only_drafts, given))
+    nexts = [step.next_drafts for step in given if step.next_drafts is not None]
     common = Together(
         tokens=max(len(step.input_ids) for step in given),
         rows=max(len(step.slots) for step in given),
         decode=all(len(step.input_ids) == len(step.slots) for step in given),
-        verify=drafted and all(map(_has_only_drafts, given)),
-        proposes=any(step.next_drafts is not None and step.next_drafts.count for step in given),
+        verify=verify,
+        # A graph that verifies drafts may go on to the chain, for which ranks without a graph then have to come, too.
+        proposes=any(verify or each.count for each in nexts),
     )
     # Behind its sampling a masked step goes on to the draft model's passes, for which all ranks come together.
-    masked = any(step.masked for step in given) and any(step.next_drafts is not None for step in given)
+    masked = any(step.masked for step in given) and bool(nexts)
     return [
         replace(step, together=common, masked=masked or step.masked)
         for step in (step or idle for step in steps)

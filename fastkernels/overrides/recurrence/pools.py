@@ -45,7 +45,8 @@ def _memory(x: T) -> int:
 def fill(out: T, op: Callable[..., T], *args: Any) -> None:
     """Store the result of op(*args) in `out`: in place if our kernel runs, else by a copy."""
     given = [x for x in args if isinstance(x, T)]
-    if torch.compiler.is_compiling() or any(_memory(x) == _memory(out) for x in given):
+    traced = torch.compiler.is_compiling() or type(out) is not T
+    if traced or any(_memory(x) == _memory(out) for x in given):
         out.copy_(op(*args))
         return
     with results_in(out):

@@ -311,6 +311,34 @@ def test_drafts_leave_the_tokens(
 
 
 @pytest.mark.slow
+def test_rank_without_the_graph_of_drafts_keeps_step(tmp_path: Path) -> None:
+    """A penalty is outside of the graph, which goes on to drafts also if the ranks have too many requests for these."""
+    made, config = drafting("mtp", tmp_path)
+    given = dict(zip("abcd", prompts(4), strict=True))
+    each = {name: replace(GREEDY, repetition_penalty=1.3 if name == "d" else 1.0) for name in given}
+
+    def run(llm: LLM) -> dict[str, list[int]]:
+        engine, found = llm.llm_engine, dict[str, list[int]]()
+        for name, prompt in given.items():
+            engine.add_request(name, prompt[:9], each[name])
+        for step in range(100):
+            found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+            if step == 2:  # a third request of each rank, whose prompt is one token
+                engine.add_request("e", [7], GREEDY)
+                engine.add_request("f", [9], GREEDY)
+        return found
+
+    with LLM(str(made), **SMALL) as one:
+        want = run(one)
+    config["disable_by_batch_size"] = 2
+    with forks(made, **{**SMALL, "num_blocks": 100}, speculative_config=config) as llm:
+        llm.llm_engine.executor.call(install)
+        assert len(want) == 6 and run(llm) == want
+        first, second = llm.llm_engine.executor.call(replays_of)
+        assert first["verify"] > second.get("verify", 0)
+
+
+@pytest.mark.slow
 def test_measured_drafts_and_masks_of_ranks(tmp_path: Path) -> None:
     """Drafts are measured over all ranks at the start; masks of a constrained request wait for its drafts."""
     made, config = drafting("mtp", tmp_path)
@@ -343,6 +371,7 @@ def step_of(lens: list[int], drafts: list[int] | None = None, count: int = 0) ->
         ([step_of([1, 1, 1]), None], Together(3, 3, True)),
         ([step_of([1, 1]), step_of([5], count=2)], Together(5, 2, False, proposes=True)),
         ([step_of([1, 1]), step_of([3, 2], [2, 1], 2)], Together(5, 2, False, True, True)),
+        ([step_of([1, 1]), step_of([3, 2], [2, 1])], Together(5, 2, False, True, True)),  # as the graph does
         ([step_of([4, 1]), step_of([3, 2], [2, 1])], Together(5, 2, False)),
         ([replace(step_of([1]), masked=True), step_of([2], [1])], Together(2, 1, False)),
         ([replace(step_of([1]), offsets=np.array([-1])), step_of([2], [1])], Together(2, 1, False)),

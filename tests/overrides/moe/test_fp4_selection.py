@@ -15,6 +15,7 @@ from fastkernels.overrides.moe import fused_experts_nvfp4 as nvfp4
 from fastkernels.overrides.moe import fused_experts_swigluoai as mxfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.selection import Call
+from fastkernels.verify import measure
 
 QWEN3_30B, GPT_OSS_20B = (128, 128, 8, 2048, 768), (32, 32, 4, 2880, 2880)
 H200 = Chip("NVIDIA H200", 132, 4.8e12, 50 << 20, (9, 0))
@@ -71,3 +72,15 @@ def test_plans_follow_the_given_blocks() -> None:
     first, second = nvfp4._plans(ids, w1, w2, None, "24 8x1/3/3 6x1/3/1")
     assert (first.tokens, first.rows, first.phases, second.rows) == (24, 8, 3, 6)
     assert first.glu == 2 and not first.weighted and second.weighted and second.topk == 1
+
+
+def test_proposal_that_cannot_take_a_matrix_does_not_run() -> None:
+    """Half of GPT-OSS's inner size is a multiple of 32, and the kernel of prompts takes multiples of 64."""
+    sizes = {"tokens": 64, "experts": 4, "topk": 2, "hidden": 64, "intermediate": 96}
+    case = Case("case", {**sizes, "mxfp4": True}, "bfloat16")
+    args = mxfp4.SPEC.inputs(case, "cpu", torch.Generator().manual_seed(0))
+    provider = next(p for p in mxfp4.SPEC.op.providers if p.name == "mxfp4-cuda")
+    proposal = measure.Subject(provider, {"blocks": mxfp4.PROMPT})
+    assert "rows of w2 have 96 weights, not a multiple of 64" in str(proposal.unsupported(args))
+    point = measure.Point("fused_experts_swigluoai", (), ())
+    assert "not a multiple of 64" in str(measure.wrong(point, proposal, proposal, args))

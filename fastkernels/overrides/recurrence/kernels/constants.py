@@ -16,6 +16,7 @@ T = torch.Tensor
 LEAST = 1024  # values that are kept
 
 _kept: dict[tuple[torch.device, Callable[..., T]], T] = {}
+_all: list[T] = []  # with smaller ones from before, which CUDA graphs may read
 _borders = partial(torch.arange, dtype=torch.int32)
 _falses = partial(torch.zeros, dtype=torch.bool)
 
@@ -23,15 +24,21 @@ _falses = partial(torch.zeros, dtype=torch.bool)
 def _first(make: Callable[..., T], like: T, count: int) -> T:
     """The first `count` values of make(size, device=...).
 
-    Memory of a CUDA graph that is being captured is not kept, nor are tensors without memory.
+    Traced code makes its own. Memory of a CUDA graph that is being captured is not kept. Kept memory is usable in every
+    stream and with autograd.
     """
+    if torch.compiler.is_compiling() or type(like) is not T:
+        return make(count, device=like.device)
     kept = _kept.get((like.device, make))
     if kept is not None and kept.shape[0] >= count:
         return kept[:count]
-    made = make(max(LEAST, next_power_of_2(count)), device=like.device)
-    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
-    if type(made) is T and not capturing and not torch.compiler.is_compiling():
-        _kept[like.device, make] = made
+    with torch.inference_mode(False), torch.cuda.device_of(like):
+        made = make(max(LEAST, next_power_of_2(count)), device=like.device)
+        if type(made) is T and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if like.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            _all.append(made)
+            _kept[like.device, make] = made
     return made[:count]
 
 
