@@ -144,6 +144,16 @@ def test_mask_without_a_pixel_has_an_empty_box(tmp_path: Path) -> None:
     assert not output.outputs.masks.any() and output.outputs.boxes == [[0.0] * 4] * 3
 
 
+def test_mask_can_be_a_tensor_of_any_float_type(tmp_path: Path) -> None:
+    make_sam3_tracker(tmp_path)
+    llm, (image,) = LLM(str(tmp_path), device="cpu"), pictures((64, 48))
+    logits = torch.from_numpy(LOGITS).bfloat16().requires_grad_()
+    masks = logits, logits.detach().float().numpy(), logits.detach().float().tolist()
+    found = llm.segment([{"image": image, "mask": mask} for mask in masks], use_tqdm=False)
+    for one in found[1:]:
+        assert one.outputs.scores == pytest.approx(found[0].outputs.scores, abs=1e-5)
+
+
 def test_wrong_marks_are_refused(tmp_path: Path) -> None:
     make_sam3_tracker(tmp_path / "tracker")
     make_sam3(tmp_path / "sam3")
@@ -167,6 +177,8 @@ def test_wrong_marks_are_refused(tmp_path: Path) -> None:
         ({"box": [5, 5, 5, 9]}, r"box = \[5, 5, 5, 9\] must have 0 <= left < right <= 64"),
         ({"box": "all"}, r"box must be \[left, top, right, bottom\] in pixels, got 'all'"),
         ({"mask": [[1, 2]]}, "mask must be an array .* got list of int64"),
+        ({"mask": [[1.0, 2.0], [1.0]]}, "mask cannot be an array"),
+        ({"mask": torch.zeros(2, 2).int()}, "mask must be an array .* int32"),
         ({"mask": np.zeros((2, 0))}, r"mask must be an array .* float64 \[2, 0\]"),
         ({"mask": np.zeros((1, 9000))}, "mask has 9000 x 1 pixels, and at most 8192 a side"),
         ({"mask": np.full((4, 4), np.nan)}, "mask has values that are infinite or NaN"),
