@@ -25,8 +25,17 @@ from support.kernels import warm
 from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export import fork
-from fastkernels.export.exporter import INSTEAD, NO_PLACE, ExportError, export, fork_targets, printed, targets
+from fastkernels.export import fork, source
+from fastkernels.export.exporter import (
+    INSTEAD,
+    NO_PLACE,
+    OWN,
+    ExportError,
+    export,
+    fork_targets,
+    printed,
+    targets,
+)
 from fastkernels.overrides.attention import attention_decode_cuda
 from fastkernels.overrides.linear.kernels import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
 
@@ -593,6 +602,12 @@ def test_file_of_a_function_is_the_same_for_all_hosts(name: str, standalone: boo
         text = text.replace(f"for {host} {version}", "for HOST").replace(f"{name}_{host}", f"{name}_HOST")
         codes.add(ast.dump(ast.parse(text)))
     assert len(codes) == 1
+
+
+def test_only_modules_of_host_classes_have_texts_of_a_host() -> None:
+    """So the file of a function, which has no such module, is the same for all hosts."""
+    assert not any("{" in file for file in source.FORK.values())
+    assert "" not in OWN and not {op for op, _ in INSTEAD} & {*FUNCTIONS}
 
 
 @pytest.mark.parametrize("name", sorted(NO_PLACE))

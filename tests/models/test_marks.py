@@ -24,6 +24,7 @@ SIZES = (80, 70), (64, 64), (100, 50)
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(16, 16)).astype(np.float32)
 LARGE = RNG.normal(size=(70, 80)).astype(np.float32)
+HUGE = [i // 2 << 38 for i in range(1 << 14)]
 MARKS: list[tuple[int, dict[str, Any]]] = [
     (0, {"points": [[3, 4], [20.5, 30]], "point_labels": [1, 0]}),
     (1, {"points": [[63, 63], [0, 0]], "point_labels": [1, 1]}),
@@ -135,11 +136,33 @@ def test_counts_of_coco_are_read_back() -> None:
         assert (from_coco(coco_rle(runs, size), size) == mask).all()
 
 
+def test_mask_without_a_pixel_has_an_empty_box(tmp_path: Path) -> None:
+    make_sam3_tracker(tmp_path)
+    llm, (image,) = LLM(str(tmp_path), device="cpu"), pictures((64, 48))
+    params = PoolingParams("segment", mask_threshold=1.0)
+    (output,) = llm.segment({"image": image, "points": [[3, 4]]}, params, use_tqdm=False)
+    assert not output.outputs.masks.any() and output.outputs.boxes == [[0.0] * 4] * 3
+
+
+def test_mask_can_be_a_tensor_of_any_float_type(tmp_path: Path) -> None:
+    make_sam3_tracker(tmp_path)
+    llm, (image,) = LLM(str(tmp_path), device="cpu"), pictures((64, 48))
+    logits = torch.from_numpy(LOGITS).bfloat16().requires_grad_()
+    masks = logits, logits.detach().float().numpy(), logits.detach().float().tolist()
+    found = llm.segment([{"image": image, "mask": mask} for mask in masks], use_tqdm=False)
+    for one in found[1:]:
+        assert one.outputs.scores == pytest.approx(found[0].outputs.scores, abs=1e-5)
+
+
 def test_wrong_marks_are_refused(tmp_path: Path) -> None:
     make_sam3_tracker(tmp_path / "tracker")
     make_sam3(tmp_path / "sam3")
     llm, (image,) = LLM(str(tmp_path / "tracker"), device="cpu"), pictures((64, 48))
     runs = {"size": [48, 64], "counts": compress([10, 3062])}
+    share, rest = divmod((1 << 64) + 3072 - sum(HUGE), len(HUGE))
+    overflow = compress(
+        [HUGE[0] + share + rest, *(n + share for n in HUGE[1:])]
+    )  # the sum is 3072 in 64 bits
     for fields, message in (
         ({}, "points are missing: a prompt has points, a box or a mask"),
         ({"text": "cat"}, "the prompt has the fields text; known are image, points, point_labels, box, mask"),
@@ -154,6 +177,8 @@ def test_wrong_marks_are_refused(tmp_path: Path) -> None:
         ({"box": [5, 5, 5, 9]}, r"box = \[5, 5, 5, 9\] must have 0 <= left < right <= 64"),
         ({"box": "all"}, r"box must be \[left, top, right, bottom\] in pixels, got 'all'"),
         ({"mask": [[1, 2]]}, "mask must be an array .* got list of int64"),
+        ({"mask": [[1.0, 2.0], [1.0]]}, "mask cannot be an array"),
+        ({"mask": torch.zeros(2, 2).int()}, "mask must be an array .* int32"),
         ({"mask": np.zeros((2, 0))}, r"mask must be an array .* float64 \[2, 0\]"),
         ({"mask": np.zeros((1, 9000))}, "mask has 9000 x 1 pixels, and at most 8192 a side"),
         ({"mask": np.full((4, 4), np.nan)}, "mask has values that are infinite or NaN"),
@@ -162,6 +187,7 @@ def test_wrong_marks_are_refused(tmp_path: Path) -> None:
         ({"mask": {**runs, "counts": ""}}, "mask has counts that are no runs"),
         ({"mask": {**runs, "counts": "o" * 9 + "0"}}, "mask has counts with a run of more than 40 bits"),
         ({"mask": {**runs, "counts": "é"}}, "mask has counts that are no runs"),
+        ({"mask": {**runs, "counts": overflow}}, "mask has counts with a run of less than 0 or more than 3072 pixels"),
         ({"mask": {**runs, "counts": compress([10, 3000])}}, "mask has counts of 3010 pixels, and the image has 3072"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -109,8 +109,14 @@ def _mask(given: Any, size: tuple[int, int], side: int) -> np.ndarray:
             found = from_coco(given, size)
         except ValueError as error:
             raise ValueError(f"mask {error}") from error
+    elif isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        found = (given.float() if given.is_floating_point() else given).numpy()  # NumPy has no bfloat16
     else:
-        found = np.asarray(given)
+        try:
+            found = np.asarray(given)
+        except ValueError as error:  # of lists of several lengths
+            raise ValueError(f"mask cannot be an array: {error}") from error
     if found.ndim != 2 or 0 in found.shape or found.dtype.kind not in "bf":
         raise ValueError(
             "mask must be an array [height, width] of bools, or of floats that are logits, or COCO's {'size': [height,"

@@ -73,7 +73,11 @@ def from_coco(given: Mapping[str, Any], size: tuple[int, int]) -> np.ndarray:
         )
     if len(counts) > MOST_COUNTS:
         raise ValueError(f"has counts of {len(counts)} characters, and at most {MOST_COUNTS} are possible")
-    runs = expand(counts)
-    if (runs < 0).any() or runs.sum() != size[0] * size[1]:
-        raise ValueError(f"has counts of {runs.sum()} pixels, and the image has {size[0] * size[1]}")
+    runs, pixels = expand(counts), size[0] * size[1]
+    if runs.min() < 0 or runs.max() > pixels:  # before they are summed, which could overflow
+        raise ValueError(
+            f"has counts with a run of less than 0 or more than {pixels} pixels, which the image has"
+        )
+    if (total := runs.sum()) != pixels:
+        raise ValueError(f"has counts of {total} pixels, and the image has {pixels}")
     return decode_runs(runs.tolist(), size[1], size[0])

@@ -265,6 +265,10 @@ class PromptReader:
                 f"the prompt's video has {width} x {height} pixels, and masks are made of frames of at most"
                 f" {MOST_MASK_PIXELS} pixels: make it smaller, or set masks to False"
             )
+        if not isinstance(prompt["video"], (bytes, list)):
+            frames = (
+                frames.copy()
+            )  # they are read while the clip runs, when the caller's array may have changed
         return ClipPrompt(frames, self._images, tuple(ids), tuple(map(str, texts)))
 
     def _text(self, prompt: Mapping[str, Any], boxes: bool) -> tuple[str, Sequence[int]]:

@@ -746,7 +746,7 @@ def _ended(engine: Any) -> bool:
 
 def _abort_failed(engine: Any) -> None:
     """Abort the requests of a step that raised in a worker of this process: no later step can finish them."""
-    report = _in_order(engine.collective_rpc(RPC, args=(Request("report").to_json(),)))
+    report = _rpc(engine, Request("report"))
     failed = next((reply["failed_step"] for reply in report if reply.get("failed_step")), None)
     if failed is not None:
         requests = list(engine.output_processor.request_states)

@@ -255,6 +255,6 @@ def test_command_with_a_file_of_this_folder_says_how_to_name_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tuner.py").touch()
     with pytest.raises(SystemExit) as ended:
-        main(["agent-loop", "--command", "python tuner.py --fast", "--ops", "rms_norm"])
+        main(["agent-loop", "--command", f"python -c {'x' * 999} tuner.py --fast", "--ops", "rms_norm"])
     assert ended.value.code == 2
     assert f"name {tmp_path / 'tuner.py'}, and give --readable tuner.py" in capsys.readouterr().err

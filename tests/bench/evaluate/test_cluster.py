@@ -153,6 +153,7 @@ def test_room_for_an_item_is_on_one_live_machine() -> None:
     assert cluster.has_room(nodes, job(8, 0)) and cluster.has_room(nodes, job(1, 2))
     assert not cluster.has_room(nodes, job(2, 1)) and not cluster.has_room(nodes, job(1, 8))
     assert not cluster.has_room([], job(0, 0))
+    assert cluster._placeless(nodes, job(2, 1)).endswith("the cluster has CPU=1, GPU=2; CPU=8, GPU=0")
 
 
 def test_cluster_that_does_not_answer_is_an_error() -> None:

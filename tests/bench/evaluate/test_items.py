@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.evaluate.run.items import ItemRun, Measured
+from fk_bench.evaluate.run.items import ItemRun, Measured, options_of
 from fk_bench.evaluate.run.side import Launcher, SideFailed, set_files
 from fk_bench.evaluate.run.starts import Starts
 from fk_bench.info.stubs import source
@@ -49,8 +50,6 @@ def measure(
     launcher: Launcher, files: dict[str, Path], timeout: float = 240.0, retry: bool = True,
     host: str = "fastkernels",
 ) -> Measured:  # fmt: skip
-    from dataclasses import replace
-
     first = SUITE.entries[0]
     entry = replace(first, timeout=timeout, item=replace(first.item, host=host))
     run = ItemRun(entry, SUITE, launcher, "float32", 5, print)
@@ -208,6 +207,15 @@ def test_cage_of_a_host_has_loopback_alone(launcher, tmp_path):
     found = measure(launcher, write(tmp_path, CORRECT, CAGED.format(host=hidden)))
     assert launcher.cage["net"] == "on" and launcher.cage["seccomp"] == "on"
     assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+
+
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_hosts_on_one_gpu_need_no_share_of_it(host):
+    """Up to four processes load at once, and probes start next to two loaded models."""
+    entry = replace(SUITE.entries[0], item=replace(SUITE.entries[0].item, host=host))
+    given = options_of(entry, entry.model, SUITE, "bfloat16", True, 2)
+    assert given["kv_tokens"] and (given["gpu_share"] <= 0.01 if host == "vllm" else given["shared"])
+    assert not options_of(entry, entry.model, SUITE, "bfloat16", False, 2)["shared"]
 
 
 @pytest.mark.slow

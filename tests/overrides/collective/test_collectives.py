@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,6 +308,21 @@ def test_rows_in_float8_read_no_register_without_a_value() -> None:
     ptx = ahead.compile_for(launch, 90).asm["ptx"]
     halves = Counter(re.findall(r"%rs\d+", ptx))
     assert "cvt.rn.satfinite.e4m3x2" in ptx and [name for name, n in halves.items() if n == 1] == []
+
+
+def test_wrong_values_are_placed_for_any_rank_of_tensor() -> None:
+    from support.kernels import gpu_ranks
+
+    limit = SimpleNamespace(atol=0.1, rtol=0.0)
+    for shape, at, text in (
+        ((5,), (3,), "rows [3]"),
+        ((2, 3, 8), (1, 2, 5), "rows [1]; 1 columns from 21 to 21"),
+    ):
+        want = torch.zeros(shape)
+        got = want.clone()
+        got[at] = 1.0
+        assert text in gpu_ranks.places(got, want, limit)
+    assert gpu_ranks.places(torch.zeros(2), torch.zeros(3), limit) == "[2] for [3]"
 
 
 @pytest.mark.gpu

@@ -120,13 +120,16 @@ def close(spec: Any, case: Any, label: str, got: list[torch.Tensor], want: list[
 
 def places(got: torch.Tensor, want: torch.Tensor, limit: Any) -> str:
     """Which rows and columns are wrong, and some of these values."""
+    if got.shape != want.shape:
+        return f"{list(got.shape)} for {list(want.shape)}"
     wrong = ~torch.isclose(got.double(), want.double(), atol=limit.atol, rtol=limit.rtol)
-    rows, columns = wrong.flatten(1).any(1).nonzero(), wrong.flatten(1).any(0).nonzero()
+    flat = wrong.reshape(len(wrong) if wrong.dim() else 1, -1)
+    rows, columns = flat.any(1).nonzero(), flat.any(0).nonzero()
     some = [
         f"{at}: {got[tuple(at)].item():g} for {want[tuple(at)].item():g}"
         for at in wrong.nonzero()[:12].tolist()
     ]
-    by_four = [int(wrong.flatten(1)[:, i::4].sum()) for i in range(4)]
+    by_four = [int(flat[:, i::4].sum()) for i in range(4)]
     return (
         f"rows {rows.flatten().tolist()}; {len(columns)} columns from {int(columns.min())} to {int(columns.max())},"
         f" by the remainder of 4: {by_four}; {', '.join(some)}"

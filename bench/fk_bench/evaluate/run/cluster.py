@@ -194,6 +194,6 @@ def has_room(nodes: Sequence[Mapping[str, Any]], job: Job) -> bool:
 
 
 def _placeless(nodes: Sequence[Mapping[str, Any]], job: Job) -> str:
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    found = "; ".join(f"CPU={n.get('CPU', 0):.0f}, GPU={n.get('GPU', 0):.0f}" for n in alive) or "none alive"
+    alive = sorted((n.get("CPU", 0), n.get("GPU", 0)) for n in (x["Resources"] for x in nodes if x["Alive"]))
+    found = "; ".join(f"CPU={cpus:.0f}, GPU={gpus:.0f}" for cpus, gpus in alive) or "none alive"
     return f"it needs a machine with CPU={job.cpus}, GPU={job.gpus}, and the cluster has {found}"

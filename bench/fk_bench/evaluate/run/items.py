@@ -31,6 +31,9 @@ PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
 # Of vLLM's cache, whose default is a share of a CPU's memory. On a GPU the number of its blocks is given; vLLM would
 # still measure what is free, which fails if another process releases memory meanwhile.
 KV_BYTES = {False: 256 << 20, True: 16 << 30}  # by whether it is a GPU
+ONLY_CHECKED = (
+    0.01  # of a GPU's memory: vLLM refuses to start if less is free, and other processes have loaded models
+)
 OWN = 2  # comparisons of the baseline with itself
 FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
@@ -280,12 +283,13 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         }
     if work.kind == "requests":
         dtype = str(model.config.get("dtype", dtype))
+    share = ONLY_CHECKED if gpu and entry.item.host == "vllm" else round(0.85 / sides, 3)
     return {
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
         "kv_bytes": KV_BYTES[gpu] if entry.item.host == "vllm" else None,
-        "gpu_share": round(0.85 / sides, 3), "engine_args": engine_args, "compiled": entry.compiled,
+        "gpu_share": share, "shared": gpu, "engine_args": engine_args, "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size, "steps": model.steps,
         "request": dict(model.request), "media": work.media,
     }  # fmt: skip

@@ -321,6 +321,7 @@ def _marked_objects(wanted: Sequence[Wanted], found: Any) -> list[Objects]:
         masks = _wide(logits, one.size, _logit(one.mask_threshold))
         ends = [_ends(masks.any(1)), _ends(masks.any(2))]
         rows = np.stack((ends[0][0], ends[1][0], ends[0][1], ends[1][1], overlaps[i][best]), 1)
+        rows[~masks.flatten(1).any(1).cpu().numpy(), :4] = 0  # boxes of masks without a pixel
         made.append(
             Objects(rows.astype(np.float32), _runs(masks) if one.masks else None, presence=presence[i])
         )
