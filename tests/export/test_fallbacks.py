@@ -46,7 +46,7 @@ def calls_host(handler: ast.ExceptHandler) -> bool:
 
 def refused(node: ast.FunctionDef) -> ast.FunctionDef | None:
     """The function whose attempt assigns to all that it may change, and raises; None without a fallback."""
-    tries = [s for s in node.body if isinstance(s, ast.Try) and calls_host(s.handlers[0])]
+    tries = [s for s in node.body if isinstance(s, ast.Try) and s.handlers and calls_host(s.handlers[0])]
     for attempt in tries:
         names = {n.id for s in attempt.body for n in ast.walk(s)
                  if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
