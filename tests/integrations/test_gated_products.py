@@ -401,7 +401,7 @@ def test_points_are_those_of_the_models_products(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(LlamaMLP(), LlamaMLP())
     points = choose.points_of(Host(), model, Request("patch"), "cpu")
     assert [(p.op, p.shape, p.sizes) for p in points] == [
-        (NAME, (2 * INNER, K, torch.float32), (m,)) for m in (2048, 8192, 1024, 512, 256)
+        (NAME, (2 * INNER, K, torch.float32), (m,)) for m in (2048, 8192, 1024, 512, 256, 128, 192)
     ]
     assert points[0].modules == tuple(block.gate_up_proj for block in model)
     assert not choose.points_of(Host(), model, Request("patch", disable=("silu_and_mul",)), "cpu")

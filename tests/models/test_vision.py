@@ -21,7 +21,7 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import model_class, models
 from fastkernels.models.common.interfaces.detector import Detector
-from fastkernels.models.common.interfaces.segmenter import Segmenter
+from fastkernels.models.common.interfaces.segmenter import ImageSegmenter
 
 SIZES = ((50, 40), (64, 24), (9, 70), (50, 40))  # width, height
 
@@ -98,7 +98,7 @@ def test_every_image_encoder_is_tested() -> None:
         name
         for arch in encoders
         for name in arch.names
-        if not issubclass(model_class(name), (Detector, Segmenter))
+        if not issubclass(model_class(name), (Detector, ImageSegmenter))
     }
     assert names == {name for name, _ in ENCODERS.values()}
 

@@ -31,6 +31,8 @@ def renewed(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], se
         new |= _routing(new, experts, draw)
     if "block_table" in new or "slot_mapping" in new:
         new |= _cache(new, shapes["key_cache"], draw)
+    if "slots" in new and "state" in shapes:
+        new["slots"] = _slots(new["slots"], shapes["state"][0], draw)
     if "positions" in new:
         rows = shapes["cos_sin_cache"][0] if "cos_sin_cache" in shapes else int(new["positions"].max()) + 1
         new["positions"] = _positions(new["positions"], rows, draw)
@@ -144,6 +146,14 @@ def _renumbered(blocks: int, draw: torch.Generator) -> torch.Tensor:
     chosen = 1 + _order(blocks - 1, draw)[: max(2, int(SWAPPED * blocks))]
     number[chosen] = number[chosen[_order(len(chosen), draw)]]
     return number
+
+
+def _slots(slots: torch.Tensor, rows: int, draw: torch.Generator) -> torch.Tensor:
+    """Other rows of a state with so many, of which 0 is for padding; padding stays."""
+    used = slots > 0
+    made = slots.clone()
+    made[used] = 1 + _order(rows - 1, draw)[: int(used.sum())].to(slots.dtype)
+    return made
 
 
 def _positions(positions: torch.Tensor, rows: int, draw: torch.Generator) -> torch.Tensor:

@@ -31,6 +31,7 @@ RECURRENT = {  # {class: its sizes, its other fields}; the tokens of the convolu
     d.GatedDelta: (("key_heads", "value_heads", "key_size", "value_size"), ("projections", "rate_scale")),
     d.ShortConv: (("channels",), ("bias",)),
 }
+MLP_SIZES = ("config.intermediate_size", "d.gated_size(config)")
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")  # of checkpoints with one each
 
 
@@ -246,8 +247,7 @@ class _Describe:
 
     def _dense(self, only: Any) -> str:
         search = self.search
-        sizes = ("config.intermediate_size", "d.gated_size(config)")
-        inner = search.size_of_layers("mlp.intermediate", attrgetter("mlp.intermediate"), sizes, only)
+        inner = search.size_of_layers("mlp.intermediate", attrgetter("mlp.intermediate"), MLP_SIZES, only)
         act = search.of_layers(
             "mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",), only
         )

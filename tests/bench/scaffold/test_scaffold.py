@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_bench.scaffold import command, samples, verification
+from fk_bench.scaffold import command, model_file, samples, verification
 from fk_bench.scaffold.command import scaffold_command
 from fk_integrations.transformers import tiny_models
 from support.tiny import KINDS, SIZES, make_tiny
@@ -291,12 +291,31 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert list(differ) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
 
 
-def test_size_without_a_formula_is_named(tmp_path: Path, capsys: Any) -> None:
-    """LFM2 rounds the MLP's size up to a multiple, which no formula of small sizes gives."""
+def test_size_without_a_formula_is_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LFM2 rounds the MLP's size up to a multiple, which no formula but its own gives."""
+    monkeypatch.setattr(model_file, "MLP_SIZES", ("config.intermediate_size",))
     status, found = scaffold("lfm2", tmp_path, capsys)
     reasons = {entry["path"]: entry["reason"] for entry in found["unmatched"]}
     assert status == 1 and found["model_file"] is None and not list((tmp_path / "llm").glob("*.py"))
-    assert "not 20,971,520" in reasons["model.layers.0.feed_forward.w2"]
+    what = "has no formula over the config's fields and depends on block_multiple_of, intermediate_size"
+    assert reasons == {"": f"mlp.intermediate {what}"}
+
+
+def test_other_size_than_that_of_the_config_is_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A formula that holds for small sizes only: the file is removed."""
+    monkeypatch.setattr(
+        verification, "parameters", lambda *given: (8, 9, {"model.layers.0.mlp": "has 8 parameters, not 9"})
+    )
+    tiny("Qwen2").save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    assert status == 1 and found["model_file"] is None and not list((tmp_path / "out" / "llm").glob("*.py"))
+    assert [(e["path"], e["reason"]) for e in found["unmatched"]] == [
+        ("model.layers.0.mlp", "has 8 parameters, not 9")
+    ]
 
 
 # -- what is not matched, and bad input
