@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastkernels.overrides.recurrence import constants
-from fastkernels.overrides.recurrence.constants import each, is_each, is_none, none
-from fastkernels.overrides.recurrence.packed import result_like, results_in
+from fastkernels.overrides.recurrence.kernels import constants
+from fastkernels.overrides.recurrence.kernels.constants import each, is_each, is_none, none
+from fastkernels.overrides.recurrence.kernels.results import result_like, results_in
 from fastkernels.overrides.recurrence.pools import fill
 
 
