@@ -312,20 +312,9 @@ class Drafter:
         for i in range(self.count):
             if i:
                 at, lens, mappings = advance(own, i, self.longest, batch)
+                same = (1, longest, rows, longest, self.backend)  # of all groups
                 parts = [
-                    AttentionMetadata(
-                        slots,
-                        starts,
-                        lens,
-                        table,
-                        1,
-                        longest,
-                        rows,
-                        longest,
-                        self.backend,
-                        padded=False,
-                        most_tokens=most,
-                    )
+                    AttentionMetadata(slots, starts, lens, table, *same, padded=False, most_tokens=most)
                     for slots, table in zip(mappings.unbind(), tables, strict=True)
                 ]
                 metadata = replace(parts[0], groups=tuple(parts[1:]))
