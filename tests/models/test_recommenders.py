@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -83,6 +85,50 @@ def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(every.scores).double(), want, atol=1e-5, rtol=1e-5)
             found = torch.tensor(best.scores).double()
             torch.testing.assert_close(found, left.values[: len(found)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor])
+def test_many_rows_of_one_request_equal_many_requests(tmp_path: Path, made: Callable[[Any], Any]) -> None:
+    """Lists, arrays and tensors; next to requests of one row, in a step and alone."""
+    recommenders.dlrm(tmp_path / "dlrm")
+    each = recommenders.impressions(6)
+    for sample in each:  # bags of one size fit into an array
+        sample["sparse"] = {"f0": [sample["dense"][0] > 0, 3], "t2": [7, 299]}
+        sample["sparse"] = {name: [int(i) for i in ids] for name, ids in sample["sparse"].items()}
+    rows = {
+        "dense": made([s["dense"] for s in each]),
+        "sparse": {name: made([s["sparse"][name] for s in each]) for name in ("f0", "t2")},
+    }
+    with LLM(str(tmp_path / "dlrm"), device="cpu") as llm:
+        want = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+        for asked in ([rows], [each[1], rows, each[5]]):
+            found = llm.score(asked, use_tqdm=False)[len(asked) // 2].outputs.scores
+            assert found == pytest.approx(want, abs=1e-6)
+    recommenders.lightgcn(tmp_path / "gcn")
+    users, items = [3, 11, 0], [[1, 2], [39, 0], [5, 5]]
+    with LLM(str(tmp_path / "gcn"), device="cpu") as llm:
+        apart = [{"user": u, "items": i} for u, i in zip(users, items, strict=True)]
+        want = [s for o in llm.score(apart, use_tqdm=False) for s in o.outputs.scores]
+        together = {"user": made(users), "items": made(items)}
+        mixed = [{"user": 1, "k": 2}, together, {"user": 2, "items": [1, 2, 3]}]
+        for asked in ([together], mixed):
+            found = llm.score(asked, use_tqdm=False)
+            assert found[len(asked) // 2].outputs.scores == pytest.approx(want, abs=1e-6)
+        assert len(found[0].outputs.item_ids) == 2 and len(found[2].outputs.scores) == 3
+
+
+def test_rows_of_a_request_may_have_any_number_of_ids(tmp_path: Path) -> None:
+    recommenders.dlrm(tmp_path)
+    each = recommenders.impressions(7)
+    names = ("f0", "f3", "f1", "t2")
+    rows = {
+        "dense": [s["dense"] for s in each],
+        "sparse": {name: [s["sparse"].get(name, []) for s in each] for name in names},
+    }
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+        (found,) = llm.score(rows, use_tqdm=False)
+    assert found.outputs.scores == pytest.approx(want, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "lightgcn"])
@@ -193,12 +239,26 @@ BAD = {
         ({"dense": DENSE, "sparse": {"f1": [0, -1]}}, "the id -1 of feature 'f1'"),
         ({"dense": DENSE, "sparse": {"f1": [1.5]}}, "has 1.5 as an id of feature 'f1', which is no integer"),
         ({"dense": DENSE, "sparse": {"t2": [1] * 301}}, "has 301 ids, and a request may have 300"),
+        ({"dense": DENSE, "sparse": {"t2": [True]}}, "has True as an id of feature 't2'"),
+        ({"dense": DENSE, "sparse": {"t2": 1 << 70}}, "the id 1180591620717411303424 of feature 't2'"),
+        ({"dense": [1 << 2000, *DENSE[1:]]}, "which is no finite number in float32"),
+        ({"dense": [DENSE, DENSE[1:]]}, "needs `dense`, a list of 5 numbers"),
+        (
+            {"dense": [DENSE], "sparse": {"f1": [1, 2]}},
+            "has 1 rows and needs as many entries in feature 'f1', got 2",
+        ),
+        ({"dense": [DENSE, DENSE], "sparse": {"f1": [1, [7]]}}, "the id 7 of feature 'f1'"),
+        ({"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1, 1), int)}}, "has an array of 3 dimensions in feature 'f1'"),
+        ({"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1))}}, "has 0.0 as an id of feature 'f1'"),
     ],
     "lightgcn": [
         ({}, "has None as an id of `user`"),
         ({"user": 12}, "the id 12 of `user`, and the table of users has 12 rows: 0 to 11"),
         ({"user": [1, 2]}, "needs one `user`, got 2"),
         ({"user": 0, "items": []}, "has no ids in `items`"),
+        ({"user": [1, 2], "items": [3]}, "has 2 rows and needs as many entries in `items`, got 1"),
+        ({"user": [1, 2], "items": [[3], []]}, "has no ids in `items`"),
+        ({"user": [], "items": []}, "has no ids in `items`"),
         ({"user": 0, "items": [40]}, "the id 40 of `items`, and the table of items has 40 rows"),
         ({"user": 0, "items": [1], "k": 3}, "has `items`, which are scored as they are, and 'k'"),
         ({"user": 0, "k": 41}, "has k 41: it must be an integer from 1 to 40"),
@@ -228,7 +288,10 @@ def test_wrong_inputs_are_refused(tmp_path: Path, name: str) -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported for recommenders, only 1"),
         ({"num_blocks": 5}, "num_blocks applies to models that generate"),
-        ({"max_model_len": 9000}, "max_num_batched_tokens 8192 is less than max_model_len 9000"),
+        (
+            {"max_model_len": 600_000},
+            "max_num_batched_tokens 8192 allows 524288 ids, less than max_model_len 600000",
+        ),
     ],
 )
 def test_options_of_other_models_are_refused(tmp_path: Path, option: dict[str, Any], message: str) -> None:

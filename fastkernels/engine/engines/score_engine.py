@@ -50,7 +50,10 @@ class ScoreOutput(PoolingOutput):
 
 
 class ScoreEngine(BudgetEngine):
-    """See Engine. A step scores as many waiting samples as max_num_seqs and, of ids, max_num_batched_tokens allow."""
+    """See Engine. A step scores as many waiting requests as max_num_seqs and max_num_batched_tokens allow.
+
+    So many ids as the runner's `ids_per_token` count as a token.
+    """
 
     kind = "Score"
     served, counted = (
@@ -68,6 +71,12 @@ class ScoreEngine(BudgetEngine):
                 f"tensor_parallel_size {config.tensor_parallel_size} is not supported for {self.served}, only 1"
             )
         super().__init__(config, checkpoint)
+
+    def _start(self) -> None:
+        config, each = self.config, self.runner.ids_per_token
+        self.scheduler = BudgetScheduler(
+            config.max_num_seqs, each * config.max_num_batched_tokens, config.max_waiting
+        )
 
     def make_request(
         self, request_id: str, prompt: Any, params: PoolingParams | None = None, priority: int = 0

@@ -31,8 +31,9 @@ from torch import nn
 
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.samples import Place, Scores, fields, is_number
 from fastkernels.models.common.layers.cnn import BatchNorm
-from fastkernels.models.recsys.dlrm_v2 import Place, Scores, fields, is_number, positive
+from fastkernels.models.recsys.dlrm_v2 import positive
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.conv.batch_norm import batch_norm
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
@@ -467,7 +468,7 @@ class PointTransformerV3(nn.Module):
         points = found.float()[
             place(np.concatenate([s.cell + at for s, at in zip(samples, starts, strict=False)]))
         ]
-        made: Scores = []
+        made: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for part, active in zip(points.split([sample.size for sample in samples]), activated, strict=True):
             if self.seg_head is None:
                 made.append((part, None))

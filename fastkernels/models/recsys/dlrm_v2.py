@@ -2,9 +2,9 @@
 
 Every model of the runner Score has this interface: read(given) returns the checked sample of a request, with the number
 of its ids as `size`, and raises ValueError, whose message begins with "the input". score(samples, activated, place)
-returns for each sample its scores [n], and the ids that they belong to or None, on the model's device; place(array)
-puts a numpy array there. ready(folder, dummy) is called once the weights are loaded, and refresh() after the model's
-code has changed.
+returns for each sample its scores [n], and the ids that they belong to or None, on the model's device, or the scores
+of all samples together (samples.Together); place(array) puts a numpy array there. ready(folder, dummy) is called once
+the weights are loaded, and refresh() after the model's code has changed.
 
 config.json is ours, as torchrec has none:
 
@@ -20,10 +20,10 @@ table's feature_names, whose default is its name.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,21 @@ from torch import nn
 
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.descriptions.description import Unsupported
+from fastkernels.models.common.interfaces.samples import (
+    Place,
+    Scores,
+    Together,
+    as_given,
+    fields,
+    ids_of,
+    integers,
+    is_number,
+    rows_of,
+)
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
 from fastkernels.overrides.recsys.embedding_bag import ROWS, embedding_bag
 
-Place: TypeAlias = Callable[[np.ndarray], torch.Tensor]
-Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]]"
 NUMBERS = ("dense_in_features", "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
 SIZES = ("dense_arch_layer_sizes", "over_arch_layer_sizes")
 POOLING = ("sum", "mean")
@@ -214,14 +223,15 @@ class OverArch(nn.Module):
 
 @dataclass(frozen=True)
 class Sample:
-    """One impression: dense [dense_in_features] float32, and the ids of each feature."""
+    """Impressions: dense [rows, dense_in_features] float32, ids feature by feature, their counts [features, rows]."""
 
     dense: np.ndarray
-    ids: Sequence[np.ndarray]
+    ids: np.ndarray
+    counts: np.ndarray
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.ids))
+        return len(self.ids)
 
 
 class DLRM_DCN(nn.Module):
@@ -235,6 +245,8 @@ class DLRM_DCN(nn.Module):
             for table in config.tables
             for name in table["feature_names"]
         ]
+        self._names = {name: None for name, _, _ in self.features}
+        self._rows = np.array([rows for _, _, rows in self.features])
         self.dense_size: int = config.dense_in_features
         size = (len(self.features) + 1) * config.embedding_dim
         self.sparse_arch, self.dense_arch = SparseArch(config), DenseArch(config)
@@ -256,64 +268,98 @@ class DLRM_DCN(nn.Module):
     def read(self, given: Any) -> Sample:
         """See the module's docstring. given: {"dense": [numbers], "sparse": {feature: id or [ids]}}.
 
-        A feature that is not given has no ids.
+        A feature that is not given has no ids. Several impressions in one input: `dense` [rows][numbers], and for each
+        feature a list with an id or a list of ids for each row; arrays [rows] and [rows, n] are read fastest.
         """
         fields(given, ("dense", "sparse"))
-        dense, sparse = given.get("dense"), given.get("sparse", {})
-        if not isinstance(dense, (list, tuple, np.ndarray)) or len(dense) != self.dense_size:
-            raise ValueError(
-                f"the input needs `dense`, a list of {self.dense_size} numbers, got {reprlib.repr(dense)}"
-            )
-        wrong = next((v for v in dense if not is_number(v) or not abs(v) <= LARGEST), None)
-        if wrong is not None:
-            raise ValueError(
-                f"the input has {reprlib.repr(wrong)} in `dense`, which is no finite number in float32"
-            )
+        dense, sparse = as_given(given.get("dense")), given.get("sparse", {})
+        many = (
+            isinstance(dense, (list, tuple, np.ndarray)) and len(dense) > 0 and hasattr(dense[0], "__len__")
+        )
+        made = self._dense(dense, many)
         if not isinstance(sparse, Mapping):
             raise ValueError(f"the input needs `sparse`, ids by feature, got {reprlib.repr(sparse)}")
-        names = [name for name, _, _ in self.features]
-        if unknown := [name for name in sparse if name not in names]:
-            raise ValueError(f"the input has the unknown feature {unknown[0]!r}; known: {', '.join(names)}")
-        ids = [
-            ids_of(sparse.get(name, ()), f"feature {name!r}", rows, f"table {table!r}")
-            for name, table, rows in self.features
-        ]
-        return Sample(np.asarray(dense, np.float32), ids)
+        if unknown := [name for name in sparse if name not in self._names]:
+            known = ", ".join(self._names)
+            raise ValueError(f"the input has the unknown feature {unknown[0]!r}; known: {known}")
+        if not many and (quick := self._one(sparse)) is not None:
+            return Sample(made, *quick)
+        ids, counts = [], []
+        for name, table, rows in self.features:
+            where = f"feature {name!r}", rows, f"table {table!r}"
+            if name not in sparse:
+                found, each = np.empty(0, np.int64), np.zeros(len(made), np.int64)
+            elif many:
+                found, each = rows_of(sparse[name], len(made), *where)
+            else:
+                found = ids_of(sparse[name], *where)
+                each = np.array([len(found)])
+            ids.append(found)
+            counts.append(each)
+        return Sample(made, np.concatenate(ids), np.stack(counts))
+
+    def _dense(self, dense: Any, many: bool) -> np.ndarray:
+        rows = dense if many else [dense]
+        for row in rows if not isinstance(rows, np.ndarray) else rows[:1]:
+            if not isinstance(row, (list, tuple, np.ndarray)) or len(row) != self.dense_size:
+                raise ValueError(
+                    f"the input needs `dense`, a list of {self.dense_size} numbers, got {reprlib.repr(row)}"
+                )
+        plain = isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu"
+        if plain or all({*map(type, row)} <= {int, float} for row in rows):
+            try:
+                made = np.array(rows, np.float64)
+            except OverflowError:  # an integer of more than 1,024 bits
+                made = np.array(np.nan)
+            if (np.abs(made) <= LARGEST).all():
+                return made.astype(np.float32)
+        wrong = (v for row in rows for v in row if not is_number(v) or not abs(v) <= LARGEST)
+        if (found := next(wrong, None)) is not None:
+            raise ValueError(
+                f"the input has {reprlib.repr(found)} in `dense`, which is no finite number in float32"
+            )
+        return np.array(rows, np.float32)
+
+    def _one(self, sparse: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+        """The ids and counts of one row of Python's integers; None if a value needs a closer look."""
+        flat: list[Any] = []
+        counts = []
+        for name in self._names:
+            value = sparse.get(name, ())
+            if type(value) is int:
+                flat.append(value)
+                counts.append(1)
+            elif type(value) in (list, tuple):
+                flat += value
+                counts.append(len(value))
+            elif isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+                flat += value.tolist()
+                counts.append(len(value))
+            else:
+                return None
+        found, each = integers(flat), np.array(counts)
+        if found is None or (found < 0).any() or (found >= np.repeat(self._rows, each)).any():
+            return None
+        return found, each[:, None]
 
     def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
-        """See the module's docstring. One score each: the probability of a click, or not activated its logit."""
-        by_feature = [sample.ids[f] for f in range(len(self.features)) for sample in samples]
-        ends = np.cumsum([0, *map(len, by_feature)], dtype=np.int64)
-        dense = place(np.stack([sample.dense for sample in samples]))
+        """See the module's docstring. A score for each row: the probability of a click, or not activated its logit."""
+        sizes = [len(sample.dense) for sample in samples]
+        counts = np.concatenate([sample.counts for sample in samples], 1)
+        ids = np.concatenate([sample.ids for sample in samples])
+        if len(samples) > 1:  # feature by feature over all samples
+            features = np.arange(len(counts))
+            own = [np.repeat(features, sample.counts.sum(1)) for sample in samples]
+            ids = ids[np.argsort(np.concatenate(own), kind="stable")]
+        ends = np.concatenate(([0], np.cumsum(counts.ravel())))
+        dense = place(np.concatenate([sample.dense for sample in samples]))
         dtype = self.sparse_arch.embedding_bag_collection.stacked.dtype
-        logits = self(dense.to(dtype), place(np.concatenate(by_feature)), place(ends)).float()
-        made = torch.where(place(np.array(activated))[:, None], logits.sigmoid(), logits)
-        return [(row, None) for row in made]
-
-
-def fields(given: Any, known: Sequence[str]) -> None:
-    """Raise ValueError for an input that is no table of these fields."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"the input must be an object with {', '.join(known)}, got {reprlib.repr(given)}")
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"the input has the unknown field {unknown[0]!r}; known: {', '.join(known)}")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def ids_of(given: Any, what: str, count: int, where: str) -> np.ndarray:
-    """One id, or a list of them, as int64. Raises ValueError for what is no id of `where`, which has `count`."""
-    listed = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given]
-    for value in listed:
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            raise ValueError(f"the input has {reprlib.repr(value)} as an id of {what}, which is no integer")
-        if not 0 <= value < count:
-            raise ValueError(
-                f"the input has the id {value} of {what}, and {where} has {count} rows: 0 to {count - 1}"
-            )
-    return np.array(listed, np.int64)
+        made = self(dense.to(dtype), place(ids), place(ends)).float()
+        if all(activated):
+            made = made.sigmoid()
+        elif any(activated):
+            made = torch.where(place(np.repeat(activated, sizes))[:, None], made.sigmoid(), made)
+        return Together(made[:, 0], sizes)
 
 
 ARCH = Architecture(

@@ -26,7 +26,16 @@ from torch import nn
 
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.architecture import Architecture
-from fastkernels.models.recsys.dlrm_v2 import Place, Scores, fields, ids_of, is_number, positive
+from fastkernels.models.common.interfaces.samples import (
+    Place,
+    Scores,
+    Together,
+    fields,
+    ids_of,
+    is_number,
+    rows_of,
+)
+from fastkernels.models.recsys.dlrm_v2 import positive
 from fastkernels.overrides.recsys.cases import bipartite
 from fastkernels.overrides.recsys.graph_propagate import Graph, graph_of, graph_propagate
 from fastkernels.overrides.recsys.top_k_scores import top_k_scores
@@ -49,12 +58,16 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A user with items to score, or with the number of the best ones to find."""
+    """Users with items to score, or a user with the number of the best ones to find.
 
-    user: int
-    items: np.ndarray | None
-    k: int
-    exclude: bool
+    users [n]; items: those of the first user, then of the next; counts [n]: how many each has
+    """
+
+    users: np.ndarray
+    items: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    k: int = 0
+    exclude: bool = False
 
     @property
     def size(self) -> int:
@@ -101,57 +114,81 @@ class LightGCN(nn.Module):
     def read(self, given: Any) -> Sample:
         """See dlrm_v2.py. given: {"user": id, "items": [ids]}, or {"user": id, "k": 20, "exclude_seen": true}.
 
-        The second returns the user's k best items, without those that the graph has an edge to.
+        The first may have several users, with a list of items for each: {"user": [ids], "items": [[ids], ...]}. The
+        second returns the user's k best items, without those that the graph has an edge to.
         """
         fields(given, FIELDS)
-        user = ids_of(given.get("user"), "`user`", self.num_users, "the table of users")
-        if len(user) != 1:
-            raise ValueError(f"the input needs one `user`, got {len(user)}")
+        users = ids_of(given.get("user"), "`user`", self.num_users, "the table of users")
         if "items" in given:
             if extra := [name for name in ("k", "exclude_seen") if name in given]:
                 raise ValueError(f"the input has `items`, which are scored as they are, and {extra[0]!r}")
-            items = ids_of(given["items"], "`items`", self.num_items, "the table of items")
-            if not len(items):
+            where = "`items`", self.num_items, "the table of items"
+            if len(users) == 1 and not _nested(given["items"]):
+                items = ids_of(given["items"], *where)
+                counts = np.array([len(items)])
+            else:
+                items, counts = rows_of(given["items"], len(users), *where)
+            if not counts.all() or not len(counts):
                 raise ValueError("the input has no ids in `items`")
-            return Sample(int(user[0]), items, 0, False)
+            return Sample(users, items, counts)
+        if len(users) != 1:
+            raise ValueError(f"the input needs one `user`, got {len(users)}")
         most = min(MOST, self.num_items)
         k, exclude = given.get("k", min(20, most)), given.get("exclude_seen", True)
         if not is_number(k) or not 1 <= k <= most or int(k) != k:
             raise ValueError(f"the input has k {reprlib.repr(k)}: it must be an integer from 1 to {most}")
         if not isinstance(exclude, bool):
             raise ValueError(f"the input has exclude_seen {exclude!r}: it must be true or false")
-        return Sample(int(user[0]), None, int(k), exclude)
+        return Sample(users, k=int(k), exclude=exclude)
 
     def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
         """See dlrm_v2.py. Scores are products of embeddings; `activated` has no effect."""
-        found: Scores = [(self.final[:0, 0], None)] * len(samples)
         given = [i for i, sample in enumerate(samples) if sample.items is not None]
-        if given:
-            items = [samples[i].items for i in given]
-            sizes = [len(part) for part in items]  # type: ignore[arg-type]
-            users = np.repeat([samples[i].user for i in given], sizes)
-            products = self.final[place(users)] * self.final[place(np.concatenate(items)) + self.num_users]  # type: ignore[arg-type]
-            for i, part in zip(given, products.float().sum(1).split(sizes), strict=True):
+        parts = self._products([samples[i] for i in given], place) if given else None
+        if parts is not None and len(given) == len(samples):
+            return parts
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = [(self.final[:0, 0], None)] * len(samples)
+        if parts is not None:
+            for i, part in zip(given, parts.scores.split(list(parts.sizes)), strict=True):
                 found[i] = part, None
         wanted = [i for i, sample in enumerate(samples) if sample.items is None]
-        if wanted:
-            for i, pair in zip(wanted, self._best([samples[i] for i in wanted], place), strict=True):
-                found[i] = pair
+        for i, pair in zip(wanted, self._best([samples[i] for i in wanted], place), strict=True):
+            found[i] = pair
         return found
 
-    def _best(self, samples: Sequence[Sample], place: Place) -> Scores:
-        starts = self._seen_starts
+    def _products(self, samples: Sequence[Sample], place: Place) -> Together:
+        """The products of users and their items."""
+        users = self.final[place(np.concatenate([s.users for s in samples]))]
+        each = np.concatenate([s.counts for s in samples])  # type: ignore[misc]
+        items = place(np.concatenate([s.items for s in samples]))  # type: ignore[misc]
+        rows = self.final[self.num_users :][items]
+        if (each == each[0]).all():
+            scores = (rows.view(len(users), int(each[0]), -1) * users[:, None]).sum(-1).view(-1)
+        else:
+            scores = (rows * users.repeat_interleave(place(each), 0, output_size=len(rows))).sum(-1)
+        return Together(scores.float(), [len(s.items) for s in samples])  # type: ignore[arg-type]
+
+    def _best(self, samples: Sequence[Sample], place: Place) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        starts, users = self._seen_starts, np.concatenate([s.users for s in samples])
         parts = [
-            self._seen[starts[s.user] : starts[s.user + 1]] if s.exclude else self._seen[:0] for s in samples
+            self._seen[starts[user] : starts[user + 1]] if s.exclude else self._seen[:0]
+            for s, user in zip(samples, users, strict=True)
         ]
-        users = self.final[place(np.array([s.user for s in samples], np.int64))]
+        vectors = self.final[place(users)]
         hidden: tuple[torch.Tensor, ...] = ()
         if any(map(len, parts)):
             ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
             hidden = place(ends), place(np.concatenate(parts))
-        scores, ids = top_k_scores(users, self.final[self.num_users :], max(s.k for s in samples), *hidden)
+        scores, ids = top_k_scores(vectors, self.final[self.num_users :], max(s.k for s in samples), *hidden)
         left = [min(s.k, self.num_items - len(part)) for s, part in zip(samples, parts, strict=True)]
         return [(scores[i, :n], ids[i, :n]) for i, n in enumerate(left)]
+
+
+def _nested(items: Any) -> bool:
+    """Whether these are items for each of several users."""
+    return getattr(items, "ndim", 1) == 2 or (
+        isinstance(items, (list, tuple)) and len(items) > 0 and hasattr(items[0], "__len__")
+    )
 
 
 def _read(file: Path, nodes: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.configs.config import ALL_DTYPES
+from fastkernels.models.common.interfaces.samples import Scores, Together
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Score(Runner):
     """Runs a model of the interface in models/recsys/dlrm_v2.py, in the checkpoint's dtype unless another is named."""
 
     what = "a recommender"
+    ids_per_token = (
+        64  # of max_num_batched_tokens: an id costs a row of a table, and a token a pass through layers
+    )
 
     def _prepare(self, folder: Path) -> None:
         config = self.config
@@ -43,13 +48,13 @@ class Score(Runner):
         self.max_model_len = self._longest()
 
     def _longest(self) -> int:
-        """The ids that a sample may have."""
+        """The ids that a request may have."""
         config = self.config
-        longest = config.max_model_len or config.max_num_batched_tokens
-        if config.max_num_batched_tokens < longest:
+        most = self.ids_per_token * config.max_num_batched_tokens
+        if (longest := config.max_model_len or most) > most:
             raise ValueError(
-                f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len"
-                f" {longest}: a sample is computed in one step"
+                f"max_num_batched_tokens {config.max_num_batched_tokens} allows {most} ids, less than max_model_len"
+                f" {longest}: a request is computed in one step"
             )
         return longest
 
@@ -81,19 +86,26 @@ class Score(Runner):
 class ScoreStep:
     """A launched forward pass (step.Pending)."""
 
-    def __init__(self, found: Sequence[tuple[torch.Tensor, torch.Tensor | None]]):
+    def __init__(self, found: Scores):
         self._found = found
 
     def result(self) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Per sample scores [n, ...] float32, and the ids [n] int64 that they belong to, if any. Waits for them."""
-        scores = torch.cat([scores.float() for scores, _ in self._found]).cpu().numpy()
-        listed = [ids for _, ids in self._found if ids is not None]
-        ids = torch.cat(listed).cpu().numpy() if listed else None
-        made: list[tuple[np.ndarray, np.ndarray | None]] = []
-        at = ids_at = 0
-        for one, own in self._found:
-            n = len(one)
-            part = None if own is None or ids is None else ids[ids_at : ids_at + n]
-            made.append((scores[at : at + n], part))
-            at, ids_at = at + n, ids_at + (0 if own is None else n)
-        return made
+        if isinstance(self._found, Together):
+            scores, sizes = self._found
+            return [(part, None) for part in _split(scores.float(), sizes)]
+        scores = torch.cat([scores.float() for scores, _ in self._found])
+        parts = _split(scores, [len(scores) for scores, _ in self._found])
+        own = [ids for _, ids in self._found if ids is not None]
+        ids = iter(_split(torch.cat(own), [len(one) for one in own]) if own else ())
+        return [
+            (part, None if chosen is None else next(ids))
+            for part, (_, chosen) in zip(parts, self._found, strict=True)
+        ]
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Parts of a tensor, in the host's memory."""
+    array = tensor.cpu().numpy()
+    ends = list(itertools.accumulate(sizes))
+    return [array[end - n : end] for end, n in zip(ends, sizes, strict=True)]

@@ -14,6 +14,7 @@ class Segment(Score):
     """See Score. A cloud may have more points than max_num_batched_tokens: it then runs alone."""
 
     what = "a model of point clouds"
+    ids_per_token = 1
 
     def _prepare(self, folder: Path) -> None:
         super()._prepare(folder)

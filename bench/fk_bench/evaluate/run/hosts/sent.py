@@ -154,15 +154,19 @@ def _labels(frames: Sequence[Any]) -> np.ndarray:
 
 
 def _impression(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    """An impression; with `rows` in sizes, so many in one request."""
     model, bag = _model(llm), int(sizes.get("bag", 4))
-    sparse = {name: draw.integers(0, rows, bag).tolist() for name, _, rows in model.features}
-    return {"dense": draw.normal(size=model.dense_size).tolist(), "sparse": sparse}
+    rows = (int(sizes["rows"]),) if "rows" in sizes else ()
+    sparse = {name: draw.integers(0, count, (*rows, bag)) for name, _, count in model.features}
+    return {"dense": draw.normal(size=(*rows, model.dense_size)), "sparse": sparse}
 
 
 def _user(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
+    """A user with items; with `rows` in sizes, so many users in one request."""
     model = _model(llm)
-    items = draw.integers(0, model.num_items, int(sizes.get("items", 100))).tolist()
-    return {"user": int(draw.integers(model.num_users)), "items": items}
+    rows = (int(sizes["rows"]),) if "rows" in sizes else ()
+    items = draw.integers(0, model.num_items, (*rows, int(sizes.get("items", 100))))
+    return {"user": draw.integers(0, model.num_users, rows or 1), "items": items}
 
 
 def _scored(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
