@@ -131,6 +131,39 @@ def test_rows_of_a_request_may_have_any_number_of_ids(tmp_path: Path) -> None:
     assert found.outputs.scores == pytest.approx(want, abs=1e-6)
 
 
+def test_inputs_of_graphs_have_few_sizes(tmp_path: Path) -> None:
+    """Rows and ids are padded to powers of two, which changes no score."""
+    recommenders.dlrm(tmp_path)
+    each = recommenders.impressions(5)
+    seen = []
+
+    def graphs(key: str, function: Any, inputs: Any) -> torch.Tensor:
+        seen.append([len(t) for t in inputs])
+        return function(*inputs)
+
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+        llm.llm_engine.runner.model.graphs = graphs
+        found = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+    assert found == pytest.approx(want, abs=1e-6)
+    ((rows, ids, ends),) = seen
+    assert rows == 8 and ends == 8 * 4 + 1 and ids.bit_count() == 1
+
+
+@pytest.mark.gpu
+def test_graphs_of_recommenders_leave_scores(tmp_path: Path) -> None:
+    """The first call of a size is eager, the second captures, and the third replays."""
+    recommenders.dlrm(tmp_path)
+    each = recommenders.impressions(5)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+    with LLM(str(tmp_path), device="cuda") as llm:
+        for _ in range(4):
+            found = [o.outputs.score for o in llm.score(each, use_tqdm=False)]
+            assert found == pytest.approx(want, abs=1e-4)
+        assert llm.llm_engine.runner.model.graphs.replays == 3
+
+
 @pytest.mark.parametrize("name", ["dlrm", "lightgcn"])
 def test_random_weights_need_no_checkpoint(tmp_path: Path, name: str) -> None:
     """Nor a graph. The same seed gives the same scores."""
@@ -248,7 +281,10 @@ BAD = {
             "has 1 rows and needs as many entries in feature 'f1', got 2",
         ),
         ({"dense": [DENSE, DENSE], "sparse": {"f1": [1, [7]]}}, "the id 7 of feature 'f1'"),
-        ({"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1, 1), int)}}, "has an array of 3 dimensions in feature 'f1'"),
+        (
+            {"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1, 1), int)}},
+            "an array of 3 dimensions in feature 'f1'",
+        ),
         ({"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1))}}, "has 0.0 as an id of feature 'f1'"),
     ],
     "lightgcn": [

@@ -4,7 +4,8 @@ Every model of the runner Score has this interface: read(given) returns the chec
 of its ids as `size`, and raises ValueError, whose message begins with "the input". score(samples, activated, place)
 returns for each sample its scores [n], and the ids that they belong to or None, on the model's device, or the scores
 of all samples together (samples.Together); place(array) puts a numpy array there. ready(folder, dummy) is called once
-the weights are loaded, and refresh() after the model's code has changed.
+the weights are loaded, and refresh() after the model's code has changed. A model with an attribute `graphs` gets the
+runner's CUDA graphs there, or None.
 
 config.json is ours, as torchrec has none:
 
@@ -32,6 +33,7 @@ from torch import nn
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.interfaces.samples import (
+    Graphs,
     Place,
     Scores,
     Together,
@@ -42,6 +44,7 @@ from fastkernels.models.common.interfaces.samples import (
     is_number,
     rows_of,
 )
+from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.recsys.cross_low_rank import cross_low_rank
 from fastkernels.overrides.recsys.embedding_bag import ROWS, embedding_bag
@@ -49,6 +52,7 @@ from fastkernels.overrides.recsys.embedding_bag import ROWS, embedding_bag
 NUMBERS = ("dense_in_features", "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
 SIZES = ("dense_arch_layer_sizes", "over_arch_layer_sizes")
 POOLING = ("sum", "mean")
+GRAPHED = 4096  # rows of a step that run in a CUDA graph; more keep the GPU busy without one
 LARGEST = float(np.finfo(np.float32).max)
 DEFAULTS: dict[str, Any] = {  # MLPerf's model for Criteo's data
     "dense_in_features": 13, "embedding_dim": 128, "pooling": "sum", "dense_arch_layer_sizes": [512, 256, 128],
@@ -245,6 +249,7 @@ class DLRM_DCN(nn.Module):
             for table in config.tables
             for name in table["feature_names"]
         ]
+        self.graphs: Graphs | None = None
         self._names = {name: None for name, _, _ in self.features}
         self._rows = np.array([rows for _, _, rows in self.features])
         self.dense_size: int = config.dense_in_features
@@ -345,21 +350,35 @@ class DLRM_DCN(nn.Module):
     def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
         """See the module's docstring. A score for each row: the probability of a click, or not activated its logit."""
         sizes = [len(sample.dense) for sample in samples]
+        dense = np.concatenate([sample.dense for sample in samples])
         counts = np.concatenate([sample.counts for sample in samples], 1)
         ids = np.concatenate([sample.ids for sample in samples])
         if len(samples) > 1:  # feature by feature over all samples
             features = np.arange(len(counts))
             own = [np.repeat(features, sample.counts.sum(1)) for sample in samples]
             ids = ids[np.argsort(np.concatenate(own), kind="stable")]
+        rows, graphs = len(dense), self.graphs
+        if graphs is not None and rows <= GRAPHED:  # sizes that few graphs serve
+            dense = _padded(dense, rows)
+            counts = _padded(counts.T, rows).T
+            ids = _padded(ids, len(ids))
         ends = np.concatenate(([0], np.cumsum(counts.ravel())))
-        dense = place(np.concatenate([sample.dense for sample in samples]))
         dtype = self.sparse_arch.embedding_bag_collection.stacked.dtype
-        made = self(dense.to(dtype), place(ids), place(ends)).float()
+        inputs = place(dense).to(dtype), place(ids), place(ends)
+        if graphs is not None and rows <= GRAPHED:
+            made = graphs("scores", self, inputs)[:rows].float()
+        else:
+            made = self(*inputs).float()
         if all(activated):
             made = made.sigmoid()
         elif any(activated):
             made = torch.where(place(np.repeat(activated, sizes))[:, None], made.sigmoid(), made)
         return Together(made[:, 0], sizes)
+
+
+def _padded(array: np.ndarray, n: int) -> np.ndarray:
+    """With rows of zeros up to a power of two, for n rows."""
+    return np.concatenate((array, np.zeros((next_power_of_2(max(n, 1)) - n, *array.shape[1:]), array.dtype)))
 
 
 ARCH = Architecture(

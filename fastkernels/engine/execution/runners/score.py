@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
@@ -59,6 +60,7 @@ class Score(Runner):
         return longest
 
     def _loaded(self) -> None:
+        self._make_graphs()
         self.model.ready(self._folder, self.config.load_format == "dummy")
 
     def num_fitting_blocks(self) -> int:
@@ -70,8 +72,13 @@ class Score(Runner):
         self.limits = Limits(0, self.max_model_len, self.config.max_num_batched_tokens)
 
     def capture(self) -> None:
-        """See Runner: what was computed from the weights is computed again."""
+        """See Runner: graphs and what was computed from the weights are made again."""
+        self._make_graphs()
         self.model.refresh()
+
+    def _make_graphs(self) -> None:
+        if hasattr(self.model, "graphs") and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.model.graphs = ForwardGraphs(self.device)
 
     @torch.inference_mode()
     def launch(self, step: ScoreInput) -> ScoreStep:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 Place: TypeAlias = Callable[[np.ndarray], torch.Tensor]
+
+Graphs: TypeAlias = Callable[[Hashable, Callable[..., Any], Sequence[torch.Tensor]], Any]  # of the runner
 
 
 class Together(NamedTuple):
@@ -60,7 +62,8 @@ def ids_of(given: Any, what: str, count: int, where: str) -> np.ndarray:
     found = integers(given)
     if found is not None and (not found.size or (found.min() >= 0 and found.max() < count)):
         return found
-    listed = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given]
+    listed = given.tolist() if isinstance(given, np.ndarray) else given
+    listed = list(listed) if isinstance(listed, (list, tuple)) else [listed]
     for value in listed:
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise ValueError(f"the input has {reprlib.repr(value)} as an id of {what}, which is no integer")
