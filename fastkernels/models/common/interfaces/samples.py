@@ -1,4 +1,4 @@
-"""What recommenders read from requests, and what they return: checked arrays, whole batches at once."""
+"""Samples of recommenders: readers of requests that give checked arrays, whole batches at once, and their scores."""
 
 from __future__ import annotations
 
