@@ -171,7 +171,9 @@ def run_all(options: argparse.Namespace) -> int:
                 left.append(str(job))
             elif status != 0:
                 failed += 1
-                reason = f"not done within {limit:.0f} s" if status is None else f"its process ended with {status}"
+                reason = (
+                    f"not done within {limit:.0f} s" if status is None else f"its process ended with {status}"
+                )
                 note(options.out, job, reason)
     finally:
         if ready is not None:
@@ -235,7 +237,9 @@ def main() -> int:
     parser.add_argument("--only", help="architectures, comma-separated")
     parser.add_argument("--seconds", type=float, default=570.0, help="of all")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a lane")
-    parser.add_argument("--wave", type=int, default=subjects.LAST, help="0: ours and the fastest references alone")
+    parser.add_argument(
+        "--wave", type=int, default=subjects.LAST, help="0: ours and the fastest references alone"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU: tries the script")
     parser.add_argument("--summary", type=Path, nargs="+", help="print the table of these rows")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

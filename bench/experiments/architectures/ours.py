@@ -121,6 +121,9 @@ def prompts(config: Any, tokens: Mapping[str, int], sizes: Mapping[str, Any]) ->
         if not kind:
             return {"prompt_token_ids": ids}
         placeholder = [tokens[kind]] if kind in tokens else []
-        return {"prompt_token_ids": [*placeholder, *ids], "multi_modal_data": {kind: medium(kind, sizes, random)}}
+        return {
+            "prompt_token_ids": [*placeholder, *ids],
+            "multi_modal_data": {kind: medium(kind, sizes, random)},
+        }
 
     return draw

@@ -131,10 +131,18 @@ def _host(host: str, *modes: tuple[str, int], run: str = "host") -> tuple[Lane, 
     return tuple(Lane(names[mode], run, host, mode, wave) for mode, wave in modes)
 
 
-def _fla(model: str, published: float, tiny: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Subject:
+def _fla(
+    model: str, published: float, tiny: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> Subject:
     lanes = (Lane("fla, graph", "fla", "fla", "graph"), Lane("fla", "fla", "fla", wave=LATER))
     return Subject(
-        model, _texts((1, 512, 128), (32, 512, 128), (64, 1024, 128)), lanes, published, config, "bfloat16", tiny
+        model,
+        _texts((1, 512, 128), (32, 512, 128), (64, 1024, 128)),
+        lanes,
+        published,
+        config,
+        "bfloat16",
+        tiny,
     )
 
 
@@ -208,8 +216,9 @@ def subjects() -> dict[str, Subject]:
     rows, view = criteo(), {"width": 1920, "height": 1080}
     tables = [{"name": f"t{i}", "num_embeddings": n} for i, n in enumerate(rows)]
     pooled = (Lane("vllm", "pooling", "vllm", wave=LATER),)
-    images = {"dtype": "bfloat16", "prepared": True}
-    half = {"dtype": "float16", "options": {"max_num_batched_tokens": 1 << 16}}
+    large = {"max_num_batched_tokens": 1 << 17}  # a batch is one step
+    images: dict[str, Any] = {"dtype": "bfloat16", "prepared": True, "options": large}
+    half: dict[str, Any] = {"dtype": "float16", "options": large}
     picture = {"width": 1024, "height": 1024, "tokens": 1500}
     return {
         "mobilenetv4": Subject(
@@ -243,11 +252,11 @@ def subjects() -> dict[str, Subject]:
         ),
         "rtdetrv2": Subject(
             "rtdetrv2-r50", _batches(1, 4, 32), _host("transformers", GRAPHS, EAGER), 1.08, dtype="float16",
-            prepared=True,
+            prepared=True, options=large,
         ),
         "yolov10": Subject(
             "yolov10-b", _batches(1, 4, 32), _library("yolov10", LIBRARY, COMPILED), 1.06, dtype="float16",
-            other="yolov10-b-ultralytics", prepared=True,
+            other="yolov10-b-ultralytics", prepared=True, options=large,
         ),
         "dp3": Subject("dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), 1.42, prepared=True),
         "ptv3": Subject("ptv3", _batches(1, 8, points=100_000), (), 1.00),
@@ -270,7 +279,10 @@ def subjects() -> dict[str, Subject]:
             (*_host("transformers", GRAPHS, ("", LAST), run="whisper"), Lane("vllm", "vllm", "vllm", wave=LATER)),
             0.95, dtype="float16",
         ),
-        "sam3": Subject("sam3-ours", _batches(1, 4), _host("transformers", GRAPHS, EAGER), 1.05, dtype="bfloat16"),
+        "sam3": Subject(
+            "sam3-ours", _batches(1, 4), _host("transformers", GRAPHS, EAGER), 1.05, dtype="bfloat16",
+            options=large,
+        ),
         "oasis": Subject(
             "oasis", [{"batch": 1, "frames": 16}, {"batch": 4, "frames": 16}, {"batch": 8, "frames": 32}], (), 1.29
         ),
