@@ -10,21 +10,22 @@ alone. Run the same command again to go on where the time ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 from experiments.architectures import subjects
 from experiments.architectures.subjects import OURS, PLAIN, POLICIES, STEP, Case, Lane, Subject
-from experiments.architectures.times import COMMAND, Times
+from experiments.architectures.times import Times
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, append, read
 
@@ -84,7 +85,7 @@ def _is_of(lane: Lane, provider: str) -> bool:
 
 
 class Child:
-    """The process of a lane. It imports what it needs, and waits for `go`, so that its start costs no time of others."""
+    """The process of a lane. It imports what it needs, and waits for `go`: its start costs no time of others."""
 
     def __init__(self, job: Job, options: argparse.Namespace) -> None:
         self.job = job
@@ -113,10 +114,8 @@ class Child:
 
     def end(self) -> None:
         """End the process and those that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
 

@@ -221,13 +221,13 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
         return torch.nn.functional.normalize(head(hidden) if head is not None else hidden[:, 0], dim=-1)
 
     function = compiled(forward, lane.mode)
+    call = no_grad(lambda ids: on_cpu([function(ids.to(device, non_blocking=True))]))
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
         draw = torch.Generator().manual_seed(0)
         shape = case["batch"], int(sizes["tokens"])
         ids = torch.randint(ours.RESERVED, target.config.vocab_size, shape, generator=draw)
         ids = on_host(ids.to(device))
-        call = no_grad(lambda ids: on_cpu([function(ids.to(device, non_blocking=True))]))
         times.add(case, lambda ids=ids: ((lambda: ids), call))
 
 
@@ -502,7 +502,7 @@ def pooling(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -
 def vllm(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> None:
     """vLLM with the prompts of our lane."""
     kind = "audio" if "seconds" in subjects.sizes_of(subject, subject.cases[0], tiny) else "image"
-    llm, module, model = _vllm(subject, times, tiny, limit_mm_per_prompt={kind: 1})
+    llm, module, _ = _vllm(subject, times, tiny, limit_mm_per_prompt={kind: 1})
     config = llm.llm_engine.model_config.hf_config
     tokens = {"image": config.image_token_id} if kind == "image" else {}
     around = [config.vision_start_token_id, config.vision_end_token_id] if kind == "image" else []

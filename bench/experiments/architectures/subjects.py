@@ -1,4 +1,4 @@
-"""The architectures, their cases, and the lanes that are compared. Models are those of the suite `full`, at public sizes."""
+"""The architectures, their cases and the lanes that are compared. Models are those of the suite `full`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _texts(*numbers: tuple[int, int, int]) -> list[Case]:
 
 
 def _host(host: str, *modes: tuple[str, int], run: str = "host") -> tuple[Lane, ...]:
-    """Lanes of a host by torch.compile's modes and waves. The host's own name is that of the lane without a compiler."""
+    """Lanes of a host by torch.compile's modes and waves. Without a compiler, the lane has the host's name."""
     names = {"": host, "reduce-overhead": f"{host}, compiled", "max-autotune": f"{host}, autotuned"}
     return tuple(Lane(names[mode], run, host, mode, wave) for mode, wave in modes)
 
