@@ -20,6 +20,7 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import counters
 from fastkernels.engine.engines.encode_engine import EncodeEngine
 from fastkernels.engine.engines.llm_engine import LLMEngine
+from fastkernels.engine.execution.runners import encode
 from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import RUNNERS
@@ -116,6 +117,46 @@ def test_a_batch_equals_single_requests(bert: Path) -> None:
     for prompt, output in zip(prompts, together, strict=True):
         (alone,) = LLM(str(bert), device="cpu").embed([prompt])
         np.testing.assert_allclose(alone.outputs.data, output.outputs.data, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_short_texts_padded_for_a_graph_equal_plain_ones(
+    bert: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    prompts, sizes = [[5, 6, 7], list(range(4, 60)), [9], list(range(4, 8))][:count], []
+    llm = LLM(str(bert), device="cpu")
+    expected = [o.outputs.data for o in llm.encode(prompts)]
+
+    def at_once(key: str, function: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+        sizes.append([len(t) for t in inputs])
+        return function(*inputs)
+
+    monkeypatch.setattr(llm.llm_engine.runner, "graphs", at_once)
+    for own, plain in zip(llm.encode(prompts), expected, strict=True):
+        np.testing.assert_allclose(own.outputs.data, plain, atol=1e-5)
+    tokens = {1: 16, 3: 64, 4: 64}[count]
+    assert sizes == [[count + 1 + (count < 4), tokens, tokens]]
+
+
+def test_many_and_long_texts_are_not_padded(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(bert), device="cpu")
+    monkeypatch.setattr(encode, "TEXT_TOKENS", (16, 32))
+    monkeypatch.setattr(llm.llm_engine.runner, "graphs", lambda *given: pytest.fail("a graph"))
+    assert len(llm.embed([[5, 6]] * 5)) == 5
+    assert len(llm.embed([list(range(4, 20))] * 3)) == 3
+
+
+@pytest.mark.gpu
+def test_graph_of_texts_equals_plain_steps(bert: Path) -> None:
+    prompts = [[5, 6, 7], list(range(4, 60)), [9]]
+    with (
+        LLM(str(bert), device="cuda", dtype="float32") as llm,
+        LLM(str(bert), device="cuda", dtype="float32", enforce_eager=True) as plain,
+    ):
+        for given in (prompts, [p[::-1] for p in prompts], prompts[:1], prompts[:1]):
+            found = [o.outputs.data for o in llm.embed(given)]
+            np.testing.assert_allclose(found, [o.outputs.data for o in plain.embed(given)], atol=1e-4)
+        assert llm.llm_engine.runner.graphs.replays == 2
 
 
 @pytest.mark.slow

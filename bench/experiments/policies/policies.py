@@ -73,7 +73,8 @@ def ours(llm: LLM, observations: list[Observation], found: Found) -> None:
     found.add("fastkernels", lambda: runner.launch(step).result())
 
 
-def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found) -> None:
+def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found, own: bool = True) -> None:
+    """own: time our engine, too."""
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     config = PI0Config()
@@ -81,13 +82,14 @@ def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found) -> None:
     random = np.random.default_rng(0)
     pixels = random.normal(size=(cameras, 3, 224, 224)).astype(np.float32)
     ids, state = random.integers(3, 1000, 20), random.normal(size=32).astype(np.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        with LLM(folder, load_format="dummy", dtype="bfloat16", max_num_batched_tokens=1 << 16) as llm:
-            size = cameras * 256 + len(ids)
-            arrays = {"pixels": pixels, "ids": ids, "state": state}
-            ours(llm, [Observation(arrays, size, (cameras,))] * batch, found)
-    torch.cuda.empty_cache()
+    if own:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            with LLM(folder, load_format="dummy", dtype="bfloat16", max_num_batched_tokens=1 << 16) as llm:
+                size = cameras * 256 + len(ids)
+                arrays = {"pixels": pixels, "ids": ids, "state": state}
+                ours(llm, [Observation(arrays, size, (cameras,))] * batch, found)
+        torch.cuda.empty_cache()
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         model = PI0ForConditionalGeneration(config).eval()
@@ -181,18 +183,22 @@ class Reference(nn.Module):
         return self.last(x).transpose(1, 2)
 
 
-def run_dp3(batch: int, modes: Sequence[str], found: Found) -> None:
+def run_dp3(batch: int, modes: Sequence[str], found: Found, own: bool = True) -> None:
+    """own: time our engine, too."""
     from diffusers import DDIMScheduler
 
     random = np.random.default_rng(0)
     clouds = random.normal(size=(batch, 2, 512, 3)).astype(np.float32)
     states = random.normal(size=(batch, 2, 24)).astype(np.float32)
     config = {"architectures": ["SimpleDP3"], "model_type": "simple_dp3", "dtype": "float32", **dp3.DEFAULTS}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        with LLM(folder, load_format="dummy", max_num_batched_tokens=1 << 16) as llm:
-            given = [Observation({"points": c, "state": s}, 16) for c, s in zip(clouds, states, strict=True)]
-            ours(llm, given, found)
+    if own:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            with LLM(folder, load_format="dummy", max_num_batched_tokens=1 << 16) as llm:
+                given = [
+                    Observation({"points": c, "state": s}, 16) for c, s in zip(clouds, states, strict=True)
+                ]
+                ours(llm, given, found)
     model = Reference().cuda().eval()
     scheduler = DDIMScheduler(100, beta_schedule="squaredcos_cap_v2", prediction_type="sample")
     points, state = torch.from_numpy(clouds).cuda(), torch.from_numpy(states).cuda()

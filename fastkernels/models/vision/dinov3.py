@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class DINOv3ViTEmbeddings(nn.Module):
         return torch.cat([tokens for part in parts for tokens in (prefix, part)])
 
 
-@lru_cache(maxsize=64)
+@cache  # CUDA graphs read the tables
 def rope_table(
     rows: int, columns: int, prefix: int, head_size: int, theta: float, device: torch.device
 ) -> torch.Tensor:

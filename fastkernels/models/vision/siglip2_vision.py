@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.core.forward_context import get_forward_context
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.layers import activation_modules
@@ -150,7 +151,10 @@ class Siglip2MultiheadAttentionPoolingHead(nn.Module):
 def mean(hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """The mean of each image's tokens [B, H]."""
     lengths = starts.diff()
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=hidden.device), lengths)
+    if len(lengths) * get_forward_context().max_seqlen_q == len(hidden):  # all of one size
+        return hidden.view(len(lengths), -1, hidden.shape[1]).mean(1, dtype=torch.float32).to(hidden.dtype)
+    numbers = torch.arange(len(lengths), device=hidden.device)
+    rows = torch.repeat_interleave(numbers, lengths, output_size=len(hidden))  # else it waits for the device
     total = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.float32)
     return (total.index_add_(0, rows, hidden.float()) / lengths[:, None]).to(hidden.dtype)
 

@@ -6,7 +6,7 @@ The interface is that of dinov3.py, for videos. The predictor, which fills in ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ Clips = Sequence[tuple[int, int, int]]
 Table = tuple[torch.Tensor, torch.Tensor]
 
 
-@lru_cache(maxsize=16)
+@cache  # CUDA graphs read the tables
 def rope_table(steps: int, side: int, head_size: int, device: torch.device) -> Table:
     """Cosines and sines [steps * side * side, head_size] in float32 of a clip's tokens.
 

@@ -11,24 +11,27 @@ from typing import Any
 import torch
 
 log = logging.getLogger("fastkernels")
-MOST = 16  # graphs that are kept; the least recently used one goes first
+MOST = 16  # graphs that are kept by default; the least recently used one goes first
 
 
 @dataclass(frozen=True)
 class _Graph:
+    """function: it holds the tensors that the graph reads beside its inputs."""
+
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     output: Any
+    function: Callable[..., Any]
 
 
 class ForwardGraphs:
     """Runs functions of tensors, by key and shapes. The first run is eager: it compiles and chooses kernels.
 
-    All graphs share one memory pool, so an output is valid until the next call.
+    All graphs share one memory pool, so an output is valid until the next call. most: graphs that are kept.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, most: int = MOST):
+        self._device, self._most = device, most
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._eager: set[Hashable] = set()
@@ -38,7 +41,10 @@ class ForwardGraphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
-        """function(*inputs), tensors, which depend on the key and the inputs only."""
+        """function(*inputs), tensors, which depend on the key and the inputs only.
+
+        The function may read other tensors that follow from the key: those of the call that is captured are kept.
+        """
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
             self._graphs[key] = None
@@ -46,7 +52,7 @@ class ForwardGraphs:
         if key in self._eager:
             return function(*inputs)
         if self._graphs[key] is None:
-            if len(self) >= MOST:
+            if len(self) >= self._most:
                 self._graphs.pop(next(k for k, graph in self._graphs.items() if graph is not None))
             try:
                 self._graphs[key] = self._capture(function, inputs)
@@ -70,4 +76,4 @@ class ForwardGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             output = function(*static)
         log.info("captured a CUDA graph of inputs %s", tuple(inputs[0].shape))
-        return _Graph(graph, static, output)
+        return _Graph(graph, static, output, function)

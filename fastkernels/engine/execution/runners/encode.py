@@ -12,7 +12,7 @@ import torch
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
-from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
+from fastkernels.engine.execution.forward.forward_graphs import MOST, ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.activation import read_activation
 from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
@@ -31,6 +31,10 @@ from fastkernels.models.common.interfaces.segmenter import ImageSegmenter
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
+# A step of a few short texts waits for launches of kernels, and runs in a CUDA graph, padded to one of these numbers of
+# tokens: four in each octave.
+TEXT_ROWS, TEXT_GRAPHS = 4, 128
+TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 9) for part in (4, 5, 6, 7)), 2048}))
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend", "speculative_config")
 
 
@@ -81,7 +85,10 @@ class Encode(Runner):
         for name in CACHE_OPTIONS:
             if getattr(config, name) != getattr(default, name):
                 raise ValueError(f"{name} applies to models that generate; {config.model} is an encoder")
-        if registry.find(self.hf_config.architectures[0]).arch.inputs in READERS:
+        self._reads = (
+            registry.find(self.hf_config.architectures[0]).arch.inputs in READERS
+        )  # images or videos
+        if self._reads:
             self.max_model_len = config.max_model_len or config.max_num_batched_tokens
             self.pooling = Pooling("own")
         else:
@@ -110,8 +117,9 @@ class Encode(Runner):
     def capture(self) -> None:
         """See Runner: graphs and kept features are made again, when a request needs them."""
         finds = isinstance(self.model, (Detector, ImageSegmenter))
-        if finds and self.device.type == "cuda" and not self.config.enforce_eager:
-            self.graphs = ForwardGraphs(self.device)
+        captures = finds or self.config.tensor_parallel_size == 1
+        if captures and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.graphs = ForwardGraphs(self.device, MOST if self._reads else TEXT_GRAPHS)
         if isinstance(self.model, ImageSegmenter):
             self.segmenting = Segmenting(self.model, self.device, self.graphs)
 
@@ -146,19 +154,44 @@ class Encode(Runner):
                 seq_lens=self._to_device(step.seen).int(), max_seqlen_k=int(step.seen.max()),
             )  # fmt: skip
         with forward_context(metadata):
+            tasks = tuple(dict.fromkeys(step.tasks))
             if step.patches is None:
-                types = [] if step.token_type_ids is None else [self._to_device(step.token_type_ids)]
-                hidden = self.model(self._to_device(step.input_ids), self._to_device(positions), *types)
-            else:
-                hidden = self._seen(self._to_device(step.patches, np.float32), tuple(step.grids))
-            found = {task: self._head(step, task, hidden, cu_seqlens) for task in dict.fromkeys(step.tasks)}
-        return EncodeStep(step, starts, found)
+                types = [] if step.token_type_ids is None else [step.token_type_ids]
+                hidden = self._read([step.input_ids, positions, *types], starts, metadata)
+                return EncodeStep(step, starts, {t: self._head(step, t, hidden, cu_seqlens) for t in tasks})
+            patches, grids = self._to_device(step.patches, np.float32), tuple(step.grids)
+            bare = replace(step, patches=None)  # a graph keeps it
 
-    def _seen(self, patches: torch.Tensor, grids: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-        """The hidden states of images or videos, of a detector on a GPU from a CUDA graph of these sizes."""
-        if self.graphs is None:
-            return self.model(patches, grids)
-        return self.graphs(grids, lambda patches: self.model(patches, grids), [patches])
+            def compute(patches: torch.Tensor) -> list[torch.Tensor]:
+                with forward_context(metadata):
+                    hidden = self.model(patches, grids)
+                    return [self._head(bare, task, hidden, cu_seqlens) for task in tasks]
+
+            made = (
+                compute(patches) if self.graphs is None else self.graphs((grids, tasks), compute, [patches])
+            )
+        return EncodeStep(step, starts, dict(zip(tasks, made, strict=True)))
+
+    def _read(
+        self, arrays: Sequence[np.ndarray], starts: np.ndarray, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """The hidden states of texts. arrays [T]: their ids, positions and types."""
+        few = self.graphs is not None and len(starts) <= TEXT_ROWS + 1 and starts[-1] <= TEXT_TOKENS[-1]
+        if not few or metadata.key_rows is not None:
+            return self.model(*map(self._to_device, arrays))
+        arrays, bounds = padded(arrays, starts)
+        size = len(arrays[0])
+
+        def compute(bounds: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+            context = replace(
+                metadata, cu_seqlens_q=bounds, seq_lens=bounds.diff(), max_seqlen_q=size, max_seqlen_k=size,
+                slot_mapping=bounds.new_empty(0), block_table=bounds.new_empty(len(bounds) - 1, 0),
+            )  # fmt: skip
+            with forward_context(context):
+                return self.model(*given)
+
+        given = [self._to_device(bounds, np.int32), *map(self._to_device, arrays)]
+        return self.graphs("texts", compute, given)[: starts[-1]]
 
     def _head(
         self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
@@ -189,6 +222,14 @@ class Encode(Runner):
     def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def padded(arrays: Sequence[np.ndarray], starts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Arrays [T] with zeros up to the next of TEXT_TOKENS, and the bounds of the sequences: the zeros are one more."""
+    size = next(n for n in TEXT_TOKENS if n >= starts[-1])
+    if size == starts[-1]:
+        return list(arrays), starts
+    return [np.pad(a, (0, size - len(a))) for a in arrays], np.append(starts, size)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ class Pooling:
         elif self.mode == "last":
             pooled = hidden.index_select(0, starts[1:] - 1)
         else:
-            rows = torch.repeat_interleave(torch.arange(len(lengths), device=hidden.device), lengths)
+            numbers = torch.arange(len(lengths), device=hidden.device)
+            rows = torch.repeat_interleave(
+                numbers, lengths, output_size=len(hidden)
+            )  # else it waits for the device
             shape = (len(lengths), hidden.shape[1])
             if self.mode == "max":
                 index = rows[:, None].expand_as(hidden)

@@ -1,0 +1,344 @@
+"""The architectures, their cases and the lanes that are compared. Models are those of the suite `full`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from fk_bench.evaluate import suites
+
+OURS, STEP, PLAIN = "fastkernels", "fastkernels, prepared", "engine with PyTorch's ops"
+LIBRARY, COMPILED, KEPT = "library", "library, compiled", "library, embeddings kept"
+POLICIES = "policies"  # a lane whose rows have names of their own
+CAP = 100_000  # rows of a table of the 26 of Criteo, as in the cases of embedding_bag
+FIRST, LATER, LAST = 0, 1, 2  # waves: all lanes of a wave run before those of the next one
+Case = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What runs in one process.
+
+    run    the name of its function in references.RUNS
+    needs  the module that must be installed
+    mode   of torch.compile; '': not compiled
+    """
+
+    name: str
+    run: str
+    needs: str = "torch"
+    mode: str = ""
+    wave: int = FIRST
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.needs) is not None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An architecture, and what is timed.
+
+    model   of the suite, or another one
+    cases   {batch, and fields of the request}; the smallest first
+    config  fields of the configuration that differ from the suite's
+    dtype   of all lanes
+    tiny    fields that make it small, for a model without a probe
+    options of our engine
+    other   the suite's model of a library with the same sizes
+    arguments, renamed, fixed: of that library's model: arguments that differ, {field of our request: its field}, and
+            further fields of its request
+    prepared  references take prepared inputs: tensors of images. Ours are then compared from checked requests on
+    published the speedup of the paper, arXiv 2605.23215
+    limit   seconds of a lane, over the default
+    """
+
+    model: str | suites.Model
+    cases: Sequence[Case]
+    lanes: Sequence[Lane] = ()
+    published: float | None = None
+    config: Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    tiny: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    other: str = ""
+    arguments: Mapping[str, Any] | None = None
+    renamed: Mapping[str, str] | None = None
+    fixed: Mapping[str, int] | None = None
+    prepared: bool = False
+    limit: float = 1.0
+
+    @property
+    def all_lanes(self) -> tuple[Lane, ...]:
+        """Ours, those of references, and PyTorch's ops: early where no reference is installed."""
+        others = any(lane.installed for lane in self.lanes)
+        return (Lane(OURS, "engine"), *self.lanes, Lane(PLAIN, "engine", wave=LAST if others else FIRST))
+
+
+def declared(name: str | suites.Model) -> suites.Model:
+    if isinstance(name, suites.Model):
+        return name
+    return _models()[name]
+
+
+@cache
+def _models() -> dict[str, suites.Model]:
+    return {e.item.model: e.model for e in suites.load("full").entries}
+
+
+def model_of(subject: Subject, tiny: bool) -> suites.Model:
+    """The model that our engine runs."""
+    model = declared(subject.model)
+    if tiny and subject.tiny is not None:
+        small = replace(model, config={**model.config, **subject.tiny}, layers=0)
+        return small.small if model.probe else small
+    if tiny:
+        return model.small
+    return replace(model, config={**model.config, **(subject.config or {})}, layers=0)
+
+
+def sizes_of(subject: Subject, case: Case, tiny: bool) -> dict[str, Any]:
+    """The fields of a request."""
+    model = model_of(subject, tiny)
+    own = {k: v for k, v in case.items() if k != "batch"}
+    return {**own, **model.request, **TINY_TEXT} if tiny else {**model.request, **own}
+
+
+TINY_TEXT = {"new": 4}  # tokens that a small model generates
+
+
+def criteo() -> list[int]:
+    from fastkernels.core import registry
+
+    case = next(c for c in registry.get("embedding_bag").cases if c.name == "dlrm_one_2048")
+    return [min(int(rows), CAP) for rows in case.dims["tables"]]
+
+
+def _batches(*numbers: int, **sizes: int) -> list[Case]:
+    return [{"batch": n, **sizes} for n in numbers]
+
+
+def _texts(*numbers: tuple[int, int, int]) -> list[Case]:
+    return [{"batch": n, "tokens": tokens, "new": new} for n, tokens, new in numbers]
+
+
+def _host(host: str, *modes: tuple[str, int], run: str = "host") -> tuple[Lane, ...]:
+    """Lanes of a host by torch.compile's modes and waves. Without a compiler, the lane has the host's name."""
+    names = {"": host, "reduce-overhead": f"{host}, compiled", "max-autotune": f"{host}, autotuned"}
+    return tuple(Lane(names[mode], run, host, mode, wave) for mode, wave in modes)
+
+
+def _fla(
+    model: str, published: float, tiny: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> Subject:
+    lanes = (Lane("fla, graph", "fla", "fla", "graph"), Lane("fla", "fla", "fla", wave=LATER))
+    return Subject(
+        model,
+        _texts((1, 512, 128), (32, 512, 128), (64, 1024, 128)),
+        lanes,
+        published,
+        config,
+        "bfloat16",
+        tiny,
+    )
+
+
+GRAPHS, TUNED, EAGER = ("reduce-overhead", FIRST), ("max-autotune", LATER), ("", LATER)
+LIBRARIES = {"dlrmv2": "torchrec", "lightgcn": "torch_geometric", "gaussians": "gsplat", "openfold3": "openfold3",
+             "yolov10": "ultralytics"}  # fmt: skip
+
+
+def _library(name: str, *lanes: str) -> tuple[Lane, ...]:
+    """LIBRARY runs in the first wave where nothing faster is named."""
+    return tuple(
+        Lane(lane, "library", LIBRARIES[name], "reduce-overhead" if lane == COMPILED else "",
+             LATER if lane == LIBRARY and len(lanes) > 1 else FIRST)
+        for lane in lanes
+    )  # fmt: skip
+
+
+QWEN3_VL = suites.Model(
+    category="multimodal", public="Qwen3-VL-8B-Instruct", weights="dummy",
+    request={"width": 1024, "height": 1024, "tokens": 1200},
+    files={
+        "preprocessor_config.json": {
+            "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16,
+            "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        },
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16, "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
+    tokenizers={
+        ".": {
+            "longest": 4096,
+            "tokens": {
+                "<|vision_start|>": 151652, "<|vision_end|>": 151653, "<|image_pad|>": 151655,
+                "<|video_pad|>": 151656,
+            },
+        }
+    },
+    probe={
+        "image_token_id": 514, "video_token_id": 515, "vision_start_token_id": 512, "vision_end_token_id": 513,
+        "text_config": {
+            "vocab_size": 520, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+        },
+        "files": {
+            "preprocessor_config.json": {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}},
+            "video_preprocessor_config.json": {
+                "patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096},
+            },
+        },
+        "tokenizers": {
+            ".": {
+                "tokens": {"<|vision_start|>": 512, "<|vision_end|>": 513, "<|image_pad|>": 514, "<|video_pad|>": 515}
+            }
+        },
+        "request": {"width": 24, "height": 32, "tokens": 80},
+    },
+)  # fmt: skip
+
+
+def subjects() -> dict[str, Subject]:
+    """Subjects by name; quick ones that had no figure first."""
+    rows, view = criteo(), {"width": 1920, "height": 1080}
+    tables = [{"name": f"t{i}", "num_embeddings": n} for i, n in enumerate(rows)]
+    pooled = (Lane("vllm", "pooling", "vllm", wave=LATER),)
+    large = {"max_num_batched_tokens": 1 << 17}  # a batch is one step
+    images: dict[str, Any] = {"dtype": "bfloat16", "prepared": True, "options": large}
+    half: dict[str, Any] = {"dtype": "float16", "options": large}
+    picture = {"width": 1024, "height": 1024, "tokens": 1500}
+    return {
+        "mobilenetv4": Subject(
+            "mobilenetv4-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 1.15, **images
+        ),
+        "efficientnetv2": Subject(
+            "efficientnetv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 1.05, limit=1.5, **images
+        ),
+        "convnextv2": Subject(
+            "convnextv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 0.99, **images
+        ),
+        "bge-m3": Subject(
+            "bge-m3", _batches(1, 32, 256, tokens=512), (*_host("transformers", GRAPHS, run="texts"), *pooled), 1.06,
+            **half,
+        ),
+        "colbertv2": Subject(
+            "colbertv2", _batches(1, 32, 256, tokens=300), (*_host("transformers", GRAPHS, run="texts"), *pooled), 3.08,
+            **half,
+        ),
+        "bge-reranker": Subject(
+            "bge-reranker", _batches(1, 32, 256, tokens=512), (*_host("transformers", GRAPHS, run="texts"), *pooled),
+            **half,
+        ),
+        "dlrmv2": Subject(
+            "dlrmv2", _batches(1, 32, 2048, bag=1), _library("dlrmv2", LIBRARY, COMPILED), 1.06, {"tables": tables},
+            other="dlrmv2-torchrec", arguments={"rows": rows},
+        ),
+        "lightgcn": Subject(
+            "lightgcn", _batches(1, 32, 512, items=1000), _library("lightgcn", LIBRARY, COMPILED, KEPT), 1.03,
+            other="lightgcn-pyg",
+        ),
+        "rtdetrv2": Subject(
+            "rtdetrv2-r50", _batches(1, 4, 32), _host("transformers", GRAPHS, EAGER), 1.08, dtype="float16",
+            prepared=True, options=large,
+        ),
+        "yolov10": Subject(
+            "yolov10-b", _batches(1, 4, 32), _library("yolov10", LIBRARY, COMPILED), 1.06, dtype="float16",
+            other="yolov10-b-ultralytics", prepared=True, options=large,
+        ),
+        "dp3": Subject("dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), 1.42, prepared=True),
+        "ptv3": Subject("ptv3", _batches(1, 8, points=100_000), (), 1.00),
+        "gaussians": Subject(
+            "gaussians", _batches(1, 4, **view), _library("gaussians", LIBRARY), 0.99, other="gaussians-gsplat"
+        ),
+        "instant-ngp": Subject("instant-ngp", _batches(1, **view), (), 0.97),
+        "gla": _fla("gla", 1.85, {
+            "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 128,
+        }),
+        "retnet": _fla("retnet", 1.86, {
+            "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 128,
+        }),
+        "rwkv7": _fla("rwkv7", 1.18, {
+            "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "decay_low_rank_dim": 16,
+            "gate_low_rank_dim": 16, "a_low_rank_dim": 16, "v_low_rank_dim": 16, "vocab_size": 128,
+        }),
+        "whisper": Subject(
+            "whisper-large-v3", [{"batch": n, "seconds": 30, "tokens": 4, "new": 128} for n in (1, 32)],
+            (*_host("transformers", GRAPHS, ("", LAST), run="whisper"), Lane("vllm", "vllm", "vllm", wave=LATER)),
+            0.95, dtype="float16",
+        ),
+        "sam3": Subject(
+            "sam3-ours", _batches(1, 4), _host("transformers", GRAPHS, EAGER), 1.05, dtype="bfloat16",
+            options=large,
+        ),
+        "oasis": Subject(
+            "oasis", [{"batch": 1, "frames": 16}, {"batch": 4, "frames": 16}, {"batch": 8, "frames": 32}], (), 1.29
+        ),
+        "pi0": Subject(
+            "pi0", [{"batch": 1, "cameras": n} for n in (1, 3)], (Lane(POLICIES, "policies", "transformers"),), 3.48,
+            prepared=True, limit=2.0,
+        ),
+        "llada": Subject(
+            "llada-8b", [{"batch": n, "tokens": 256, "new": 256, "steps": 64} for n in (1, 8)],
+            _host("transformers", GRAPHS, run="unmask"), 1.07, {"n_layers": 32}, "bfloat16",
+        ),
+        "cosyvoice3": Subject("cosyvoice3", _batches(1, 8), (), 2.13),
+        "qwen2-vl": Subject(
+            "qwen2-vl-7b", [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
+            (Lane("vllm", "vllm", "vllm"),), 0.91, dtype="bfloat16", limit=2.0,
+        ),
+        "qwen3-vl": Subject(
+            QWEN3_VL, [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
+            (Lane("vllm", "vllm", "vllm"),), 1.39, dtype="bfloat16", limit=2.0,
+        ),
+        "ttt-e2e": Subject(
+            "ttt_e2e", _texts((1, 2048, 128), (8, 2048, 128)), (), 1.10, {"mini_batch_size": 1024}, "bfloat16", {
+                "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+                "num_attention_heads": 2, "mini_batch_size": 8, "sliding_window_size": 16, "suffix_len": 2,
+            },
+        ),
+        "openfold3": Subject(
+            "openfold3", [{"batch": 1, "residues": n} for n in (150, 400, 700)],
+            _library("openfold3", LIBRARY, COMPILED), 1.03, other="openfold3-library",
+            renamed={"residues": "tokens"}, fixed={"rows": 1, "templates": 1},
+        ),
+        "sdxl": Subject(
+            "sdxl-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),), 1.17,
+            dtype="bfloat16", limit=1.5,
+        ),
+        "flux": Subject(
+            "flux-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),), 1.01,
+            dtype="bfloat16", limit=1.5,
+        ),
+        "hunyuan-video": Subject(
+            "hunyuan-video", [{"batch": 1, "frames": 25, "steps": 4}],
+            (
+                Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),
+                Lane("diffusers", "pipeline", "diffusers", wave=LAST),
+            ), 0.97, dtype="bfloat16", limit=1.5,
+        ),
+        "siglip2": Subject(
+            "siglip2-so400m", _batches(1, 8, 32), _host("transformers", GRAPHS), 0.93, **images
+        ),
+        "dinov3": Subject("dinov3-l", _batches(1, 8, 32), _host("transformers", GRAPHS), 0.99, **images),
+        "swinv2": Subject("swinv2-b", _batches(1, 8, 32), _host("transformers", GRAPHS), 1.17, **images),
+        "vjepa2": Subject("vjepa2-l", _batches(1, 8), _host("transformers", GRAPHS), 1.01, **images),
+    }  # fmt: skip
+
+
+def small(subject: Subject) -> Subject:
+    """Its first case, with a batch of two where it has larger ones; the sizes are those of the suite's small model."""
+    batch = min(2, subject.cases[-1]["batch"])
+    return replace(subject, cases=[{**subject.cases[0], "batch": batch, "tiny": 1}], dtype="float32")

@@ -1,0 +1,141 @@
+"""Plan, resumption and table of the times of architectures; the models themselves run in `--tiny`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench.core.rows import Row, Status, Subject, append, read
+from fk_bench.evaluate.run.hosts.libraries import MODELS
+from support.h200_plan import ROOT
+
+from fastkernels.core import registry
+
+sys.path.insert(0, str(ROOT / "bench"))
+from experiments.architectures import architectures, references, subjects
+from experiments.architectures.subjects import LIBRARY, OURS, PLAIN, STEP
+
+
+def row(name: str, lane: str, case: dict[str, int], ms: float | None) -> Row:
+    metrics = {} if ms is None else {"call_ms_p50": ms}
+    return Row(
+        run_id="architectures", command="architectures.py", subject=Subject(model=name, provider=lane),
+        case={"kind": "call", "dtype": "auto", **case}, metrics=metrics, status=Status.OK if ms else Status.FAILED,
+    )  # fmt: skip
+
+
+def options(out: Path, **more: Any) -> argparse.Namespace:
+    given = {"out": out, "seconds": 500.0, "limit": 100.0, "only": None, "wave": 2, "tiny": False, **more}
+    return argparse.Namespace(**given)
+
+
+def test_models_and_lanes_are_known() -> None:
+    known = subjects.subjects()
+    assert len(known) > 30
+    for name, subject in known.items():
+        model = subjects.model_of(subject, tiny=False)
+        assert model.config or model.public or model.files, name
+        batches = [tuple(case.values()) for case in subject.cases]
+        assert batches == sorted(batches), f"{name}: the smallest case is not the first"
+        assert {lane.run for lane in subject.all_lanes} <= {*references.RUNS}, name
+        assert len({lane.name for lane in subject.all_lanes}) == len(subject.all_lanes), name
+        if subject.other:
+            assert subjects.declared(subject.other).library in MODELS
+    assert len(subjects.criteo()) == 26
+
+
+def test_provider_of_each_op_is_one_that_it_has() -> None:
+    for pair in architectures.plain_ops().split(","):
+        name, _, provider = pair.partition(":")
+        assert provider in [p.name for p in registry.get(name).op.providers], pair
+
+
+def test_lanes_run_in_waves_and_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "find_spec", lambda name: None if name == "gsplat" else object())
+    found, absent = architectures.jobs(["gaussians", "lightgcn"], wave=2, tiny=False)
+    assert [str(job) for job in found] == [
+        "lightgcn, fastkernels", "lightgcn, library, compiled", "lightgcn, library, embeddings kept",
+        "gaussians, fastkernels", "gaussians, engine with PyTorch's ops",
+        "lightgcn, library", "lightgcn, engine with PyTorch's ops",
+    ]  # fmt: skip
+    assert absent == ["gaussians, library (no gsplat)"]
+    assert len(architectures.jobs(["lightgcn"], wave=0, tiny=False)[0]) == 3
+
+
+def test_table_has_the_fastest_reference() -> None:
+    case = {"batch": 1, "points": 100_000}
+    rows = [
+        row("ptv3", OURS, case, 4.0), row("ptv3", PLAIN, case, 9.0), row("ptv3", "library", case, 6.0),
+        row("ptv3", "library, compiled", case, None),
+    ]  # fmt: skip
+    wanted = "| ptv3 | batch 1, points 100000 | 4.000 | 4.000 | library | 6.000 | 1.50 | 1.00 | library, compiled |"
+    assert architectures.summary(rows).splitlines()[-1] == wanted
+
+
+def test_prepared_requests_are_compared_with_hosts_and_whole_calls_with_plain_ops() -> None:
+    case = {"batch": 1}
+    rows = [
+        row("dinov3", OURS, case, 4.0),
+        row("dinov3", STEP, case, 2.0),
+        row("dinov3", PLAIN, case, 5.0),
+    ]
+    assert "| 4.000 | 4.000 | engine with PyTorch's ops | 5.000 | 1.25 |" in architectures.summary(rows)
+    rows.append(row("dinov3", "transformers, compiled", case, 3.0))
+    assert "| 2.000 | 4.000 | transformers, compiled | 3.000 | 1.50 |" in architectures.summary(rows)
+
+
+def test_full_sizes_without_a_gpu_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(architectures.machine, "machine", lambda: argparse.Namespace(gpus=[]))
+    monkeypatch.setattr(architectures, "run_all", lambda options: 0)
+    monkeypatch.setattr(sys, "argv", ["architectures", "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit):
+        architectures.main()
+    assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_lanes_end_on_their_own_and_are_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, started, ended = tmp_path / "rows.jsonl", [], []
+
+    class Child:
+        def __init__(self, job: architectures.Job, options: Any) -> None:
+            self.job = job
+
+        def go(self, limit: float) -> int | None:
+            name, lane = self.job.name, self.job.lane.name
+            started.append(lane)
+            if lane == PLAIN:
+                return None
+            if lane == OURS:
+                append(out, [row(name, lane, case, 2.0) for case in self.job.subject.cases])
+            return 0 if lane == OURS else 3
+
+        def end(self) -> None:
+            ended.append(self.job.lane.name)
+
+    monkeypatch.setattr(architectures, "Child", Child)
+    monkeypatch.setattr(subjects, "find_spec", lambda name: object())
+    assert architectures.run_all(options(out, only="gaussians")) == 1
+    assert started == [OURS, LIBRARY, PLAIN]
+    reasons = {str(r.subject.provider): r.reason for r in read(out)[0]}
+    assert reasons == {OURS: "", PLAIN: "not done within 100 s", LIBRARY: "its process ended with 3"}
+    assert architectures.run_all(options(out, only="gaussians")) == 0 and len(started) == 3
+    more = options(tmp_path / "more.jsonl", only="gaussians", seconds=5.0)
+    assert architectures.run_all(more) == 0 and len(started) == 3 and ended == [OURS]
+    assert architectures.run_all(options(out, only="nothing")) == 2
+
+
+def test_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import sys, time\nsys.stdin.readline()\ntime.sleep(60)\n")
+    monkeypatch.setattr(architectures, "__file__", str(script))
+    (job, *_), _ = architectures.jobs(["dp3"], wave=0, tiny=False)
+    made = architectures.Child(job, options(tmp_path / "rows.jsonl"))
+    assert made.go(0.2) is None
+    assert made._process.returncode == -9
