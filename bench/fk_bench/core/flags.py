@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -59,3 +59,10 @@ def per_lane_env(items: Iterable[str]) -> dict[str, dict[str, str]]:
             raise ConfigError(f"--env: expected LANE:KEY=VALUE, got {item!r}")
         found.setdefault(lane, {})[key] = value
     return found
+
+
+def check_choice(name: str, given: str, allowed: Sequence[str]) -> None:
+    """Raise ConfigError for a value of an option that is not one of these."""
+    if given not in allowed:
+        several = ", ".join(allowed[:-1])
+        raise ConfigError(f"--{name} {given!r}: give {several} or {allowed[-1]}")

@@ -30,9 +30,23 @@ def public_name(model: str) -> str | None:
     """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
     owner, _, last = model.strip().rpartition("/")
     name = last.lower()
-    public = name if name in PUBLIC else re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
+    short = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
+    public = next((known for known in (name, short, f"{short}-instruct") if known in PUBLIC), name)
     known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
     return public if known else None
+
+
+def first_layers(model: str) -> tuple[str, int | None]:
+    """(name, layers) of a name like 'jamba-v0.1:8', the first 8 layers of a public model; None: all of them.
+
+    Raises ModelError for layers that are no number from 1.
+    """
+    name, colon, layers = model.strip().rpartition(":")
+    if not colon or public_name(name) is None:
+        return model, None
+    if not layers.isdecimal() or int(layers) < 1:
+        raise ModelError(f"{model!r}: give a number of layers, at least 1, as in {name}:8")
+    return name, int(layers)
 
 
 def hub_name(model: str) -> str:
@@ -48,8 +62,8 @@ def is_model(word: str) -> bool:
 
 def check_name(model: str) -> None:
     """Raise ModelError for a name that `load_config` cannot resolve, without importing torch or transformers."""
-    path = Path(model).expanduser()
-    if public_name(model) is not None or path.is_file() or (model in models() and not path.exists()):
+    path, (name, _) = Path(model).expanduser(), first_layers(model)
+    if public_name(name) is not None or path.is_file() or (model in models() and not path.exists()):
         return
     if path.is_dir():
         if (path / "model_index.json").is_file() and not (path / "config.json").is_file():

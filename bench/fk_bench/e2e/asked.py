@@ -25,23 +25,29 @@ from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent
-from fk_bench.e2e.loads import BLOCK, Load, room_for
+from fk_bench.e2e.loads import BLOCK, EMBED, GENERATE, Load, room_for
+from fk_bench.e2e.media import NO_MEDIA, Media, Place, placed
 from fk_bench.e2e.ratios import COMMAND
-from fk_bench.offline.host import HostFailed, make_row, vocab_size
+from fk_bench.offline.host import HostFailed, make_row
 
 # The rows of another of these are another comparison.
 CHOSEN = {
     "before_construction": False, "no_table": False, "with_engine": False, "kv_cache_dtype": "auto", "loads": "",
+    "task": GENERATE, "images": "", "audio": 0.0, "graph_sizes": "all",
 }  # fmt: skip
+GRAPHED_TOKENS = 512  # of the largest step that vLLM runs in a graph by default
 KV_CACHE = {"vllm": "fp8", "sglang": "fp8_e4m3", "fastkernels": "fp8"}  # the hosts' names of float8_e4m3
 GPU_SHARE, CPU_SHARE = 0.9, 0.3
 
 
 class Prepared(NamedTuple):
-    """A model that can be measured: the folder of its config, its loads, and its memory if engines share the GPU."""
+    """A model that can be measured: the folder of its config, its loads, what a prompt has next to text, and its memory
+    if engines share the GPU.
+    """
 
     path: str
     loads: list[Load]
+    place: Place
     need: sharing.Need | None
 
 
@@ -51,6 +57,8 @@ class Asked:
 
     loads    the text of --loads
     presets  loads of a preset, which are skipped if they do not fit a model; it is refused if others do not fit
+    task     one of loads.TASKS; media: of each request
+    graph_sizes  'all': the host's CUDA graphs; 'loads': those of the loads only, for a start that takes less time
     """
 
     host: str
@@ -71,10 +79,14 @@ class Asked:
     presets: frozenset[Load]
     extent: Extent
     seed: int
+    task: str = GENERATE
+    media: Media = NO_MEDIA
+    graph_sizes: str = "all"
 
     def to_json(self, models: Sequence[str]) -> str:
         fields = {**vars(self), "folder": str(self.folder), "presets": [str(load) for load in self.presets]}
         fields["extent"] = {**asdict(self.extent), "loads": [str(load) for load in self.extent.loads]}
+        fields["media"] = asdict(self.media)
         return json.dumps({"models": list(models), **fields})
 
     @classmethod
@@ -84,6 +96,7 @@ class Asked:
         extent = {**fields["extent"], "loads": [Load.parse(load) for load in fields["extent"]["loads"]]}
         presets = frozenset(map(Load.parse, fields["presets"]))
         fields |= {"folder": Path(fields["folder"]), "presets": presets, "extent": Extent(**extent)}
+        fields["media"] = Media(**fields["media"])
         return cls(**fields), models
 
     @property
@@ -96,6 +109,7 @@ class Asked:
             "with_engine": self.with_engine, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype,
             "load_format": self.load_format, "tensor_parallel": self.tensor_parallel, "loads": self.loads,
             "routing": "uniform" if self.load_format == "dummy" else "trained",  # see random_weights
+            "task": self.task, **self.media.case(), "graph_sizes": self.graph_sizes,
         }  # fmt: skip
 
     def row(self, model: str, status: Status, reason: str, **case: Any) -> Row:
@@ -112,15 +126,17 @@ class Asked:
         Raises ModelError and ValueError for a config that cannot be used, and for loads that the model or the memory
         has no room for.
         """
-        path = self._folder_of(model)
-        vocab_size(path)  # of a config that can be read
+        path, place = placed(
+            model, self._folder_of(model), self.folder, self.extent.loads, self.task, self.media,
+            self.load_format == "dummy",
+        )  # fmt: skip
         kept, skipped = list[Load](), dict[Load, str]()
         shared = at_once > 1 or self.with_engine
         limit = sharing.limit(self.gpu)  # of the memory, when nothing else runs
         for load in self.extent.loads:
-            why = too_long(model, path, load)
+            why = too_long(model, path, load, place)
             if not why and not shared:
-                why = self._too_large(model, path, [*kept, load], limit)
+                why = self._too_large(model, path, [*kept, load], limit, place)
             if why and load not in self.presets:
                 raise ValueError(why)
             if why:
@@ -130,18 +146,18 @@ class Asked:
         if not shared:
             if not kept:
                 raise ValueError("; ".join(skipped.values()))
-            return Prepared(path, kept, None), skipped
+            return Prepared(path, kept, place, None), skipped
         copies = 1 + self.with_engine
-        one = self._need(model, path, kept)
+        one = self._need(model, path, kept, place)
         while copies * one.total > limit and (largest := self._largest(kept)) is not None:
             skipped[largest] = f"{largest}: {sharing.too_large(one, limit, copies)}"
             kept.remove(largest)
-            one = self._need(model, path, kept)
+            one = self._need(model, path, kept, place)
         if not kept or self._over(one, limit):
             raise ValueError(
                 next(iter(skipped.values())) if skipped else sharing.too_large(one, limit, copies)
             )
-        return Prepared(path, kept, one), skipped
+        return Prepared(path, kept, place, one), skipped
 
     def _largest(self, loads: Sequence[Load]) -> Load | None:
         """The load of a preset that takes most of the memory, which is the first one to be skipped."""
@@ -156,28 +172,32 @@ class Asked:
     def _over(self, one: sharing.Need, room: int) -> bool:
         return (1 + self.with_engine) * (one.weights + one.kv) > room
 
-    def _need(self, model: str, path: str, loads: Sequence[Load]) -> sharing.Need:
-        sizes = [(1, room_for(loads))]
-        tokens = sharing.kv_tokens(sizes, _longest(loads), 16 if self.gpu else BLOCK)  # the hosts' blocks
+    def _need(self, model: str, path: str, loads: Sequence[Load], place: Place) -> sharing.Need:
+        most = most_requests(loads)
+        own = room_for(loads) + most * (place.features + place.states)
+        block = 16 if self.gpu else BLOCK  # the hosts' blocks
+        tokens = sharing.kv_tokens([(1, own)], _longest(loads, place), block)
         return sharing.need(
-            model, path, self.dtype, tokens, self.gpu, 1 if self.kv_cache_dtype == "fp8" else None
+            model, path, self.dtype, tokens, self.gpu, 1 if self.kv_cache_dtype == "fp8" else None, most
         )
 
-    def _too_large(self, model: str, path: str, loads: Sequence[Load], limit: int) -> str:
+    def _too_large(self, model: str, path: str, loads: Sequence[Load], limit: int, place: Place) -> str:
         """Why the last of these loads does not fit into the KV cache of an engine that has the GPU alone, or ''."""
         import fastkernels
 
+        if self.task == EMBED:  # without a cache
+            return ""
         try:
-            plan, one = fastkernels.plan(path, self.dtype), self._need(model, path, loads)
+            plan, one = fastkernels.plan(path, self.dtype), self._need(model, path, loads, place)
         except ValueError:  # a model of the host's that has no plan: the host finds out
             return ""
-        longest = _longest(loads)
+        longest = _longest(loads, place)
         windows = plan.kv_bytes(longest) / max(
             1, longest * plan.kv_bytes_per_token
         )  # of what a sequence keeps
         share = (self.gpu_share or GPU_SHARE) if self.gpu else 1.0
         room = int(limit * share) * self.tensor_parallel - one.weights - one.rest
-        wanted = int(one.kv * min(1.0, windows))
+        wanted = int((one.kv - one.states) * min(1.0, windows)) + one.states
         if wanted <= room:
             return ""
         return (
@@ -283,15 +303,18 @@ class Asked:
                 list(pool.map(Comparison.stop, started))
 
     def _comparison(self, model: str, one: Prepared) -> Comparison:
-        most = max((load.requests + load.arriving for load in one.loads), default=1)
+        most, need, engine = most_requests(one.loads), one.need, None
+        # A recurrent state takes memory for each sequence that may run: next to another engine, for those of the loads.
+        recurrent = need is not None and need.states > 0
         settings: dict[str, Any] = {
             "model": one.path, "dtype": self.dtype, "load_format": self.load_format,
-            "max_model_len": longest_of(one.path, one.loads), "max_num_seqs": max(most, 256 if self.gpu else 8),
+            "max_model_len": longest_of(one.path, one.loads, one.place),
+            "max_num_seqs": most if recurrent else max(most, 256 if self.gpu else 8),
             "kv_tokens": None, "gpu": self.gpu,
             "gpu_share": self.gpu_share or (GPU_SHARE if self.gpu else CPU_SHARE),
-            "tensor_parallel": self.tensor_parallel, "engine_args": {**self._cache(self.host), **self.engine_args},
+            "tensor_parallel": self.tensor_parallel, "engine_args": self._engine_args(one.loads),
+            "task": self.task, "media": asdict(self.media) if self.media else None,
         }  # fmt: skip
-        engine, need = None, one.need
         if need is not None:
             settings |= {"shared": True, "gpu_share": 0.01}  # only a check: the KV cache has its size
             settings |= {"kv_tokens": need.tokens} if self.host == "sglang" else {"kv_bytes": need.kv}
@@ -304,20 +327,45 @@ class Asked:
             }
         return Comparison(
             model, self.host, self.python, settings, self.folder, self.timeout, self.before_construction, self.ops,
-            self.env, engine,
+            self.env, one.place, self.media, engine,
         )  # fmt: skip
+
+    def _engine_args(self, loads: Sequence[Load]) -> dict[str, Any]:
+        """The host's arguments in every state, with the sizes of its CUDA graphs if these are chosen."""
+        made = {**self._cache(self.host), **self.engine_args}
+        if self.graph_sizes == "all":
+            return made
+        sizes = graph_sizes(loads)
+        if self.host == "sglang":
+            return {"cuda_graph_bs": sizes, **made}
+        compilation = {"cudagraph_capture_sizes": sizes, **made.get("compilation_config", {})}
+        return {**made, "compilation_config": compilation}
 
     def _cache(self, host: str) -> dict[str, Any]:
         return {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": KV_CACHE[host]}
 
 
-def _longest(loads: Sequence[Load]) -> int:
-    return max((load.longest for load in loads), default=0) + 16
+def most_requests(loads: Sequence[Load]) -> int:
+    return max((load.requests + load.arriving for load in loads), default=1)
 
 
-def longest_of(path: str, loads: Sequence[Load]) -> int:
+def graph_sizes(loads: Sequence[Load]) -> list[int]:
+    """The tokens of these loads' steps that a host runs in CUDA graphs: decodes, and prompts that are short enough."""
+    found = set[int]()
+    for load in loads:
+        found |= {load.requests, load.requests + load.arriving} if load.output_len else set()
+        prompt = load.input_len - load.held
+        found |= {n for n in (prompt, load.requests * prompt) if n <= GRAPHED_TOKENS}
+    return sorted(found) or [1]
+
+
+def _longest(loads: Sequence[Load], place: Place) -> int:
+    return max((load.longest for load in loads), default=0) + place.features + 16
+
+
+def longest_of(path: str, loads: Sequence[Load], place: Place) -> int:
     """The max_model_len of an engine for these loads: with some room, if the model's context has it."""
-    return min(_longest(loads), context_of(path) or sys.maxsize)
+    return min(_longest(loads, place), context_of(path) or sys.maxsize)
 
 
 def context_of(path: str) -> int | None:
@@ -329,14 +377,15 @@ def context_of(path: str) -> int | None:
     return length.longest(build.load_config(weights.resolve(path)))
 
 
-def too_long(model: str, path: str, load: Load) -> str:
+def too_long(model: str, path: str, load: Load, place: Place) -> str:
     """Why a load does not fit into the model's context, or ''."""
-    limit = context_of(path)
-    if limit is None or load.longest <= limit:
+    limit, longest = context_of(path), load.longest + place.features
+    if limit is None or longest <= limit:
         return ""
+    images = f", {place.features} of them for images" if place.features else ""
     return (
-        f"{load}: its longest sequence has {load.longest} tokens, and the context of {model} has {limit}: give shorter"
-        " --loads"
+        f"{load}: its longest sequence has {longest} tokens{images}, and the context of {model} has {limit}: give"
+        " shorter --loads"
     )
 
 

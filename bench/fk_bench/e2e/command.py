@@ -16,13 +16,14 @@ import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, comma_list, per_lane_env
+from fk_bench.core.flags import ConfigError, check_choice, comma_list, per_lane_env
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
-from fk_bench.e2e.loads import PRESETS, Load, parse_loads, room_for
+from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, TASKS, Load, parse_loads, room_for
+from fk_bench.e2e.media import Media, Place, placed
 from fk_bench.e2e.model_configs import sizes_of
-from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of_answer, too_little_cached
 from fk_bench.offline.host import (
     COMMAND,
     HOSTS,
@@ -66,6 +67,17 @@ def e2e_command(
             f"{', '.join(PRESETS)}; adds TTFT, TPOT and input tokens/s"
         ),
     ] = "",
+    task: Annotated[
+        str,
+        typer.Option(help="generate, or embed: texts/s and latency of an encoder, with --loads as 32x512"),
+    ] = GENERATE,
+    images: Annotated[
+        str, typer.Option(help="IMAGESxPIXELS of each request of --loads: random ones, as 1x1024")
+    ] = "",
+    audio: Annotated[
+        float | None,
+        typer.Option(help="seconds of random audio of each request of --loads", show_default=False),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = "auto",
@@ -167,7 +179,15 @@ def e2e_command(
             raise ConfigError(
                 f"--loads names requests and tokens itself: leave out {' and '.join(ignored)}, or leave out --loads"
             )
-        plan, presets = parse_loads(loads) if loads else ([], frozenset())
+        media = Media.parse(images, audio)
+        check_choice("task", task, TASKS)
+        if (media or task != GENERATE) and not loads:
+            raise ConfigError(
+                "--task embed, --images and --audio need --loads, as in --loads 32x512 and --loads 8x64+32"
+            )
+        plan, presets = parse_loads(loads, task) if loads else ([], frozenset())
+        for host in names:
+            media.check(host, task, plan)
         if candidate is not None:
             from_directory(candidate, blocks=names == ["fastkernels"])
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -223,36 +243,43 @@ def e2e_command(
     if plan:
         from fk_bench.e2e.asked import longest_of
 
-        plan = _fitting(model, plan, presets)
+        try:
+            model, place = placed(model, model, folder, plan, task, media, load_format == "dummy")
+        except ValueError as error:
+            fail(str(error))
+        plan = _fitting(model, plan, presets, place)
         counts = tuple(load.requests + load.arriving for load in plan)
-    longest = longest_of(model, plan) if plan else input_len + output_len + 16
-    kv_tokens = (
-        sharing.kv_tokens([(1, room_for(plan))], longest)
-        if plan
-        else -(-max(counts) * longest * 33 // 32 // 16) * 16
-    )
+        longest = longest_of(model, plan, place)
+        room = room_for(plan) + max(counts) * (place.features + place.states)
+        kv_tokens = sharing.kv_tokens([(1, room)], longest)
+    else:
+        longest = input_len + output_len + 16
+        kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
+        place = Place(texts=vocab_size(model))
     with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
     runs = [(name, files) for name in names for files in (None, *with_them)]
+    dtype = machine.fast_dtype() if dtype == "auto" else dtype
     settings: dict[str, Any] = {
-        "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
-        "max_model_len": longest, "max_num_seqs": max(counts), "kv_tokens": kv_tokens,
+        "model": model, "dtype": dtype, "load_format": load_format,
+        "max_model_len": longest, "max_num_seqs": max(counts), **_cache(model, dtype, task, kv_tokens, max(counts)),
         "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(runs),
-        "tensor_parallel": tensor_parallel,
+        "tensor_parallel": tensor_parallel, "task": task, "media": vars(media) if media else None,
     }  # fmt: skip
-    vocab = vocab_size(model)
     made = []
     started: list[HostProcess] = []
     try:
         for name, files in runs:
             own = {**settings, "engine_args": extra.get(name, {})}
             started.append(HostProcess(name, pythons.get(name, sys.executable), own, folder, files))
-            _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
-        for row in _loaded(started, settings, plan, rounds, seed, vocab, timeout):
+            held = started[-1].answer(timeout)["kv_tokens"]
+            if settings["kv_tokens"] is not None:
+                _check_size(started[-1].lane, held, kv_tokens)
+        for row in _loaded(started, settings, plan, rounds, seed, place, media, timeout):
             made.append(row)
             rows.append(folder / "rows.jsonl", [row])
         for count in () if plan else counts:
             for r in range(-1, rounds):  # round -1 is the warm-up
-                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, vocab)
+                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, place.texts)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
                     if r >= 0:
@@ -274,11 +301,26 @@ def _on_the_line(context: typer.Context, *names: str) -> list[str]:
     ]
 
 
-def _fitting(model: str, loads: Sequence[Load], presets: Collection[Load]) -> list[Load]:
+def _cache(model: str, dtype: str, task: str, tokens: int, sequences: int) -> dict[str, Any]:
+    """The size of each host's cache, for so many tokens: with recurrent states in bytes, since blocks differ."""
+    if task == EMBED:
+        return {"kv_tokens": None, "kv_bytes": sharing.NO_CACHE}
+    from fastkernels.models.common.checkpoints.weights import resolve
+
+    try:
+        need = sharing.need(model, str(resolve(model)), dtype, tokens, False, sequences=sequences)
+    except ValueError:  # a model that only the host has
+        return {"kv_tokens": tokens}
+    return {"kv_tokens": None, "kv_bytes": need.kv} if need.states else {"kv_tokens": tokens}
+
+
+def _fitting(
+    model: str, loads: Sequence[Load], presets: Collection[Load], place: Place
+) -> list[Load]:  # fmt: skip
     """The loads that fit the model's context. Those of a preset that do not are skipped; others end the command."""
     from fk_bench.e2e.asked import too_long
 
-    found = {load: too_long(model, model, load) for load in loads}
+    found = {load: too_long(model, model, load, place) for load in loads}
     for load, why in found.items():
         if why and load not in presets:
             fail(why)
@@ -292,10 +334,10 @@ def _fitting(model: str, loads: Sequence[Load], presets: Collection[Load]) -> li
 
 def _loaded(
     started: Sequence[HostProcess], settings: dict[str, Any], loads: Sequence[Load], rounds: int, seed: int,
-    vocab: int, timeout: float,
+    place: Place, media: Media, timeout: float,
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of the loads, in rounds over the hosts; the first one warms up, and fills the prefix cache."""
-    prompts = Prompts(str(seed), loads, vocab)
+    prompts = Prompts(str(seed), loads, place, media)
     for r in range(-1, rounds):
         for load in loads:
             work = prompts.work(load if r >= 0 else first_run(load), f"{seed} {load} {r}")
@@ -304,7 +346,7 @@ def _loaded(
                 found = host.answer(timeout)
                 if r < 0:
                     continue
-                metrics, problem = metrics_of(found["arrivals"], load, found["sent"], found["cached"])
+                metrics, problem = metrics_of_answer(found, load, place)
                 problem = too_little_cached(load, r, metrics) or problem
                 case = {
                     "kind": "offline",
@@ -312,7 +354,10 @@ def _loaded(
                     "requests": load.requests,
                     "kind of load": load.kind,
                 }
-                case |= {k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens")}
+                case |= {
+                    k: settings[k] for k in ("dtype", "load_format", "tensor_parallel", "kv_tokens", "task")
+                }
+                case |= media.case()
                 yield make_row(
                     host.name, case, metrics, round=r, subject=Subject(model=settings["model"], host=host.name),
                     versions=machine.interpreter(host.python).versions,

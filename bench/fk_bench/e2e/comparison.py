@@ -14,9 +14,10 @@ from fastkernels.verify import phases
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e.loads import Kind, Load
-from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT, STATES, summary, undo_rows
-from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
-from fk_bench.offline.host import HostProcess, make_row, vocab_size
+from fk_bench.e2e.media import Media, Place
+from fk_bench.e2e.ratios import COMMAND, ENGINE, STATES, summary, throughput_of, undo_rows
+from fk_bench.e2e.runs import Prompts, first_run, metrics_of_answer, too_little_cached
+from fk_bench.offline.host import HostProcess, make_row
 
 TRACED = 16  # decode steps of a traced run
 MOST_REPEATS = 20
@@ -45,11 +46,14 @@ class Extent:
 
 
 class Comparison:
-    """One model in one host, patched and undone; with `engine`, the settings of our engine, in that as well."""
+    """One model in one host, patched and undone; with `engine`, the settings of our engine, in that as well.
+
+    place, media  of its requests
+    """
 
     def __init__(
         self, model: str, host: str, python: str, settings: dict[str, Any], folder: Path, timeout: float,
-        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str],
+        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str], place: Place, media: Media,
         engine: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.host, self.python, self.settings, self.folder = model, host, python, settings, folder
@@ -60,7 +64,7 @@ class Comparison:
         self.process: HostProcess | None = None
         self.engine: HostProcess | None = None
         self.versions = machine.interpreter(python).versions
-        self.vocab = vocab_size(settings["model"])
+        self.place, self.media = place, media
 
     def start(self) -> None:
         """Start the processes. They are not ready yet: models that share a GPU start side by side."""
@@ -97,7 +101,7 @@ class Comparison:
         """All rows of the model, as they are measured. Raises HostFailed."""
         blocks = 2 * extent.cycles + 1
         self._repeats, self._seed, self._case = dict.fromkeys(extent.loads, extent.repeats), seed, case
-        self._prompts = Prompts(f"{seed} {self.model}", extent.loads, self.vocab)
+        self._prompts = Prompts(f"{seed} {self.model}", extent.loads, self.place, self.media)
         began = time.monotonic()
         made: list[Row] = []
         for block in range(blocks):
@@ -105,7 +109,9 @@ class Comparison:
                 made.append(row)
                 yield row
         lines = summary(made) if extent.again else []
-        slow = {line["load"] for line in lines if line.get(f"{OUTPUT}_ratio", 1.0) < extent.again}
+        slow = {
+            line["load"] for line in lines if line.get(f"{throughput_of(line)}_ratio", 1.0) < extent.again
+        }
         if loads := [load for load in extent.loads if str(load) in slow]:
             for block in (blocks, blocks + 1):
                 for row in self._block(block, extent, loads, False, {"again": True}):
@@ -212,7 +218,7 @@ class Comparison:
 
     def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], str]:
         answer = self._answer(process, load, seed, "arrivals")
-        return metrics_of(answer["arrivals"], load, answer["sent"], answer["cached"])
+        return metrics_of_answer(answer, load, self.place)
 
     def _answer(self, process: HostProcess | None, load: Load, seed: str, kind: str) -> dict[str, Any]:
         assert process is not None

@@ -4,6 +4,7 @@
     8x65536@100+64          the same prompts in every run, of which the prefix cache holds 100 percent
     8x16384@90+8            90 percent of each prompt are the same in every run, the other tokens are new
     32x512+256/8x2048+8     while 32 requests decode, 8 prompts arrive one after the other, evenly over their outputs
+    32x512                  32 texts of 512 tokens are embedded (--task embed)
 
 Prompts that the cache holds begin with one sequence for each request, of which a load takes as many tokens as it
 needs. The longest load computes it once in each state of the host (a change of kernels empties the cache); the others
@@ -21,8 +22,10 @@ from fk_bench.core.flags import ConfigError, comma_list
 
 DECODES = 32  # output tokens from which a load measures decoding; shorter ones measure prompts
 BLOCK = 128  # tokens, the largest block of a KV cache
-FORM = re.compile(r"(\d+)x(\d+)(?:@(\d+))?\+(\d+)(?:/(\d+)x(\d+)\+(\d+))?")
+FORM = re.compile(r"(\d+)x(\d+)(?:(?:@(\d+))?\+(\d+)(?:/(\d+)x(\d+)\+(\d+))?)?")
 SYNTAX = "REQUESTSxINPUT[@PERCENT]+OUTPUT[/ARRIVINGxINPUT+OUTPUT], as in 8x512+128, 8x16384@90+8 or 32x512+256/8x2048+8"
+GENERATE, EMBED = "generate", "embed"
+TASKS = GENERATE, EMBED
 
 PRESETS = {
     "decode": "1x512+128,8x512+128,32x512+128,64x512+128",
@@ -34,6 +37,7 @@ PRESETS = {
     "quick": "8x2048+8,4x8192+8,1x32768+8,1x512+64,8x512+64,32x512+64,64x512+64",
 }
 PRESETS["all"] = ",".join(PRESETS[name] for name in ("decode", "prompts", "mixed", "long"))
+PRESETS["embed"] = "1x512,32x512,256x512"
 
 
 class Kind(str, Enum):
@@ -42,6 +46,7 @@ class Kind(str, Enum):
     CONTEXT = "long context"  # decoding; the cache holds the prompts
     HITS = "prefix hits"  # prompts that the cache holds in part
     MIXED = "mixed"
+    EMBED = "embeddings"  # no outputs
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class Load:
         """From '8x512+128'. Raises ConfigError."""
         found = FORM.fullmatch(text)
         given = [int(part) for part in found.groups(default="0")] if found else []
-        if not found or not all(given[i] for i in (0, 1, 3)) or given[2] > 100:
+        without_output = found is not None and found[4] is None
+        needed = (0, 1) if without_output else (0, 1, 3)
+        if found is None or not all(given[i] for i in needed) or given[2] > 100:
             raise ConfigError(f"--loads: {text!r} is not {SYNTAX}")
         load = cls(given[0], given[1], given[3], given[2], *given[4:])
         if found[5] is not None:
@@ -81,10 +88,13 @@ class Load:
     def __str__(self) -> str:
         percent = f"@{self.cached}" if self.cached else ""
         later = f"/{self.arriving}x{self.arriving_input}+{self.arriving_output}" if self.arriving else ""
-        return f"{self.requests}x{self.input_len}{percent}+{self.output_len}{later}"
+        output = f"+{self.output_len}" if self.output_len else ""
+        return f"{self.requests}x{self.input_len}{percent}{output}{later}"
 
     @property
     def kind(self) -> Kind:
+        if not self.output_len:
+            return Kind.EMBED
         if self.arriving:
             return Kind.MIXED
         if self.output_len < DECODES:
@@ -121,8 +131,8 @@ class Load:
         return own + self.arriving * blocks(self.arriving_input + self.arriving_output)
 
 
-def parse_loads(text: str) -> tuple[list[Load], frozenset[Load]]:
-    """The loads of `--loads`, and those of them that a preset gave. Raises ConfigError."""
+def parse_loads(text: str, task: str = GENERATE) -> tuple[list[Load], frozenset[Load]]:
+    """The loads of `--loads`, and those of them that a preset gave. Raises ConfigError, also for another task's."""
     given, preset = list[Load](), set[Load]()
     for part in comma_list("--loads", text, str):
         if part in PRESETS:
@@ -137,6 +147,16 @@ def parse_loads(text: str) -> tuple[list[Load], frozenset[Load]]:
     if not given:
         raise ConfigError(f"--loads {text!r} has no load: give one as in 8x512+128, or {', '.join(PRESETS)}")
     loads = list(dict.fromkeys(given))
+    for load in loads:
+        if task == EMBED and load.output_len:
+            raise ConfigError(
+                f"--loads: {load} has {load.output_len} output tokens, and --task embed generates none: give"
+                f" REQUESTSxINPUT, as in {load.requests}x{load.input_len}, or embed"
+            )
+        if task == GENERATE and not load.output_len:
+            raise ConfigError(
+                f"--loads: {load} has no output tokens: give them as in {load}+128, or --task embed to embed texts"
+            )
     return loads, frozenset(preset)
 
 

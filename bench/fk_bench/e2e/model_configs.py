@@ -9,7 +9,9 @@ from typing import Any
 
 from fastkernels.models.common.descriptions.registry import architectures, by_architecture, models
 from fk_bench.core.hub import ModelError
-from fk_bench.core.model_names import PUBLIC, check_name, public_name, unknown
+from fk_bench.core.model_names import PUBLIC, check_name, first_layers, public_name, unknown
+
+LAYERS = "num_hidden_layers", "n_layer", "n_layers"
 
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
@@ -25,8 +27,9 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
 
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
-        kind, sizes = PUBLIC[public]
-        return public, _of_type(kind, {"tie_word_embeddings": False, "dtype": "bfloat16", **sizes})
+        found = _public(public)
+        _check_generates(model, found.architectures[0])
+        return public, found
     if model in models() and not path.exists():
         kind = models()[model].arch.model_type
         _check_generates(model, models()[model].arch.names[0])
@@ -48,13 +51,43 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
 
 
 def sizes_of(model: str, folder: Path) -> str:
-    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
-    if public_name(model) is None:
+    """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself.
+
+    A name such as jamba-v0.1:8 is the model with its first 8 layers. Raises ModelError for more than it has.
+    """
+    whole, layers = first_layers(model)
+    name = public_name(whole)
+    if name is None:
         return model
-    name, config = load_config(model)
+    fields = _public(name).to_dict()
+    if layers is not None:
+        fields, name = _cut(model, fields, layers), f"{name}-{layers}-layers"
     (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / name / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / name / "config.json").write_text(json.dumps(fields))
     return str(folder / name)
+
+
+def _public(name: str) -> Any:
+    """The config of a key of PUBLIC."""
+    kind, sizes = PUBLIC[name]
+    return _of_type(kind, {"tie_word_embeddings": False, "dtype": "bfloat16", **sizes})
+
+
+def _cut(model: str, fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The fields of a config with the first layers only, of its text model if it has one within."""
+    if isinstance(fields.get("text_config"), dict):
+        return {**fields, "text_config": _cut(model, fields["text_config"], layers)}
+    names = [name for name in LAYERS if isinstance(fields.get(name), int)]
+    if not names:
+        raise ModelError(f"{model!r}: its config has no number of layers ({', '.join(LAYERS)})")
+    before = fields[names[0]]
+    if layers > before:
+        raise ModelError(f"{model!r}: the model has {before} layers")
+    made = {k: v[:layers] if isinstance(v, list) and len(v) == before else v for k, v in fields.items()}
+    if isinstance(linear := made.get("linear_attn_config"), dict):  # numbers of layers, from 1
+        kept = {k: [n for n in v if n <= layers] for k, v in linear.items() if isinstance(v, list)}
+        made["linear_attn_config"] = {**linear, **kept}
+    return {**made, names[0]: layers}
 
 
 def _check_generates(model: str, architecture: str) -> None:

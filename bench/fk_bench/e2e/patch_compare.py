@@ -20,7 +20,7 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, comma_list, json_object
+from fk_bench.core.flags import ConfigError, check_choice, comma_list, json_object
 from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
@@ -28,7 +28,8 @@ from fk_bench.core.runs import missing
 from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import CHOSEN, Asked
 from fk_bench.e2e.comparison import Extent
-from fk_bench.e2e.loads import PRESETS, parse_loads
+from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, TASKS, parse_loads
+from fk_bench.e2e.media import Media
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, show_undo, shown_model, summary
 
 DENSE = (
@@ -38,6 +39,7 @@ DENSE = (
 WITH_ENGINE = "qwen2.5-7b", "phi-4", "olmo-2-1124-7b", "granite-3.3-8b", "gemma-2-9b", "qwen3-8b"
 DEFAULT_LOADS = "1x512+128,8x512+128,32x512+128"
 ENGINE_LOADS = "1x512+128,32x512+128,64x1024+128"
+AUDIO_LOADS = "1x4+128,32x4+128"
 CYCLES, REPEATS = 2, 3
 # --quick: three alternations, at least one run of each load in each state, no profiles. With a start of 60 s and
 # changes of 15 s, a model of 8B takes about 4 minutes on an H200.
@@ -60,10 +62,20 @@ def patch_compare_command(
             help="REQUESTSxINPUT+OUTPUT tokens, or REQUESTSxINPUT@CACHED_PERCENT+OUTPUT, either with "
             "/ARRIVINGxINPUT+OUTPUT for prompts that arrive later; comma-separated, or "
             f"{', '.join(PRESETS)}, whose loads are skipped where they do not fit a model "
-            f"(default: {DEFAULT_LOADS}, with --with-engine {ENGINE_LOADS}, with --quick quick)",
+            f"(default: {DEFAULT_LOADS}, with --with-engine {ENGINE_LOADS}, with --quick quick, with --audio "
+            f"{AUDIO_LOADS}, with --task embed embed)",
             show_default=False,
         ),
     ] = "",
+    task: Annotated[
+        str, typer.Option(help="generate, or embed: texts/s and latency of an encoder, with loads as 32x512")
+    ] = GENERATE,
+    images: Annotated[
+        str, typer.Option(help="IMAGESxPIXELS of each request, in front of its text: random ones, as 1x1024")
+    ] = "",
+    audio: Annotated[
+        float | None, typer.Option(help="seconds of random audio of each request", show_default=False)
+    ] = None,
     cycles: Annotated[
         int | None,
         typer.Option(
@@ -134,6 +146,13 @@ def patch_compare_command(
     gpu_share: Annotated[
         float, typer.Option(help="share of the memory (default: 0.9, on a CPU 0.3)", show_default=False)
     ] = 0.0,
+    graph_sizes: Annotated[
+        str,
+        typer.Option(
+            help="CUDA graphs of the host, in all states: all, its own; loads: those of --loads only, which starts"
+            " sooner"
+        ),
+    ] = "all",
     engine_args: Annotated[str, typer.Option(help="JSON of more arguments of the host's engine")] = "{}",
     timeout: Annotated[float, typer.Option(help="seconds for a start, a patch or a run")] = 600.0,
     seconds: Annotated[
@@ -161,6 +180,12 @@ def patch_compare_command(
 
     fk-bench patch-compare qwen3-8b phi-4 --loads prompts,mixed --alternations 5 --gpus all --out run
 
+    fk-bench patch-compare qwen3-vl-2b --images 1x1024 --loads 1x64+128,8x64+128
+
+    fk-bench patch-compare whisper-large-v3 --audio 30
+
+    fk-bench patch-compare bge-m3 --task embed
+
     A ratio above 1 means that the patched host is better, with a 95% interval; 'noise' is the same for stock against
     stock. Measured by an offline engine, token by token, without a server.
     Without a model, the rows of --out are shown.
@@ -169,8 +194,11 @@ def patch_compare_command(
     if not models and out is None:
         fail(NEEDS["patch-compare"])
     try:
-        loads = loads or ("quick" if quick else ENGINE_LOADS if with_engine else DEFAULT_LOADS)
-        plan, presets = parse_loads(loads)
+        check_choice("task", task, TASKS)
+        loads = loads or default_loads(task, audio is not None, quick, with_engine)
+        media = Media.parse(images, audio)
+        plan, presets = parse_loads(loads, task)
+        media.check(host, task, plan)
         cycles = cycles if cycles is not None else QUICK_CYCLES if quick else CYCLES
         repeats = repeats if repeats is not None else REPEATS
         load_seconds = load_seconds if load_seconds is not None else QUICK_LOAD_SECONDS if quick else 1.0
@@ -180,10 +208,9 @@ def patch_compare_command(
             ("load-format", load_format, ("dummy", "auto")),
             ("dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
             ("kv-cache-dtype", kv_cache_dtype, ("auto", "fp8")),
+            ("graph-sizes", graph_sizes, ("all", "loads")),
         ):
-            if given not in allowed:
-                several = ", ".join(allowed[:-1])
-                raise ConfigError(f"--{name} {given!r}: give {several} or {allowed[-1]}")
+            check_choice(name, given, allowed)
         if min(cycles, repeats, side_by_side, tensor_parallel) < 1:
             raise ConfigError("--cycles, --repeats, --side-by-side and --tensor-parallel must be at least 1")
         if min(model_seconds, load_seconds, again, seconds, gpu_share) < 0 or timeout <= 0 or gpu_share > 1:
@@ -226,7 +253,7 @@ def patch_compare_command(
         host, interpreter, folder.absolute(), timeout, before_construction,
         chosen, {"FASTKERNELS_TUNED": NO_TABLE} if no_table else {},
         machine.fast_dtype() if dtype == "auto" else dtype, kv_cache_dtype, load_format, tensor_parallel, gpu_share,
-        extra, with_engine, loads.replace(" ", ""), presets, extent, seed,
+        extra, with_engine, loads.replace(" ", ""), presets, extent, seed, task, media, graph_sizes,
     )  # fmt: skip
     every = _read(file)
     if models and not force and (why := _differs(every, asked)):
@@ -282,6 +309,14 @@ def patch_compare_command(
     })  # fmt: skip
     if failed:
         raise SystemExit(1)
+
+
+def default_loads(task: str, audio: bool, quick: bool, with_engine: bool) -> str:
+    if task == EMBED:
+        return "embed"
+    if audio:
+        return AUDIO_LOADS
+    return "quick" if quick else ENGINE_LOADS if with_engine else DEFAULT_LOADS
 
 
 def _measured(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fk_bench.core.output import table
@@ -16,9 +16,12 @@ COMMAND = "patch-compare"
 STATES = "stock", "patched"
 ENGINE = "fastkernels"  # the state of a run in our engine
 OUTPUT, INPUT, TPOT = "output_tokens_per_s", "input_tokens_per_s", "tpot_ms"
+REQUESTS, LATENCY = "requests_per_s", "latency_ms"  # of texts that are embedded
+THROUGHPUT = OUTPUT, REQUESTS  # a load has one of these
 FIRST_SECONDS = "first_tokens_s"  # until all requests have as many tokens as a first run generates
 METRICS = {  # metric: (title, whether more is better)
     TPOT: ("TPOT", False), "ttft_ms": ("TTFT", False), INPUT: ("input tok/s", True), OUTPUT: ("output tok/s", True),
+    LATENCY: ("latency", False), REQUESTS: ("requests/s", True),
 }  # fmt: skip
 DECODED = 16  # output tokens from which a load has a TPOT worth comparing
 MARGIN = 0.02  # by which the stock host may differ after an undo from before it
@@ -57,7 +60,9 @@ def undo_rows(
     ]
     loads = list(dict.fromkeys(row.case["load"] for row in stock))
     every: dict[str, list[list[float]]] = {}
+    of_all = OUTPUT
     for load in loads:
+        alternations = 0
         of_load = [row for row in stock if row.case["load"] == load]
         metrics: dict[str, float] = {}
         intervals: dict[str, tuple[float, float]] = {}
@@ -67,16 +72,17 @@ def undo_rows(
             found = _undone(of_load, metric, 1.0 if more else -1.0)
             for name, logs in found.items():
                 _exponential(metrics, intervals, f"{metric}_{name}", logs)
-            if metric == OUTPUT:
+            if metric in THROUGHPUT and found["undo_ratio"]:
+                alternations, of_all = len(found["undo_ratio"]), metric
                 for name, logs in found.items():
                     every.setdefault(name, []).append(logs)
         if metrics:
-            yield {"load": load, "alternations": len(found["undo_ratio"])}, metrics, intervals
+            yield {"load": load, "alternations": alternations}, metrics, intervals
     metrics, intervals = {}, {}
     for name, lists in every.items():
         count = min(map(len, lists))
         logs = [statistics.fmean(values[i] for values in lists) for i in range(count)]
-        _exponential(metrics, intervals, f"{OUTPUT}_{name}", logs)
+        _exponential(metrics, intervals, f"{of_all}_{name}", logs)
     if metrics:
         yield {"loads": loads, "alternations": min(map(len, every["undo_ratio"]))}, metrics, intervals
 
@@ -112,7 +118,8 @@ def _undone(stock: Sequence[Row], metric: str, sign: float) -> dict[str, list[fl
 
 def undo_verdict(row: Row) -> str:
     """Whether the stock host has its speed back after an undo: of the row of all loads."""
-    name = f"{OUTPUT}_undo_ratio"
+    metric = throughput_of(row.metrics, "_undo_ratio")
+    name = f"{metric}_undo_ratio"
     interval = row.ci95.get(name)
     count = row.case["alternations"]
     value = f"{shown_model(row)}: stock after undo over before: {row.metrics[name]:.3f}"
@@ -122,9 +129,9 @@ def undo_verdict(row: Row) -> str:
     said = f"{'' if within else 'not '}within {MARGIN:.0%} of 1"
     if not within and interval[0] <= 1 <= interval[1]:
         said += " (the interval includes 1: more alternations narrow it)"
-    first, apart = (row.metrics.get(f"{OUTPUT}_undo_{kind}_ratio", math.nan) for kind in ("first", "within"))
+    first, apart = (row.metrics.get(f"{metric}_undo_{kind}_ratio", math.nan) for kind in ("first", "within"))
     return (
-        f"{value} [{interval[0]:.3f}, {interval[1]:.3f}] over {count} alternations, output tok/s: {said};"
+        f"{value} [{interval[0]:.3f}, {interval[1]:.3f}] over {count} alternations, {METRICS[metric][0]}: {said};"
         f" over never patched {first:.3f}, within a stock state {apart:.3f}"
     )
 
@@ -142,7 +149,7 @@ def show_undo(made: Sequence[Row]) -> None:
         title = "stock after undo over before it: times better, with the 95% interval over the alternations"
         table(title, ["model", "load", *(METRICS[m][0] for m in used)], cells)
     for row in found:
-        if "load" not in row.case and f"{OUTPUT}_undo_ratio" in row.metrics:
+        if "load" not in row.case and throughput_of(row.metrics, "_undo_ratio"):
             print(undo_verdict(row))
 
 
@@ -184,7 +191,7 @@ def _compared(group: Sequence[Row]) -> dict[str, Any]:
                 _pairs(runs, metric, {block for block, _ in runs} - again)[0],
                 more,
             )
-        if metric == OUTPUT and pairs:
+        if metric in THROUGHPUT and pairs:
             line["ratios"] = [patched / stock for stock, patched in pairs]
     return line
 
@@ -237,7 +244,7 @@ def over_loads(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({
             "model": model, "loads": len(own), "output_ratio": math.exp(mean),
             "output_ratio_ci95": None if interval is None else [math.exp(b) for b in interval],
-            "least": min(line[f"{OUTPUT}_ratio"] for line in own),
+            "least": min(line[f"{throughput_of(line)}_ratio"] for line in own),
         })  # fmt: skip
     return found
 
@@ -332,8 +339,13 @@ def _gpu(line: dict[str, Any]) -> str:
     return f"{line['stock_gpu_busy']:.0%}; {line['stock_gpu_step_ms'] / line['patched_gpu_step_ms']:.3f}"
 
 
+def throughput_of(values: Mapping[str, Any], suffix: str = "_ratio") -> str:
+    """The metric of throughput of which a line or a row's metrics have this value; '' without one."""
+    return next((metric for metric in THROUGHPUT if f"{metric}{suffix}" in values), "")
+
+
 def _show_throughput(results: Sequence[dict[str, Any]]) -> None:
-    """Output throughput of each model, by load, and over all."""
+    """Throughput of each model, by load, and over all."""
     loads = list(dict.fromkeys(line["load"] for line in results))
     lines = {(line["model"], line["load"]): line for line in results}
     cells = []
@@ -341,12 +353,15 @@ def _show_throughput(results: Sequence[dict[str, Any]]) -> None:
         row = []
         for load in loads:
             line = lines.get((one["model"], load), {})
-            first = line.get(f"{OUTPUT}_first_ratio")
+            metric = throughput_of(line)
+            first = line.get(f"{metric}_first_ratio")
             both = "" if first is None else f" (first {first:.3f})"
-            row.append(f"{line[f'{OUTPUT}_ratio']:.3f}{both}" if f"{OUTPUT}_ratio" in line else "")
+            row.append(f"{line[f'{metric}_ratio']:.3f}{both}" if metric else "")
         cells.append([one["model"], *row, _with_interval(one, "output_ratio"), f"{one['least']:.3f}"])
     if cells:
-        title = "output tokens per second, patched over stock; a load that was slower is measured again"
+        title = (
+            "output tokens or texts per second, patched over stock; a load that was slower is measured again"
+        )
         table(title, ["model", *loads, "geometric mean", "least"], cells)
 
 

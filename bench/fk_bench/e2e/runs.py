@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from fk_bench.e2e.loads import Kind, Load, held_tokens
-from fk_bench.e2e.ratios import FIRST_SECONDS, INPUT, OUTPUT
+from fk_bench.e2e.media import Media, Place
+from fk_bench.e2e.ratios import FIRST_SECONDS, INPUT, LATENCY, OUTPUT, REQUESTS
 from fk_bench.offline.host import prompts_of
 
 FIRST_TOKENS = 16  # of the first run of a load, which is not compared
@@ -21,10 +22,14 @@ INCOMPLETE = "not all tokens were generated"
 
 
 class Prompts:
-    """The prompts of runs. Tokens that the prefix cache holds are the same in every run and load."""
+    """The prompts of runs. Tokens that the prefix cache holds are the same in every run and load.
 
-    def __init__(self, seed: str, loads: Sequence[Load], vocab: int):
-        self.vocab = vocab
+    Media are new in every run: each host draws them from the run's seed.
+    """
+
+    def __init__(self, seed: str, loads: Sequence[Load], place: Place, media: Media | None = None):
+        self.vocab, self.front, self.media = place.texts, list(place.front), media
+        vocab = self.vocab
         self.held = [
             prompts_of(f"{seed} held {i}", 1, length, vocab)[0] for i, length in enumerate(held_tokens(loads))
         ]
@@ -32,16 +37,22 @@ class Prompts:
     def work(self, load: Load, seed: str) -> dict[str, Any]:
         """The line of input of offline.py for a run; new tokens are drawn from `seed`."""
         work = {"prompts": self.of(load, seed), "output_len": load.output_len, "arrivals": True}
+        if self.media:
+            work["media"] = {**vars(self.media), "seed": seed}
         if load.arriving:
-            arriving = prompts_of(f"{seed} arriving", load.arriving, load.arriving_input, self.vocab)
+            arriving = self._new(f"{seed} arriving", load.arriving, load.arriving_input)
             after = [(i + 1) * load.gap for i in range(load.arriving)]
             work["later"] = {"prompts": arriving, "output_len": load.arriving_output, "after": after}
         return work
 
     def of(self, load: Load, seed: str) -> list[list[int]]:
         """The prompts of the requests that start together."""
-        new = prompts_of(seed, load.requests, load.input_len - load.held, self.vocab)
+        new = self._new(seed, load.requests, load.input_len - load.held)
         return [self.held[i][: load.held] + rest for i, rest in enumerate(new)] if load.held else new
+
+    def _new(self, seed: str, requests: int, length: int) -> list[list[int]]:
+        rest = prompts_of(seed, requests, length - len(self.front), self.vocab)
+        return [self.front + prompt for prompt in rest]
 
 
 def first_run(load: Load) -> Load:
@@ -60,24 +71,42 @@ def too_little_cached(load: Load, number: int, metrics: Mapping[str, float]) -> 
     )
 
 
+def metrics_of_answer(
+    answer: Mapping[str, Any], load: Load, place: Place
+) -> tuple[dict[str, float], str]:  # fmt: skip
+    """As metrics_of, of an answer of offline.py, with the time in which the host read the media of a request."""
+    found, problem = metrics_of(answer["arrivals"], load, answer["sent"], answer["cached"], place.features)
+    if answer.get("read"):
+        found["read_ms"] = 1e3 * statistics.fmean(answer["read"])
+    return found, problem
+
+
 def metrics_of(
     arrivals: Sequence[Sequence[float]], load: Load, sent: Sequence[float] = (),
-    cached: Sequence[int | None] = (),
+    cached: Sequence[int | None] = (), features: int = 0,
 ) -> tuple[dict[str, float], str]:  # fmt: skip
     """The metrics of a run, and what is wrong with it. arrivals: seconds to each token of each request.
 
     A step is the time between two tokens of a request while every request decodes. With prompts that arrive later,
-    TTFT is theirs, from the time when they were sent; steps and TPOT are those of the decodes around them.
+    TTFT is theirs, from the time when they were sent; steps and TPOT are those of the decodes around them. Of texts to
+    embed, a request's only arrival is its vector.
 
     sent    seconds at which each request was sent (default: 0)
     cached  tokens of each prompt that the prefix cache held, None if the host does not tell
+    features  tokens of a prompt for its media, more than the load names
     """
-    lengths = [load.output_len] * load.requests + [load.arriving_output] * load.arriving
+    lengths = [load.output_len or 1] * load.requests + [load.arriving_output] * load.arriving
     if len(arrivals) != len(lengths) or not all(arrivals):
         return {}, INCOMPLETE
     complete = all(len(a) == length for a, length in zip(arrivals, lengths, strict=True))
     seconds = max(of_one[-1] for of_one in arrivals)
     waits = [a[0] - since for a, since in zip(arrivals, sent or [0.0] * len(arrivals), strict=True)]
+    if load.kind is Kind.EMBED:
+        found = {
+            "seconds": seconds, FIRST_SECONDS: seconds, REQUESTS: load.requests / seconds,
+            LATENCY: 1e3 * statistics.fmean(waits), INPUT: load.input_tokens / seconds,
+        }  # fmt: skip
+        return found, "" if complete else INCOMPLETE
     decodes = arrivals[: load.requests]
     found = {
         "seconds": seconds,
@@ -86,7 +115,8 @@ def metrics_of(
         "ttft_ms": 1e3 * statistics.fmean(waits[load.requests :] or waits),
     }
     if load.kind in (Kind.PROMPTS, Kind.HITS):
-        found[INPUT] = load.input_tokens / max(of_one[0] for of_one in arrivals)
+        tokens = load.input_tokens + len(arrivals) * features
+        found[INPUT] = tokens / max(of_one[0] for of_one in arrivals)
     told = [tokens for tokens in cached[: load.requests] if tokens is not None]
     if load.held and told:
         found["cached_tokens_per_prompt"] = min(told)

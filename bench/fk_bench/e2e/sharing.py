@@ -18,25 +18,35 @@ BATCHED_TOKENS = 16384  # vLLM's step on an H200: the largest of the hosts'
 SAMPLED = 256  # sequences of which a step keeps logits
 FIXED = 6 * GIB  # context, graphs of both states, workspaces, and the buffers of a patch's measurement
 FIXED_CPU = 2 * GIB
+STATES, SNAPSHOTS = (
+    1.25,
+    8 / 7,
+)  # room for recurrent states over those of a load's sequences, and for snapshots
+LARGE_BLOCK = 1024  # tokens, about, of a host's block that is as large as a recurrent state
+NO_CACHE = GIB  # of an encoder: hosts want some
 WAIT_SECONDS = 120.0  # for a GPU's memory after the process that held it has ended
 
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of one engine in bytes. tokens: those that its KV cache holds."""
+    """The memory of one engine in bytes. tokens: those that its KV cache holds; states: recurrent ones, part of kv."""
 
     model: str
     weights: int
     tokens: int
     kv: int
     rest: int
+    states: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.kv + self.rest
 
     def __add__(self, other: Need) -> Need:
-        sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "tokens", "kv", "rest"))
+        sums = (
+            getattr(self, name) + getattr(other, name)
+            for name in ("weights", "tokens", "kv", "rest", "states")
+        )
         return Need(f"{self.model}, {other.model}", *sums)
 
     def __str__(self) -> str:
@@ -45,28 +55,45 @@ class Need:
 
 
 def need(
-    model: str, path: str, dtype: str, tokens: int, gpu: bool, kv_bytes: int | None = None
+    model: str, path: str, dtype: str, tokens: int, gpu: bool, kv_bytes: int | None = None, sequences: int = 1
 ) -> Need:  # fmt: skip
     """The memory that an engine of the model needs with a KV cache of so many tokens.
 
-    model     its name; path: a folder with its config.json
-    kv_bytes  of a number in the KV cache (default: those of `dtype`)
+    model      its name; path: a folder with its config.json
+    kv_bytes   of a number in the KV cache (default: those of `dtype`)
+    sequences  that run at once: each has a recurrent state, if the model has any
 
     Raises ValueError for an unknown architecture.
     """
+    import torch
+
     import fastkernels
     from fastkernels.models.common.plans import build
     from fastkernels.models.common.plans.plan import SIZES
 
-    plan = fastkernels.plan(path, dtype)
     config: Any = build.load_config(Path(path))
     wide = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     activations = BATCHED_TOKENS * wide * 2 + SAMPLED * config.vocab_size * 10
     rest = FIXED + activations if gpu else FIXED_CPU
+    if _encodes(config):
+        blank = build.skeleton(Path(path), config, getattr(torch, dtype))
+        return Need(model, build.weight_bytes(blank), tokens, NO_CACHE, rest)
+    plan = fastkernels.plan(path, dtype)
+    states = int(STATES * (sequences + 2) * plan.state_bytes)
+    if states:  # hosts round a sequence up to blocks as large as a state, and keep snapshots of states
+        tokens = int(SNAPSHOTS * (tokens + sequences * LARGE_BLOCK))
     kv = tokens * plan.kv_bytes_per_token
     if kv_bytes is not None:
         kv = kv * kv_bytes // SIZES[plan.dtype]
-    return Need(model, plan.weight_bytes, tokens, kv, rest)
+    return Need(model, plan.weight_bytes, tokens, kv + states, rest, states)
+
+
+def _encodes(config: Any) -> bool:
+    """Whether the model is an encoder, which keeps nothing between steps."""
+    from fastkernels.models.common.descriptions.registry import by_architecture
+
+    found = by_architecture().get((getattr(config, "architectures", None) or [""])[0])
+    return found is not None and found.arch.runner == "Encode"
 
 
 def kv_tokens(sizes: Iterable[tuple[int, int]], longest: int, block: int = 16) -> int:

@@ -112,11 +112,16 @@ def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[i
     return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
 
 
-def vocab_size(model: str) -> int:
+def config_of(model: str) -> Any:
+    """The config of a folder or a hub id, as transformers has it."""
     from fastkernels.models.common.checkpoints import weights
     from fastkernels.models.common.plans import build
 
-    return int(build.load_config(weights.resolve(model)).vocab_size)
+    return build.load_config(weights.resolve(model))
+
+
+def vocab_size(model: str) -> int:
+    return int(config_of(model).vocab_size)
 
 
 def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:

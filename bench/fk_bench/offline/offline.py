@@ -4,7 +4,9 @@ It writes lines of JSON to the original standard output; the host's own output g
 {"kv_tokens": n, "ends": [[phase, end]], "engine": {...}}: the size of the KV cache, the ends of the startup phases by
 time.monotonic(), and our engine's own report. Then each input line {"prompts": [[token ids]], "output_len": n} is
 answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. With "arrivals", it
-is answered with the seconds to each token; requests may arrive "later". Sizes that are None are the host's defaults.
+is answered with the seconds to each token; requests may arrive "later". With "media", each prompt has random images or
+audio, drawn here: transformers' processor reads them before the clock starts, and "read" has its seconds. With the task
+"embed" in the options, each prompt gets a vector. Sizes that are None are the host's defaults.
 Imports only the engine that it runs, and the patcher if there are candidates. Random weights are of one kind in all
 hosts: fk_bench.offline.random_weights.
 """
@@ -17,6 +19,7 @@ import math
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 # A script's folder is on sys.path, where its modules would shadow packages of the same names.
 sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
 
+RATE = 16000  # samples of audio a second
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens to generate of each -> tokens generated
 
 
@@ -39,6 +43,14 @@ def given(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in settings.items() if v is not None}, **more}
 
 
+def embeds(options: dict[str, Any]) -> bool:
+    return options.get("task") == "embed"
+
+
+def _no_tokens(prompts: list[list[int]], output_len: int) -> int:
+    raise RuntimeError("an encoder generates no tokens: its loads are measured with arrivals")
+
+
 def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     from fastkernels import LLM, SamplingParams
 
@@ -50,8 +62,12 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         "num_blocks": tokens and tokens // 16 + 1, "kv_cache_memory": options.get("kv_bytes"),
         "tensor_parallel_size": options["tensor_parallel"],
     }  # fmt: skip
+    if embeds(options):  # without a cache, and with vLLM's tokens of a step
+        settings |= {"num_blocks": None, "kv_cache_memory": None}
     llm = LLM(options["model"], **given(settings, options["engine_args"]))
     ended("engine")
+    if embeds(options):
+        return _no_tokens, 0, llm
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -63,6 +79,14 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         engine.scheduler.num_cache_tokens or engine.max_model_len * engine.config.max_num_seqs,
         llm,
     )
+
+
+def limits(media: dict[str, Any], gpu: bool) -> dict[str, Any]:
+    """vLLM's limits of a prompt's media. On a CPU, where the largest image takes long, it tries only these sizes."""
+    if media["audio"]:
+        return {"audio": 1}
+    size = {} if gpu else {"width": media["side"], "height": media["side"]}
+    return {"image": {"count": media["images"], **size}, "video": 0}
 
 
 def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
@@ -79,12 +103,19 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         settings["num_gpu_blocks_override"] = options["kv_tokens"] and options["kv_tokens"] // 16
     else:
         settings["enforce_eager"] = True
+    if media := options.get("media"):
+        # Its processors need a tokenizer. Media that no request has are not tried out at the start.
+        settings |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits(media, options["gpu"])}
+    if embeds(options):
+        settings |= {"runner": "pooling", "num_gpu_blocks_override": None}
     if options["load_format"] == "dummy":
         settings["worker_extension_cls"] = "fk_bench.offline.random_weights.VllmWorker"
     llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
     ended("engine")
     if options["load_format"] == "dummy":
         llm.collective_rpc("draw_random_weights")
+    if embeds(options):
+        return _no_tokens, 0, llm
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -138,7 +169,8 @@ class Sent:
     """A request, and what came of it. `after`: tokens of the first request after which it is sent.
 
     Seconds count from the start of the run: `at` when it was sent, `tokens` when each token came. cached: tokens of
-    its prompt that the prefix cache held, None if the host does not tell.
+    its prompt that the prefix cache held, None if the host does not tell. media: {kind: values} of the prompt; read:
+    the seconds in which the host has read them.
     """
 
     prompt: list[int]
@@ -147,6 +179,27 @@ class Sent:
     at: float = 0.0
     tokens: list[float] = field(default_factory=list)
     cached: int | None = None
+    media: dict[str, Any] = field(default_factory=dict)
+    read: float = 0.0
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """As vLLM and our engine take it."""
+        more = {"multi_modal_data": self.media} if self.media else {}
+        return {"prompt_token_ids": self.prompt, **more}
+
+
+def drawn(media: dict[str, Any], number: int) -> dict[str, Any]:
+    """Random media of a request. media: 'images' of 'side' pixels or seconds of 'audio', and a 'seed'."""
+    import numpy as np
+
+    random = np.random.default_rng(zlib.crc32(f"{media['seed']} {number}".encode()))
+    if media["audio"]:
+        return {"audio": (random.normal(0, 0.1, round(media["audio"] * RATE)).astype(np.float32), RATE)}
+    from PIL import Image
+
+    shape = media["images"], media["side"], media["side"], 3
+    return {"image": [Image.fromarray(pixels) for pixels in random.integers(0, 256, shape, dtype=np.uint8)]}
 
 
 def requests_of(work: dict[str, Any]) -> list[Sent]:
@@ -155,39 +208,60 @@ def requests_of(work: dict[str, Any]) -> list[Sent]:
     if later := work.get("later"):
         pairs = zip(later["prompts"], later["after"], strict=True)
         made += [Sent(prompt, later["output_len"], after) for prompt, after in pairs]
+    if media := work.get("media"):
+        for number, request in enumerate(made):
+            request.media = drawn(media, number)
     return made
 
 
 def vllm_arrivals(llm: Any, requests: Sequence[Sent]) -> None:
-    """Generate, and note the seconds from the start to each token of each request."""
-    from vllm import SamplingParams
+    """Generate or embed, and note the seconds from the start to each token or vector of each request."""
+    from vllm import PoolingParams, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    engine = llm.llm_engine
+
     def params(output_len: int) -> Any:
+        if not output_len:
+            return PoolingParams(task="embed")
         return SamplingParams(
             temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
 
-    _step(llm.llm_engine, requests, lambda prompt: {"prompt_token_ids": prompt}, params)
+    def read(name: str, request: Sent) -> Any:
+        own, tasks = params(request.output_len), engine.get_supported_tasks()
+        return engine.input_processor.process_inputs(name, request.given, own, supported_tasks=tasks)
+
+    _step(engine, requests, lambda request: request.given, params, read)
 
 
 def _step(
-    engine: Any, requests: Sequence[Sent], given: Callable[[list[int]], Any], params: Callable[[int], Any]
-) -> None:
-    """Step vLLM's engine, or ours, until all requests have ended."""
+    engine: Any, requests: Sequence[Sent], given: Callable[[Sent], Any], params: Callable[[int], Any],
+    read: Callable[[str, Sent], Any],
+) -> None:  # fmt: skip
+    """Step vLLM's engine, or ours, until all requests have ended. Media are read before the clock starts."""
+    names, ready = {}, {}
+    for number, request in enumerate(requests):
+        names[id(request)] = name = f"{time.perf_counter()}-{number}"
+        if request.media:
+            began = time.perf_counter()
+            ready[name] = read(name, request)
+            request.read = time.perf_counter() - began
     waiting = list(requests)
     running: dict[str, Sent] = {}
     start = time.perf_counter()
     while waiting or engine.has_unfinished_requests():
         produced = len(requests[0].tokens) if engine.has_unfinished_requests() or not running else math.inf
         while waiting and waiting[0].after <= produced:
-            request, name = waiting.pop(0), f"{start}-{len(running)}"
+            request = waiting.pop(0)
+            name = names[id(request)]
             running[name], request.at = request, time.perf_counter() - start
-            engine.add_request(name, given(request.prompt), params(request.output_len))
+            engine.add_request(name, ready.pop(name, None) or given(request), params(request.output_len))
         for output in engine.step():
             seconds, request = time.perf_counter() - start, running[output.request_id]
-            request.tokens += [seconds] * len(output.outputs[0].token_ids)
+            count = len(output.outputs[0].token_ids) if request.output_len else 1
+            request.tokens += [seconds] * count
             cached = getattr(output, "num_cached_tokens", None)
             request.cached = request.cached if cached is None else cached
 
@@ -221,14 +295,22 @@ def fastkernels_arrivals(llm: Any, requests: Sequence[Sent]) -> None:
     """As `vllm_arrivals`."""
     from fastkernels import SamplingParams
     from fastkernels.engine.sampling.sampling_params import RequestOutputKind
+    from fastkernels.engine.scheduling.encoding import PoolingParams
+
+    engine = llm.llm_engine
 
     def params(output_len: int) -> Any:
+        if not output_len:
+            return PoolingParams("embed")
         return SamplingParams(
             temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
 
-    _step(llm.llm_engine, requests, lambda prompt: prompt, params)
+    def read(name: str, request: Sent) -> Any:
+        return engine.make_request(name, request.given, params(request.output_len))
+
+    _step(engine, requests, lambda request: request.prompt, params, read)
 
 
 ARRIVALS: dict[str, Callable[[Any, Sequence[Sent]], None]] = {
@@ -267,7 +349,7 @@ class Toggled:
         ARRIVALS[self.host](self.engine, requests)
         found: dict[str, Any] = {
             "arrivals": [r.tokens for r in requests], "sent": [r.at for r in requests],
-            "cached": [r.cached for r in requests],
+            "cached": [r.cached for r in requests], "read": [r.read for r in requests if r.media],
         }  # fmt: skip
         if "traced" in work:
             (reply, *_) = self._call("trace_stop")

@@ -48,4 +48,20 @@ ARCH = Architecture(
     experts="fastkernels.models.common.layers.decoder:numbered_expert_mapping",
     parts={"A_log": "A", "block_sparse_moe": "mlp"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "moonshotai/Kimi-Linear-48B-A3B": {
+            "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "head_dim": 72, "vocab_size": 163840, "kv_lora_rank": 512, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
+            "rms_norm_eps": 1e-5, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+            "moe_intermediate_size": 1024, "moe_renormalize": True, "routed_scaling_factor": 2.446,
+            "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "first_k_dense_replace": 1,
+            "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "model_max_length": 1048576,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+                "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+            },
+        },
+    },
 )  # fmt: skip
