@@ -95,7 +95,10 @@ def _requests(llm: Any, case: Case, sizes: Mapping[str, Any]) -> Work:
         params = PoolingParams("segment", threshold=0.0, max_detections=KEPT_OBJECTS)
         return llm.segment(list(requests), params, use_tqdm=False)
 
-    return Work(llm, lambda random: sent.make(llm, sizes, random), answer, case["batch"], segments)
+    count = case["batch"]
+    if llm.llm_engine.kind == "Score":  # recommenders take a batch as the rows of one request
+        sizes, count = {**sizes, "rows": count}, 1
+    return Work(llm, lambda random: sent.make(llm, sizes, random), answer, count, segments)
 
 
 def _texts(llm: Any, case: Case, sizes: Mapping[str, Any]) -> Work:
