@@ -160,15 +160,10 @@ def host(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> N
     made.channels_last()
     made.target = compiled(target, lane.mode)
     for case in times.left(subject.cases):
-        inputs = {k: on_host(v) for k, v in made.inputs(case["batch"], 0).items()}
+        inputs = {k: as_processed(v) for k, v in made.inputs(case["batch"], 0).items()}
 
         def call(given: Mapping[str, Any]) -> Any:
-            moved = {
-                k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in given.items()
-            }
-            for key, value in moved.items():
-                if torch.is_tensor(value) and value.dim() == 4:
-                    moved[key] = value.contiguous(memory_format=torch.channels_last)
+            moved = {k: read(v, device, dtype) for k, v in given.items()}
             if "x" in moved:
                 return on_cpu([made.target(moved["x"])])
             return on_cpu(outputs(made.target(**moved), lane))
@@ -354,12 +349,11 @@ def pipeline(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
         arguments = {
             part: PreTrainedTokenizerFast.from_pretrained(folder / part) for part in model.tokenizers
         }
+    arguments["scheduler"] = scheduler(folder)  # it computes with NumPy, and stays on the CPU
     with place(device, dtype):
         target = random_pipeline.build(Path(folder), arguments)
     target.set_progress_bar_config(disable=True)
     target.to(device, dtype)
-    if getattr(target, "scheduler", None) is not None and hasattr(target.scheduler, "sigmas"):
-        reset_scheduler(target, folder)
     for part in target.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
