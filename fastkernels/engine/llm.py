@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
-from fastkernels.engine.inputs.images import is_image
+from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +30,7 @@ from fastkernels.engine.speech.files import recording
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Progress: TypeAlias = "bool | Callable[..., Any]"
+THREADS = min(8, os.cpu_count() or 1)  # that read the media of prompts
 MEDIA_PARTS = {  # {type of a content part: kind of medium}
     "image_pil": "image", "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
@@ -468,6 +471,9 @@ class LLM:
     def _run(self, prompts: Sequence[Any], params: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
+        if len(prompts) > 1 and (engine.inputs in READERS or any(map(_has_media, prompts))):
+            with ThreadPoolExecutor(min(len(prompts), THREADS)) as pool:
+                prompts = list(pool.map(engine.read, prompts, params))
         # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
         requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
         return self._complete(requests, use_tqdm)
@@ -577,6 +583,10 @@ def _for_each(params: Any, count: int, what: str) -> list[Any]:
     if len(each) != count:
         raise ValueError(f"{count} {what} and {len(each)} params: give one, or one for each")
     return each
+
+
+def _has_media(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
 
 
 def _as_list(prompts: Any, media: bool = False) -> list[Any]:

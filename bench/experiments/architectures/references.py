@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,10 @@ def host(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> N
     made.channels_last()
     made.target = compiled(target, lane.mode)
     for case in times.left(subject.cases):
-        inputs = {k: on_host(v) for k, v in made.inputs(case["batch"], 0).items()}
+        inputs = {k: as_processed(v) for k, v in made.inputs(case["batch"], 0).items()}
 
         def call(given: Mapping[str, Any]) -> Any:
-            moved = {
-                k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in given.items()
-            }
-            for key, value in moved.items():
-                if torch.is_tensor(value) and value.dim() == 4:
-                    moved[key] = value.contiguous(memory_format=torch.channels_last)
+            moved = {k: read(v, device, dtype) for k, v in given.items()}
             if "x" in moved:
                 return on_cpu([made.target(moved["x"])])
             return on_cpu(outputs(made.target(**moved), lane))
@@ -175,11 +171,20 @@ def host(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> N
         times.add(case, lambda inputs=inputs: ((lambda: inputs), no_grad(call)))
 
 
-def on_host(value: Any) -> Any:
-    """Tensors in pinned memory, if there is a GPU."""
+def as_processed(value: Any) -> Any:
+    """A tensor as an image processor leaves it: float32 on the CPU, as the arrays of our requests are."""
     if not torch.is_tensor(value):
         return value
-    return value.cpu().pin_memory() if value.is_cuda else value
+    return value.cpu().float() if value.is_floating_point() else value.cpu()
+
+
+def read(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """An argument of a model from what `as_processed` has left."""
+    if not torch.is_tensor(value):
+        return value
+    moved = value.to(device)
+    moved = moved.to(dtype) if moved.is_floating_point() else moved
+    return moved.contiguous(memory_format=torch.channels_last) if moved.dim() == 4 else moved
 
 
 def outputs(found: Any, lane: Lane) -> list[Any]:
@@ -214,7 +219,7 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
             head = torch.nn.Linear(target.config.hidden_size, 128, bias=False)
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        found = target(input_ids=ids, attention_mask=torch.ones_like(ids))
+        found = target(input_ids=ids)  # a mask would keep it from flash attention
         if hasattr(found, "logits"):
             return found.logits
         hidden = found.last_hidden_state
@@ -227,21 +232,28 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
         draw = torch.Generator().manual_seed(0)
         shape = case["batch"], int(sizes["tokens"])
         ids = torch.randint(ours.RESERVED, target.config.vocab_size, shape, generator=draw)
-        ids = on_host(ids.to(device))
         times.add(case, lambda ids=ids: ((lambda: ids), call))
 
 
 def whisper(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> None:
-    """transformers' `generate` from samples; compiled with a static cache, as its guide to Whisper recommends."""
+    """transformers' `generate` from samples, with a static cache and a compiled encoder where it is compiled."""
     from transformers import WhisperFeatureExtractor
 
     model, device, dtype = subjects.model_of(subject, tiny), device_of(times), getattr(torch, subject.dtype)
     target = of_transformers(model, device, dtype)
     own = target.generation_config
     own.eos_token_id, own.pad_token_id = None, target.config.pad_token_id
-    if lane.mode:
+    if lane.mode:  # on a GPU, `generate` compiles the steps of a static cache
         own.cache_implementation = "static"
-        target.forward = compiled(target.forward, lane.mode)
+        encoder = target.model.encoder
+        encode = compiled(encoder.forward, lane.mode)
+
+        def kept_apart(*given: Any, **named: Any) -> Any:  # steps run in graphs of the same memory
+            found = encode(*given, **named)
+            found.last_hidden_state = found.last_hidden_state.clone()
+            return found
+
+        encoder.forward = kept_apart
     reader = WhisperFeatureExtractor(**dict(model.files["preprocessor_config.json"]))
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
@@ -281,37 +293,39 @@ def unmask(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) ->
         layer.self_attn.is_causal = False
     mask_id = c["mask_token_id"]
 
-    def step(ids: torch.Tensor, seen: torch.Tensor, first: int, last: int, count: int) -> torch.Tensor:
-        """Choose the `count` likeliest tokens of a block."""
-        hidden = target(input_ids=ids, attention_mask=seen, use_cache=False).last_hidden_state[:, first:last]
-        scores = head(hidden).float().softmax(-1)
-        best, tokens = scores.max(-1)
-        block = ids[:, first:last]
+    def step(ids: torch.Tensor, positions: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the `count` likeliest tokens of a block, which has these places."""
+        hidden = target.embed_tokens(ids)
+        angles = target.rotary_emb(hidden, positions)
+        for layer in target.layers:  # without a mask: that of LlamaModel would be causal
+            found = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=angles)
+            hidden = found[0] if isinstance(found, tuple) else found
+        hidden = target.norm(hidden.index_select(1, places))
+        best, tokens = head(hidden).float().softmax(-1).max(-1)
+        block = ids.index_select(1, places)
         best = torch.where(block == mask_id, best, -1.0)
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(count).indices, True)
-        return torch.cat((ids[:, :first], torch.where(chosen, tokens, block), ids[:, last:]), 1)
+        return ids.index_copy(1, places, torch.where(chosen, tokens, block))
 
     function = compiled(step, lane.mode)
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
         tokens, new, steps = int(sizes["tokens"]), int(sizes["new"]), int(sizes["steps"])
         length = max(n for n in range(1, BLOCK + 1) if new % n == 0)
-        each = length // max(1, steps // (new // length))
+        each = length // (steps // (new // length))
         draw = torch.Generator().manual_seed(0)
         prompt = torch.randint(ours.RESERVED, mask_id, (case["batch"], tokens), generator=draw)
-        seen = torch.zeros(case["batch"], 1, tokens + new, tokens + new, dtype=dtype, device=device)
 
-        def call(
-            prompt: Any, new: int = new, length: int = length, each: int = each, seen: Any = seen
-        ) -> Any:
+        def call(prompt: Any, new: int = new, length: int = length, each: int = each) -> Any:
             ids = torch.cat((prompt, torch.full((len(prompt), new), mask_id)), 1).to(device)
-            first = prompt.shape[1]
-            for at in range(first, first + new, length):
+            positions = torch.arange(ids.shape[1], device=device)[None]
+            for at in range(prompt.shape[1], ids.shape[1], length):
+                places = torch.arange(at, at + length, device=device)
                 for _ in range(length // each):
-                    ids = function(ids, seen, at, at + length, each).clone()
+                    ids = function(ids, positions, places, each).clone()
             return ids.cpu()
 
-        times.add(case, lambda prompt=prompt: ((lambda: prompt), no_grad(call)), warm_up=2)
+        times.add(case, lambda prompt=prompt, call=call: ((lambda: prompt), no_grad(call)), warm_up=2)
 
 
 BLOCK = 32  # tokens of a block of an answer, as UnmaskParams has it
@@ -335,12 +349,11 @@ def pipeline(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
         arguments = {
             part: PreTrainedTokenizerFast.from_pretrained(folder / part) for part in model.tokenizers
         }
+    arguments["scheduler"] = scheduler(folder)  # it computes with NumPy, and stays on the CPU
     with place(device, dtype):
         target = random_pipeline.build(Path(folder), arguments)
     target.set_progress_bar_config(disable=True)
     target.to(device, dtype)
-    if getattr(target, "scheduler", None) is not None and hasattr(target.scheduler, "sigmas"):
-        reset_scheduler(target, folder)
     for part in target.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
@@ -364,10 +377,11 @@ def pipeline(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
         times.add(case, lambda inputs=inputs: ((lambda: inputs), call), warm_up=2)
 
 
-def reset_scheduler(target: Any, folder: Path) -> None:
-    """Make the scheduler again: its tables are NumPy's, and were made on the device."""
-    cls = type(target.scheduler)
-    target.scheduler = cls.from_config(json.loads((folder / "scheduler/scheduler_config.json").read_text()))
+def scheduler(folder: Path) -> Any:
+    import diffusers
+
+    config = json.loads((folder / "scheduler/scheduler_config.json").read_text())
+    return getattr(diffusers, config["_class_name"]).from_config(config)
 
 
 def fla(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> None:
@@ -380,6 +394,7 @@ def fla(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> No
     with place(device, dtype):
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     target = target.eval().requires_grad_(False).to(device, dtype)
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(target.forward).parameters else {}
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
         random, new = np.random.default_rng(0), int(sizes["new"])
@@ -391,7 +406,7 @@ def fla(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> No
             return torch.from_numpy(random.integers(ours.RESERVED, vocabulary, shape))
 
         def call(ids: torch.Tensor, new: int = new, step: Any = step) -> torch.Tensor:
-            out = target(input_ids=ids.to(device), use_cache=True)
+            out = target(input_ids=ids.to(device), use_cache=True, **last_only)
             last, state = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
             made = [last]
             if step is not None:

@@ -104,10 +104,10 @@ def sizes_of(subject: Subject, case: Case, tiny: bool) -> dict[str, Any]:
     """The fields of a request."""
     model = model_of(subject, tiny)
     own = {k: v for k, v in case.items() if k != "batch"}
-    return {**own, **model.request, **TINY_TEXT} if tiny else {**model.request, **own}
+    return {**own, **TINY_TEXT, **model.request} if tiny else {**model.request, **own}
 
 
-TINY_TEXT = {"new": 4}  # tokens that a small model generates
+TINY_TEXT = {"tokens": 12, "new": 4}  # of a prompt of a small model, and of its answer
 
 
 def criteo() -> list[int]:
@@ -258,7 +258,10 @@ def subjects() -> dict[str, Subject]:
             "yolov10-b", _batches(1, 4, 32), _library("yolov10", LIBRARY, COMPILED), 1.06, dtype="float16",
             other="yolov10-b-ultralytics", prepared=True, options=large,
         ),
-        "dp3": Subject("dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), 1.42, prepared=True),
+        "dp3": Subject(
+            "dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), 1.42, prepared=True,
+            limit=2.0,
+        ),
         "ptv3": Subject("ptv3", _batches(1, 8, points=100_000), (), 1.00),
         "gaussians": Subject(
             "gaussians", _batches(1, 4, **view), _library("gaussians", LIBRARY), 0.99, other="gaussians-gsplat"

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastkernels.engine.engines.budget_engine import BudgetEngine
 from fastkernels.engine.execution.runners.encode import EncodeInput
@@ -53,6 +54,12 @@ class EncodeEngine(BudgetEngine):
             if isinstance(self.runner.model, Segmenter) and not self.config.skip_tokenizer_init:
                 self.tokenizer = tokenizer.load(self.config.tokenizer or self.folder)
             self.prompts = segmentation.PromptReader(self.images, self.runner.model, self.tokenizer)
+
+    def read(self, prompt: Any, params: Any) -> Any:
+        """See Engine."""
+        if self.images is None or self.segments or isinstance(prompt, Patches):
+            return prompt
+        return self.images.patches(prompt)
 
     def make_request(
         self,
@@ -102,7 +109,7 @@ class EncodeEngine(BudgetEngine):
                 request_id, concept.name, ids, params, priority, image=image, concept=concept
             )
         elif self.images is not None:
-            image = self.images.patches(prompt)
+            image = self.read(prompt, params)
             request = EncodeRequest(request_id, None, [], params, priority, image=image)
         elif is_image(prompt) or is_video(prompt):
             raise ValueError("the prompt must be text or token ids: this model takes no images")
@@ -310,7 +317,7 @@ class EncodeEngine(BudgetEngine):
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
             np.array([r.num_features for r in batch], np.int32),
             [(r.params.task, r.params.use_activation is not False) for r in batch],
-            np.concatenate([image.values for image in images]) if images else None,
+            _joined([image.values for image in images]) if images else None,
             [image.grid for image in images],
             **_more(batch),
         )
@@ -329,6 +336,13 @@ class EncodeEngine(BudgetEngine):
             )
             for r, data in zip(batch, found, strict=True)
         ]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of float32 arrays, copied by several threads: a batch of images has tens of megabytes."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return torch.cat([torch.from_numpy(array) for array in arrays]).numpy()
 
 
 def _check_target(params: PoolingParams, target: segmentation.Concept | Marks) -> None:

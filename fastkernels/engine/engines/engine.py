@@ -144,6 +144,10 @@ class Engine(ABC):
     def _start(self) -> None:
         """Make the scheduler and the engine's own state."""
 
+    def read(self, prompt: Any, params: Any) -> Any:
+        """The prompt for make_request with its media read, which takes long. Safe in any thread. Raises ValueError."""
+        return prompt
+
     @abstractmethod
     def make_request(self, request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
         """Check a request without queuing it. Safe in any thread. Raises ValueError for an unsupported request."""

@@ -159,6 +159,15 @@ class LLMEngine(Engine):
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_cache()
 
+    def read(self, prompt: Any, params: SamplingParams) -> Any:
+        """See Engine."""
+        if isinstance(prompt, (MediaPrompt, SourcePrompt)):
+            return prompt
+        prompt, data = media_of(prompt)
+        if not data and self.audio is None:
+            return prompt
+        return self.read_media(prompt, data, self.prompt_limit(params.truncate_prompt_tokens))
+
     def make_request(
         self,
         request_id: str,
@@ -177,16 +186,12 @@ class LLMEngine(Engine):
         self._check_params(params)
         limit = self.prompt_limit(params.truncate_prompt_tokens)
         made: MediaPrompt | SourcePrompt | None = None
+        prompt = self.read(prompt, params)
         if isinstance(prompt, (MediaPrompt, SourcePrompt)):
             made = prompt
-        else:
-            prompt, data = media_of(prompt)
-            if data or self.audio is not None:
-                made = self.read_media(prompt, data, limit)
-        if made is None:
-            text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
-        else:
             text, ids = made.text, made.token_ids
+        else:
+            text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
         vocab = self.hf_config.vocab_size
         room = self.max_model_len - len(ids)
         if room < 1:

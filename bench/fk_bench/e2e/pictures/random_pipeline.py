@@ -14,8 +14,8 @@ LEFT_OUT = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 def build(folder: Path, arguments: dict[str, Any]) -> Any:
     """The pipeline that model_index.json names, each module built from the configuration in its folder.
 
-    Tokenizers and image processors are left out; they are None, as are parts that the index does not name. Raises
-    OSError or ValueError.
+    Tokenizers and image processors are left out; they are None, as are parts that the index does not name. arguments:
+    parts that are not built, and others of the constructor. Raises OSError or ValueError.
     """
     index = json.loads((folder / "model_index.json").read_text())
     import diffusers
@@ -26,7 +26,7 @@ def build(folder: Path, arguments: dict[str, Any]) -> Any:
             continue
         library, kind = value
         parts[name] = None
-        if library is not None and not kind.endswith(LEFT_OUT):
+        if library is not None and name not in arguments and not kind.endswith(LEFT_OUT):
             parts[name] = _part(getattr(importlib.import_module(library), kind), folder / name)
     options = {k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list)}
     cls = getattr(diffusers, index["_class_name"])
