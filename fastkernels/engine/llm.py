@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
+from fastkernels.engine.execution import threads
 from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig
@@ -472,14 +473,21 @@ class LLM:
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
         if len(prompts) > 1 and (engine.inputs in READERS or any(map(_has_media, prompts))):
-            with ThreadPoolExecutor(min(len(prompts), THREADS)) as pool:
+            with ThreadPoolExecutor(
+                min(len(prompts), THREADS), initializer=threads.use_one, initargs=(engine.runner.device,)
+            ) as pool:
                 prompts = list(pool.map(engine.read, prompts, params))
         # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
-        requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
+        with threads.one(engine.runner.device):
+            requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
         return self._complete(requests, use_tqdm)
 
     def _complete(self, requests: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         """The outputs of checked requests, in order."""
+        with threads.one(self.llm_engine.runner.device):
+            return self._outputs(requests, use_tqdm)
+
+    def _outputs(self, requests: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         engine, done = self.llm_engine, dict[str, Any]()
         waiting = list(reversed(requests))
         bar = ProgressBar(use_tqdm, len(requests))

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastkernels.engine.engines.budget_engine import BudgetEngine
 from fastkernels.engine.execution.runners.encode import EncodeInput
@@ -317,7 +316,7 @@ class EncodeEngine(BudgetEngine):
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
             np.array([r.num_features for r in batch], np.int32),
             [(r.params.task, r.params.use_activation is not False) for r in batch],
-            _joined([image.values for image in images]) if images else None,
+            [image.values for image in images] or None,
             [image.grid for image in images],
             **_more(batch),
         )
@@ -336,13 +335,6 @@ class EncodeEngine(BudgetEngine):
             )
             for r, data in zip(batch, found, strict=True)
         ]
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of float32 arrays, copied by several threads: a batch of images has tens of megabytes."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return torch.cat([torch.from_numpy(array) for array in arrays]).numpy()
 
 
 def _check_target(params: PoolingParams, target: segmentation.Concept | Marks) -> None:

@@ -21,9 +21,12 @@ class TimmProcessor:
         import torch
 
         s = self.settings
-        values = torch.from_numpy(np.array(self._cropped(images), np.float32)) / 255
-        values = (values - torch.tensor(s.mean)) / torch.tensor(s.std)  # [size, size, 3]
-        return {"pixel_values": values.permute(2, 0, 1)[None]}
+        values = np.array(self._cropped(images), np.uint8).transpose(2, 0, 1).astype(np.float32, order="C")
+        values /= 255
+        mean, std = (np.array(numbers, np.float32)[:, None, None] for numbers in (s.mean, s.std))
+        values -= mean
+        values /= std
+        return {"pixel_values": torch.from_numpy(values)[None]}
 
     def _cropped(self, image: Any) -> Any:
         from PIL import Image

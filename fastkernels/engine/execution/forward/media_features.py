@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fastkernels.core.dispatch import direct_calls
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.steps.step import Encoding, StepMedia
 from fastkernels.models.common.layers.media import Media
 
@@ -69,6 +70,4 @@ class MediaFeatures:
         return found.shape[1] * found.element_size()
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return transfer.to_device(tensor, self._device)

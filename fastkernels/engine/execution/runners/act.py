@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
@@ -95,8 +96,7 @@ class Act(Runner):
         return found[: len(rows)].clone()  # the next replay writes into the graph's output
 
     def _place(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device)
 
 
 class ActStep:
@@ -109,5 +109,5 @@ class ActStep:
         """The actions of each observation, [actions, numbers] float32. Waits for the device."""
         made: dict[int, Any] = {}
         for rows, actions in self._found:
-            made.update(zip(rows, actions.float().cpu().numpy(), strict=True))
+            made.update(zip(rows, transfer.to_host(actions.float()), strict=True))
         return [made[row] for row in range(len(made))]

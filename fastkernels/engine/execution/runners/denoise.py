@@ -13,6 +13,7 @@ import torch
 from fastkernels.engine.cache.kv_cache import Limits
 from fastkernels.engine.cache.latents import LatentPool, Latents, joined
 from fastkernels.engine.cache.step_cache import StepCache, reusable
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
@@ -212,8 +213,7 @@ class Denoise(Runner):
         return self.graphs(size, run, (latents, times, scales, *conditions.values()))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device)
 
 
 def _channels_last(model: torch.nn.Module) -> None:
@@ -245,6 +245,6 @@ class DenoiseStep:
         if self._done is not None:
             self._done.synchronize()
         return {
-            i: (np.ascontiguousarray(p.movedim(-3, -1).cpu().numpy()), self._reused.get(i, 0))
+            i: (np.ascontiguousarray(transfer.to_host(p.movedim(-3, -1))), self._reused.get(i, 0))
             for i, p in self._pixels.items()
         }

@@ -12,6 +12,7 @@ import torch
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.forward_graphs import MOST, ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.activation import read_activation
@@ -43,7 +44,7 @@ class EncodeInput:
     """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
     query_lens counts hidden states. tasks [B]: of PoolingParams, and whether their activation applies. Instead of
-    input_ids, a model of images or videos has the patches [P, C * p * p] float32, image after image, and their grids
+    input_ids, a model of images or videos has the patches [P, C * p * p] float32 of each image, and their grids
     (engine.inputs.images.Patches).
 
     token_type_ids  [T]; None: all 0
@@ -57,7 +58,7 @@ class EncodeInput:
     input_ids: np.ndarray
     query_lens: np.ndarray
     tasks: Sequence[Task]
-    patches: np.ndarray | None = None
+    patches: Sequence[np.ndarray] | None = None
     grids: Sequence[tuple[int, ...]] = ()
     token_type_ids: np.ndarray | None = None
     seen: np.ndarray | None = None
@@ -137,7 +138,7 @@ class Encode(Runner):
         if self.segmenting is not None and step.clips is not None:
             return FollowedStep(self.segmenting.follow(step.clips, self._to_device))
         if self.segmenting is not None and step.patches is not None:
-            return self.segmenting.launch(step.wanted, step.patches, self._to_device)
+            return self.segmenting.launch(step.wanted, np.concatenate(step.patches), self._to_device)
         starts = np.zeros(len(step.query_lens) + 1, dtype=np.int64)
         np.cumsum(step.query_lens, out=starts[1:])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], step.query_lens)
@@ -159,7 +160,7 @@ class Encode(Runner):
                 types = [] if step.token_type_ids is None else [step.token_type_ids]
                 hidden = self._read([step.input_ids, positions, *types], starts, metadata)
                 return EncodeStep(step, starts, {t: self._head(step, t, hidden, cu_seqlens) for t in tasks})
-            patches, grids = self._to_device(step.patches, np.float32), tuple(step.grids)
+            patches, grids = transfer.joined(step.patches, self.device, np.float32), tuple(step.grids)
             bare = replace(step, patches=None)  # a graph keeps it
 
             def compute(patches: torch.Tensor) -> list[torch.Tensor]:
@@ -220,8 +221,7 @@ class Encode(Runner):
         )  # fmt: skip
 
     def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device, dtype)
 
 
 def padded(arrays: Sequence[np.ndarray], starts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -251,7 +251,7 @@ class EncodeStep:
 
     def result(self) -> list[np.ndarray]:
         """Per sequence in float32, as PoolingOutput.data. Waits for the device."""
-        arrays = {task: tensor.float().cpu().numpy() for task, tensor in self._found.items()}
+        arrays = {task: transfer.to_host(tensor.float()) for task, tensor in self._found.items()}
         return [self._of(row, task[0], arrays[task]) for row, task in enumerate(self._step.tasks)]
 
     def _of(self, row: int, kind: str, found: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
@@ -97,9 +98,7 @@ class Rollout:
         return found
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
+        return transfer.to_device(tensor, self._device)
 
 
 def bucket(n: int, small: int, large: int) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from fastkernels.engine.cache import kv_cache
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
@@ -258,8 +259,7 @@ class Rollout(Runner):
         return function(*inputs) if self.graphs is None else self.graphs(key, function, inputs)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device)
 
 
 class RolloutStep:
@@ -275,4 +275,6 @@ class RolloutStep:
         """{request id: [H, W, 3] uint8}. Waits for the device if a frame ends."""
         if self._done is not None:
             self._done.synchronize()
-        return {i: np.ascontiguousarray(p.permute(1, 2, 0).cpu().numpy()) for i, p in self._pixels.items()}
+        return {
+            i: np.ascontiguousarray(transfer.to_host(p.permute(1, 2, 0))) for i, p in self._pixels.items()
+        }

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
@@ -86,8 +87,7 @@ class Score(Runner):
         return ScoreStep(self.model.score(step.samples, step.activated, self._place))
 
     def _place(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device)
 
 
 class ScoreStep:
@@ -113,6 +113,6 @@ class ScoreStep:
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[np.ndarray]:
     """Parts of a tensor, in the host's memory."""
-    array = tensor.cpu().numpy()
+    array = transfer.to_host(tensor)
     ends = list(itertools.accumulate(sizes))
     return [array[end - n : end] for end, n in zip(ends, sizes, strict=True)]

@@ -12,6 +12,7 @@ from fastkernels.core.dispatch import direct_calls
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.core.layer_state import KVSpec
 from fastkernels.engine.cache import kv_cache
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.packed_weights import pack_weights
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.steps.unmask_step import UnmaskInput, UnmaskOutput
@@ -151,8 +152,7 @@ class Unmask(Runner):
         return tokens, logits.gather(1, tokens[:, None])[:, 0].double() - total
 
     def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return transfer.to_device(array, self.device, dtype)
 
 
 class UnmaskStep:
