@@ -1,6 +1,6 @@
 """PyTorch's threads on the CPU, next to a model on a GPU: one, as in vLLM's processes.
 
-What is left for the CPU there are small tensors, such as images of some hundred pixels. Threads that wait for each
+The CPU computes small tensors there, such as images of some hundred pixels. Threads that wait for each
 other cost more: with 32 of them, an image of 256 x 256 pixels was normalized in 24 ms, and with one in 0.7 ms (H200, 32
 cores). A value of OMP_NUM_THREADS stays.
 """

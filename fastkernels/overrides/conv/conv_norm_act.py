@@ -33,12 +33,14 @@ from fastkernels.overrides.conv.epilogue import (
 )
 from fastkernels.overrides.conv.spatial import channels_last, each, unsupported
 from fastkernels.overrides.conv.timm_activations import act_of
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
+from fastkernels.overrides.kit.measured import slower
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import unsupported_vector
 
 Ints = Sequence[int]
 T = torch.Tensor
+LARGEST = 1 << 31  # numbers of x: rows are counted with 32 bits
 
 
 def reference(
@@ -115,9 +117,9 @@ def _depthwise_kernel(
 ):  # fmt: skip
     # A program computes BLOCK_P pixels of BLOCK_C channels. The windows of neighbors overlap: cached loads.
     follow(OVERLAP)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    rows = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    ow, oh, image = rows % OW, (rows // OW) % OH, rows // (OW * OH)
+    ow, oh, image = rows % OW, (rows // OW) % OH, (rows // (OW * OH)).to(tl.int64)
     inside_c, at_c = cols < C, cols.to(tl.int64)
     x_at = x_ptr + image[:, None] * x_stride_b + at_c[None, :] * x_stride_c
     acc = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
@@ -165,9 +167,9 @@ def _dense_kernel(
 ):  # fmt: skip
     # A product whose left matrix is gathered: rows are pixels of the result, columns blocks of a position's channels.
     follow(OVERLAP)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    ow, oh, image = rows % OW, (rows // OW) % OH, rows // (OW * OH)
+    ow, oh, image = rows % OW, (rows // OW) % OH, (rows // (OW * OH)).to(tl.int64)
     inside_n, at_n = cols < N, cols.to(tl.int64)
     blocks = tl.cdiv(C, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -205,16 +207,37 @@ def _dense_kernel(
 
 def _supports_triton(
     x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
-    norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, *_: object,
+    norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, *rest: Any,
 ) -> str | None:  # fmt: skip
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias, residual)):
         return f"weight, bias or residual is not {x.dtype}, as x"
+    if x.numel() >= LARGEST:
+        return f"x has {x.numel()} numbers: at most {LARGEST - 1}"
     norm = Norm(mean, var, norm_weight, norm_bias, 0.0)
-    return unsupported(x) or unsupported_vector(bias, "bias") or norm.unsupported()
+    if (reason := unsupported(x) or unsupported_vector(bias, "bias") or norm.unsupported()) is not None:
+        return reason
+    given = x, weight, bias, mean, var, norm_weight, norm_bias, residual, *rest
+    return slower(
+        "conv_norm_act", lambda: (tuple(weight.shape), mean is None, residual is None, str(rest)), x,
+        lambda: _triton(*given), lambda: _torch(*given),
+    )  # fmt: skip
 
 
 def _is_pointwise(weight: T, padding: Ints, groups: int) -> bool:
     return groups == 1 and weight.shape[2:] == (1, 1) and not any(padding)
+
+
+def _tile(pixels: int, made: int, channels: int, x: T) -> tuple[int, int, int, int]:
+    """Rows, columns and depth of a program's part of a product, and its warps: smaller ones for few pixels."""
+    m, n = 64 if pixels < 1 << 14 else 128, min(128, max(16, next_power_of_2(made)))
+    while cdiv(pixels, m) * cdiv(made, n) < multiprocessors(x.device) and m * n > 512:
+        if n >= m:
+            n //= 2
+        else:
+            m //= 2
+    deep = 32 if x.dtype == torch.float32 else 64 if m * n > 4096 else 128
+    k = min(deep, max(16, next_power_of_2(channels)))
+    return m, n, k, 2 if m * n <= 1024 else 4 if m <= 64 else 8
 
 
 def _triton(
@@ -246,20 +269,21 @@ def _triton(
     if depthwise:
         block_c = min(64, next_power_of_2(channels))
         block_p = min(max(1, 2048 // block_c), next_power_of_2(pixels))
+        while block_p > 4 and cdiv(pixels, block_p) * cdiv(channels, block_c) < 2 * multiprocessors(x.device):
+            block_p //= 2
         launch_kernel(
             _depthwise_kernel, (cdiv(pixels, block_p), cdiv(channels, block_c)),
             *tensors, channels, h, w, rows, columns, *x.stride(), weight.stride(0), *weight.stride()[2:], *strides,
             **constants, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
         )  # fmt: skip
         return out
-    block_m, block_n = 64 if pixels < 1 << 14 else 128, min(128, max(16, next_power_of_2(made)))
-    block_k = min(64 if x.dtype != torch.float32 else 32, max(16, next_power_of_2(channels)))
+    block_m, block_n, block_k, warps = _tile(pixels, made, channels, x)
     exact = x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.allow_tf32)
     launch_kernel(
         _dense_kernel, (cdiv(pixels, block_m), cdiv(made, block_n)),
         *tensors, channels, made, h, w, rows, columns, *x.stride(), *weight.stride(), *strides,
         **constants, PRECISION="ieee" if exact else "tf32", BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4 if block_m == 64 else 8, num_stages=3,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out
 

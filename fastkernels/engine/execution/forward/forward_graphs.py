@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from fastkernels.overrides.kit.measured import measuring
+
 log = logging.getLogger("fastkernels")
 MOST = 16  # graphs that are kept by default; the least recently used one goes first
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """function: it holds the tensors that the graph reads beside its inputs."""
+    """function: it holds the tensors that the graph reads next to its inputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
@@ -48,7 +50,8 @@ class ForwardGraphs:
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
             self._graphs[key] = None
-            return function(*inputs)
+            with measuring():
+                return function(*inputs)
         if key in self._eager:
             return function(*inputs)
         if self._graphs[key] is None:

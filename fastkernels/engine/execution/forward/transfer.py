@@ -1,6 +1,6 @@
 """Copies between the host's memory and the device's.
 
-Small arrays are pinned first, so that nobody waits for their copy. Pinning 25 MB takes 5.5 ms, and a copy that the
+Small arrays are pinned first, and the copy runs on its own. Pinning 25 MB takes 5.5 ms, and a copy that the
 driver stages itself 1.8 ms (H200). Results in fresh memory arrive at 1.3 GB/s, so they go through memory that is kept.
 """
 

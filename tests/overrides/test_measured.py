@@ -1,0 +1,67 @@
+"""The choice between ours and PyTorch's code for a shape, with times that the tests give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastkernels.overrides.kit import measured
+
+
+def given(*shape: int) -> Any:
+    """What `slower` reads of a tensor on a GPU."""
+    device = SimpleNamespace(index=0)
+    return SimpleNamespace(
+        is_cuda=True, device=device, dtype=torch.float16, shape=shape, stride=lambda: shape
+    )
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    found = {"ours": 2.0, "other": 1.0}
+
+    def timed(call: Any) -> float:
+        assert measured.slower("inner", tuple, given(1), lambda: "ours", lambda: "other") is None
+        found[f"{call()} calls"] = found.get(f"{call()} calls", 0) + 1
+        return found[call()]
+
+    measured.forget()
+    monkeypatch.setattr(measured, "_time", timed)
+    yield found
+    measured.forget()
+
+
+def ask(*shape: int, key: str = "") -> str | None:
+    return measured.slower("op", lambda: key, given(*shape), lambda: "ours", lambda: "other")
+
+
+def test_the_faster_one_runs_from_then_on(times: dict[str, float]) -> None:
+    assert ask(3) is None and "ours calls" not in times, "nothing is measured outside of `measuring`"
+    with measured.measuring():
+        assert ask(3) == "PyTorch's code takes 1000.0 us for this shape, ours 2000.0"
+        times["other"] = 1.99  # within the margin
+        assert ask(4) is None and ask(3, key="stride 2") is None
+    assert ask(3) is not None and ask(4) is None and ask(5) is None
+    assert times["ours calls"] == times["other calls"] == 3
+
+
+def test_what_cannot_be_measured_stays_ours(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(call: Any) -> float:
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(measured, "_time", fails)
+    with measured.measuring():
+        assert ask(3) is None
+        monkeypatch.setattr(measured, "_time", lambda call: times[call()])
+        assert ask(3) is None, "a shape is tried once"
+        assert ask(4) is not None, "and the next one is measured"
+
+
+def test_tensors_on_a_cpu_are_left_alone(times: dict[str, float]) -> None:
+    with measured.measuring():
+        assert measured.slower("op", tuple, torch.ones(2), lambda: "ours", lambda: "other") is None
+    assert "ours calls" not in times
