@@ -13,7 +13,7 @@ from fastkernels.overrides.kit import measured
 
 
 def given(*shape: int) -> Any:
-    """What `slower` reads of a tensor on a GPU."""
+    """The attributes of a tensor on a GPU that `slower` reads."""
     device = SimpleNamespace(index=0)
     return SimpleNamespace(
         is_cuda=True, device=device, dtype=torch.float16, shape=shape, stride=lambda: shape
@@ -31,6 +31,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
     measured.forget()
     monkeypatch.setattr(measured, "_time", timed)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield found
     measured.forget()
 

@@ -1,7 +1,7 @@
 """Ours or PyTorch's code for a shape, by measurement: for models of our engine, when a step runs for the first time.
 
-Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs that
-are captured later. Nothing is measured elsewhere.
+Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
+that are captured later. Nothing is measured elsewhere.
 """
 
 from __future__ import annotations
