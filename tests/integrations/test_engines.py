@@ -119,7 +119,13 @@ def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -
         finally:
             _end(process)
         log.seek(0)
-        assert code == 0, f"{' '.join(command)}\n{log.read()[-6000:]}"
+        assert code == 0, f"{' '.join(command)}\n{_shown(log.read())}"
+
+
+def _shown(text: str) -> str:
+    """The failed assertion, and the end of the rest, of which engines log much."""
+    failures = text.partition("= FAILURES =")[2].partition("--- Captured ")[0]
+    return f"{failures[-6000:]}\n[...]\n{text[-4000:]}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

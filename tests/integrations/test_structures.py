@@ -18,7 +18,8 @@ CHECKS = Path(__file__).parent / "structures"
 @pytest.mark.parametrize("name", ["models", "patch"])
 def test_models_of_openfold3(name: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "PYTEST"))}
-    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), str(library_path()), kept.get("PYTHONPATH")]))
+    folders = str(ROOT / "tests"), str(CHECKS), str(library_path())  # check_patch.py imports check_models.py
+    path = os.pathsep.join(filter(None, [*folders, kept.get("PYTHONPATH")]))
     kept |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

@@ -201,7 +201,9 @@ def test_dlrm_v2_cross_networks_of_all_kinds(theirs, ours, sizes):
     torch.testing.assert_close(patched(theirs, op, x), theirs(x), atol=1e-5, rtol=1e-5, equal_nan=True)
     theirs.bfloat16()
     x = torch.randn(7, 24).bfloat16()
-    torch.testing.assert_close(patched(theirs, op, x), theirs(x), atol=0.06, rtol=0.06)
+    exact = copy.deepcopy(theirs).float()(x.float())
+    found, host = ((y.float() - exact).abs().max() for y in (patched(theirs, op, x), theirs(x)))
+    assert found <= host + 2**-7 * exact.abs().max()  # the largest errors, in sums of large products
 
 
 @torch.no_grad()

@@ -41,12 +41,14 @@ async def run():
         assert await tokens(engine, "3") == stock
         for number, delay in enumerate((0, 0.02, 0.1)):
             await cancelled(engine, stock, number, delay)
+        live = await fastkernels.patch_async(engine, ops=["rms_norm"])
     finally:
         engine.shutdown()
     with pytest.raises(PatchError, match="the engine has ended"):
         await fastkernels.patch_async(engine)
     with pytest.raises(PatchError, match="the engine has ended"):
-        await report.refresh_async()
+        await live.refresh_async()
+    assert not (await report.refresh_async()).rows  # undone before: without a call
 
 
 async def cancelled(engine, stock, number, delay):
