@@ -5,6 +5,7 @@ tests/integrations/recommenders compares them with torchrec and torch_geometric.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -56,6 +57,38 @@ def test_dlrm_equals_its_equations(tmp_path: Path, pooling: str) -> None:
     for size in (1, 5, 256):
         with LLM(str(tmp_path), device="cpu", max_num_seqs=size) as llm:
             torch.testing.assert_close(scores(llm, samples), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_samples_checked_at_once_equal_those_checked_by_value(tmp_path: Path, even: bool) -> None:
+    recommenders.dlrm(tmp_path)
+    samples = recommenders.impressions(6)
+    for sample in samples if even else ():
+        sample["sparse"] = {name: [3, 1] for name in ("f0", "f1", "f3", "t2")}
+    others = [{**s, "dense": tuple(s["dense"])} for s in samples]
+    with LLM(str(tmp_path), device="cpu") as llm:
+        model, seen = llm.llm_engine.runner.model, []
+        assert all(model._plain(s) for s in samples) and not any(map(model._plain, others))
+        model.graphs = lambda key, function, inputs: seen.append(inputs) or function(*inputs)
+        torch.testing.assert_close(scores(llm, samples), scores(llm, others), atol=0.0, rtol=0.0)
+    bags = [s["sparse"].get(name, []) for name in ("f0", "f3", "f1", "t2") for s in samples]
+    for _, indices, offsets in seen:
+        assert [indices[a:b].tolist() for a, b in itertools.pairwise(offsets)] == bags
+
+
+@pytest.mark.gpu
+def test_dlrm_in_graphs_equals_plain_steps(tmp_path: Path) -> None:
+    recommenders.dlrm(tmp_path)
+    samples = recommenders.impressions(4)
+    for sample in samples:
+        sample["sparse"] = {name: [3, 1] for name in ("f0", "f1", "f3", "t2")}
+    with (
+        LLM(str(tmp_path), device="cuda") as llm,
+        LLM(str(tmp_path), device="cuda", enforce_eager=True) as plain,
+    ):
+        for given in (samples[:2], samples[2:], samples[1:3]):
+            torch.testing.assert_close(scores(llm, given), scores(plain, given), atol=1e-6, rtol=1e-6)
+        assert llm.llm_engine.runner.graphs.replays == 2
 
 
 def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:

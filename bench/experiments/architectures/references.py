@@ -359,9 +359,9 @@ def pipeline(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
             part.eval().requires_grad_(False)
     made = pictures.Pipeline(target, 0, 1)
     made.channels_last()
-    if lane.mode:
+    if lane.mode and times.cuda:
         made.compile(None, blocks=True)
-        if times.cuda and not video:  # the video's denoiser reads lengths of its prompts on the CPU
+        if not video:  # the video's denoiser reads lengths of its prompts on the CPU
             made.capture()
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)

@@ -244,7 +244,7 @@ def subjects() -> dict[str, Subject]:
         ),
         "dlrmv2": Subject(
             "dlrmv2", _batches(1, 32, 2048, bag=1), _library("dlrmv2", LIBRARY, COMPILED), 1.06, {"tables": tables},
-            other="dlrmv2-torchrec", arguments={"rows": rows},
+            other="dlrmv2-torchrec", arguments={"rows": rows}, prepared=True,
         ),
         "lightgcn": Subject(
             "lightgcn", _batches(1, 32, 512, items=1000), _library("lightgcn", LIBRARY, COMPILED, KEPT), 1.03,

@@ -4,7 +4,8 @@ Every model of the runner Score has this interface: read(given) returns the chec
 of its ids as `size`, and raises ValueError, whose message begins with "the input". score(samples, activated, place)
 returns for each sample its scores [n], and the ids that they belong to or None, on the model's device; place(array)
 puts a numpy array there. ready(folder, dummy) is called once the weights are loaded, and refresh() after the model's
-code has changed.
+code has changed. On a GPU, the runner gives `graphs` to a model that has this field: shapes that come again run in CUDA
+graphs.
 
 config.json is ours, as torchrec has none:
 
@@ -19,6 +20,7 @@ table's feature_names, whose default is its name.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]]"
 NUMBERS = ("dense_in_features", "embedding_dim", "dcn_num_layers", "dcn_low_rank_dim")
 SIZES = ("dense_arch_layer_sizes", "over_arch_layer_sizes")
 POOLING = ("sum", "mean")
+FEW = 16  # ids that are checked one after the other
 LARGEST = float(np.finfo(np.float32).max)
 DEFAULTS: dict[str, Any] = {  # MLPerf's model for Criteo's data
     "dense_in_features": 13, "embedding_dim": 128, "pooling": "sum", "dense_arch_layer_sizes": [512, 256, 128],
@@ -214,14 +217,28 @@ class OverArch(nn.Module):
 
 @dataclass(frozen=True)
 class Sample:
-    """One impression: dense [dense_in_features] float32, and the ids of each feature."""
+    """One impression: dense [dense_in_features] float32, ids int64 of all features in order, and their numbers."""
 
     dense: np.ndarray
-    ids: Sequence[np.ndarray]
+    ids: np.ndarray
+    lengths: Sequence[int]
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.ids))
+        return len(self.ids)
+
+
+def by_feature(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """(indices, offsets) of embedding_bag: the bags of the first feature of all samples, then those of the next."""
+    lengths = np.array([sample.lengths for sample in samples], np.int64)  # [B, F]
+    ids = np.concatenate([sample.ids for sample in samples])
+    count = lengths.shape[1]
+    if (lengths == lengths[0, 0]).all():
+        ids = ids.reshape(*lengths.shape, lengths[0, 0]).swapaxes(0, 1).ravel()
+    else:
+        of = np.repeat(np.tile(np.arange(count), len(samples)), lengths.ravel())
+        ids = ids[np.argsort(of, kind="stable")]
+    return ids, np.concatenate(([0], lengths.T.ravel().cumsum()))
 
 
 class DLRM_DCN(nn.Module):
@@ -236,6 +253,9 @@ class DLRM_DCN(nn.Module):
             for name in table["feature_names"]
         ]
         self.dense_size: int = config.dense_in_features
+        self.places = {name: i for i, (name, _, _) in enumerate(self.features)}
+        self.counts = np.array([rows for _, _, rows in self.features])
+        self.graphs: Any = None  # ForwardGraphs, of the runner
         size = (len(self.features) + 1) * config.embedding_dim
         self.sparse_arch, self.dense_arch = SparseArch(config), DenseArch(config)
         self.inter_arch = InteractionDCNArch(config, size)
@@ -258,6 +278,8 @@ class DLRM_DCN(nn.Module):
 
         A feature that is not given has no ids.
         """
+        if (found := self._plain(given)) is not None:
+            return found
         fields(given, ("dense", "sparse"))
         dense, sparse = given.get("dense"), given.get("sparse", {})
         if not isinstance(dense, (list, tuple, np.ndarray)) or len(dense) != self.dense_size:
@@ -278,15 +300,37 @@ class DLRM_DCN(nn.Module):
             ids_of(sparse.get(name, ()), f"feature {name!r}", rows, f"table {table!r}")
             for name, table, rows in self.features
         ]
-        return Sample(np.asarray(dense, np.float32), ids)
+        return Sample(np.asarray(dense, np.float32), np.concatenate(ids), [len(i) for i in ids])
+
+    def _plain(self, given: Any) -> Sample | None:
+        """The sample of an input of Python's own types, checked at once; None for others, and for wrong ones."""
+        if type(given) is not dict or given.keys() != {"dense", "sparse"}:
+            return None
+        dense, sparse = given["dense"], given["sparse"]
+        if type(dense) is not list or type(sparse) is not dict or not sparse.keys() <= self.places.keys():
+            return None
+        bags = [sparse.get(name, ()) for name in self.places]
+        if not {*map(type, bags)} <= {list, tuple} or not {*map(type, dense)} <= {int, float}:
+            return None
+        lengths, flat = [*map(len, bags)], [*itertools.chain.from_iterable(bags)]
+        if not {*map(type, flat)} <= {int} or len(dense) != self.dense_size:
+            return None
+        try:
+            ids, numbers = np.array(flat, np.int64), np.array(dense, np.float64)
+        except OverflowError:
+            return None
+        inside = (ids >= 0) & (ids < np.repeat(self.counts, lengths))
+        if not inside.all() or not (np.abs(numbers) <= LARGEST).all():
+            return None
+        return Sample(numbers.astype(np.float32), ids, lengths)
 
     def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
         """See the module's docstring. One score each: the probability of a click, or not activated its logit."""
-        by_feature = [sample.ids[f] for f in range(len(self.features)) for sample in samples]
-        ends = np.cumsum([0, *map(len, by_feature)], dtype=np.int64)
+        indices, offsets = by_feature(samples)
         dense = place(np.stack([sample.dense for sample in samples]))
         dtype = self.sparse_arch.embedding_bag_collection.stacked.dtype
-        logits = self(dense.to(dtype), place(np.concatenate(by_feature)), place(ends)).float()
+        inputs = [dense.to(dtype), place(indices), place(offsets)]
+        logits = (self(*inputs) if self.graphs is None else self.graphs("forward", self, inputs)).float()
         made = torch.where(place(np.array(activated))[:, None], logits.sigmoid(), logits)
         return [(row, None) for row in made]
 
@@ -306,6 +350,13 @@ def is_number(value: Any) -> bool:
 def ids_of(given: Any, what: str, count: int, where: str) -> np.ndarray:
     """One id, or a list of them, as int64. Raises ValueError for what is no id of `where`, which has `count`."""
     listed = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given]
+    if len(listed) > FEW and {*map(type, listed)} <= {int}:
+        try:
+            found = np.array(listed, np.int64)
+        except OverflowError:
+            found = np.array([-1])
+        if found.min() >= 0 and found.max() < count:
+            return found
     for value in listed:
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise ValueError(f"the input has {reprlib.repr(value)} as an id of {what}, which is no integer")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+SEEN = 1024  # shapes that are remembered
 log = logging.getLogger("fastkernels")
 MOST = 16  # graphs that are kept by default; the least recently used one goes first
 
@@ -47,6 +48,8 @@ class ForwardGraphs:
         """
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
+            if len(self._graphs) >= SEEN:
+                self._graphs.popitem(last=False)
             self._graphs[key] = None
             return function(*inputs)
         if key in self._eager:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.kv_cache import Limits
+from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
@@ -55,6 +56,11 @@ class Score(Runner):
 
     def _loaded(self) -> None:
         self.model.ready(self._folder, self.config.load_format == "dummy")
+        self._renew_graphs()
+
+    def _renew_graphs(self) -> None:
+        if hasattr(self.model, "graphs") and self.device.type == "cuda" and not self.config.enforce_eager:
+            self.model.graphs = self.graphs = ForwardGraphs(self.device)
 
     def num_fitting_blocks(self) -> int:
         """See Runner: 0, since nothing is cached."""
@@ -67,6 +73,7 @@ class Score(Runner):
     def capture(self) -> None:
         """See Runner: what was computed from the weights is computed again."""
         self.model.refresh()
+        self._renew_graphs()
 
     @torch.inference_mode()
     def launch(self, step: ScoreInput) -> ScoreStep:
