@@ -490,7 +490,9 @@ def _vllm(subject: Subject, times: Times, tiny: bool, **more: Any) -> tuple[Any,
         "skip_tokenizer_init": "." not in model.tokenizers, "max_num_seqs": most, **more,
     }  # fmt: skip
     if not times.cuda:
-        options |= {"enforce_eager": True, "max_model_len": 512}
+        options["enforce_eager"] = True
+        if "seconds" not in model.request:
+            options["max_model_len"] = 512
     return vllm.LLM(**options), vllm, model
 
 

@@ -20,7 +20,7 @@ Case = dict[str, int]
 
 @dataclass(frozen=True)
 class Lane:
-    """What runs in one process.
+    """One process of a subject.
 
     run    the name of its function in references.RUNS
     needs  the module that must be installed

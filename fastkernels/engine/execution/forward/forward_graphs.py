@@ -17,7 +17,7 @@ MOST = 16  # graphs that are kept by default; the least recently used one goes f
 
 @dataclass(frozen=True)
 class _Graph:
-    """function: it holds the tensors that the graph reads beside its inputs."""
+    """function: it holds the tensors that the graph reads, apart from its inputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
