@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from experiments.architectures import ours, subjects
-from experiments.architectures.subjects import KEPT, Case, Lane, Subject
+from experiments.architectures.subjects import BLOCKS, KEPT, Case, Lane, Subject
 from experiments.architectures.times import Times
 from fk_bench.core.rows import append
+from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.run.hosts.weights import redraw
 from fk_bench.evaluate.suites import Model
@@ -125,6 +126,8 @@ def of_transformers(model: Model, device: torch.device, dtype: torch.dtype, **fi
 
     config = dict(checkpoints.config_of(model))
     kind = config.pop("model_type")
+    if kind == "swinv2":  # inference ignores it, and each block would be compiled anew for its own rate
+        fields["drop_path_rate"] = 0.0
     made = transformers.AutoConfig.for_model(kind, **{**config, **fields})
     with place(device, dtype):
         target = getattr(transformers, config["architectures"][0])(made)
@@ -158,15 +161,20 @@ def host(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> N
         redraw(target)
     made = pictures.Encoder(target, size, 1)
     made.channels_last()
-    made.target = compiled(target, lane.mode)
+    if lane.mode == BLOCKS and times.cuda:
+        made.compile(None, blocks=True)
+        made.capture()
+    elif lane.mode != BLOCKS:
+        made.target = compiled(target, lane.mode)
+    function = made.graphed or made.target
     for case in times.left(subject.cases):
         inputs = {k: as_processed(v) for k, v in made.inputs(case["batch"], 0).items()}
 
         def call(given: Mapping[str, Any]) -> Any:
             moved = {k: read(v, device, dtype) for k, v in given.items()}
             if "x" in moved:
-                return on_cpu([made.target(moved["x"])])
-            return on_cpu(outputs(made.target(**moved), lane))
+                return on_cpu([function(moved["x"])])
+            return on_cpu(outputs(function(**moved), lane))
 
         times.add(case, lambda inputs=inputs: ((lambda: inputs), no_grad(call)))
 
@@ -225,7 +233,10 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
         hidden = found.last_hidden_state
         return torch.nn.functional.normalize(head(hidden) if head is not None else hidden[:, 0], dim=-1)
 
-    function = compiled(forward, lane.mode)
+    function: Any = forward
+    if lane.mode == BLOCKS and times.cuda:
+        compile_blocks(target, None)
+        function = Graphed(forward)
     call = no_grad(lambda ids: on_cpu([function(ids.to(device, non_blocking=True))]))
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
@@ -307,7 +318,10 @@ def unmask(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) ->
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(count).indices, True)
         return ids.index_copy(1, places, torch.where(chosen, tokens, block))
 
-    function = compiled(step, lane.mode)
+    function: Any = step
+    if lane.mode == BLOCKS and times.cuda:
+        compile_blocks(target, None)
+        function = Graphed(step)
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
         tokens, new, steps = int(sizes["tokens"]), int(sizes["new"]), int(sizes["steps"])
@@ -322,7 +336,7 @@ def unmask(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) ->
             for at in range(prompt.shape[1], ids.shape[1], length):
                 places = torch.arange(at, at + length, device=device)
                 for _ in range(length // each):
-                    ids = function(ids, positions, places, each).clone()
+                    ids = function(ids, positions, places, each)
             return ids.cpu()
 
         times.add(case, lambda prompt=prompt, call=call: ((lambda: prompt), no_grad(call)), warm_up=2)
@@ -359,9 +373,9 @@ def pipeline(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
             part.eval().requires_grad_(False)
     made = pictures.Pipeline(target, 0, 1)
     made.channels_last()
-    if lane.mode:
+    if lane.mode and times.cuda:
         made.compile(None, blocks=True)
-        if times.cuda and not video:  # the video's denoiser reads lengths of its prompts on the CPU
+        if not video:  # the video's denoiser reads lengths of its prompts on the CPU
             made.capture()
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)
@@ -490,7 +504,9 @@ def _vllm(subject: Subject, times: Times, tiny: bool, **more: Any) -> tuple[Any,
         "skip_tokenizer_init": "." not in model.tokenizers, "max_num_seqs": most, **more,
     }  # fmt: skip
     if not times.cuda:
-        options |= {"enforce_eager": True, "max_model_len": 512}
+        options["enforce_eager"] = True
+        if "seconds" not in model.request:
+            options["max_model_len"] = 512
     return vllm.LLM(**options), vllm, model
 
 

@@ -14,17 +14,18 @@ OURS, STEP, PLAIN = "fastkernels", "fastkernels, prepared", "engine with PyTorch
 LIBRARY, COMPILED, KEPT = "library", "library, compiled", "library, embeddings kept"
 POLICIES = "policies"  # a lane whose rows have names of their own
 CAP = 100_000  # rows of a table of the 26 of Criteo, as in the cases of embedding_bag
+BLOCKS = "blocks"
 FIRST, LATER, LAST = 0, 1, 2  # waves: all lanes of a wave run before those of the next one
 Case = dict[str, int]
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What runs in one process.
+    """One process of a subject.
 
     run    the name of its function in references.RUNS
     needs  the module that must be installed
-    mode   of torch.compile; '': not compiled
+    mode   of torch.compile; BLOCKS: repeated blocks are compiled, and the model runs in a CUDA graph; '': not compiled
     """
 
     name: str
@@ -127,8 +128,8 @@ def _texts(*numbers: tuple[int, int, int]) -> list[Case]:
 
 def _host(host: str, *modes: tuple[str, int], run: str = "host") -> tuple[Lane, ...]:
     """Lanes of a host by torch.compile's modes and waves. Without a compiler, the lane has the host's name."""
-    names = {"": host, "reduce-overhead": f"{host}, compiled", "max-autotune": f"{host}, autotuned"}
-    return tuple(Lane(names[mode], run, host, mode, wave) for mode, wave in modes)
+    names = {"": host, "max-autotune": f"{host}, autotuned"}
+    return tuple(Lane(names.get(mode, f"{host}, compiled"), run, host, mode, wave) for mode, wave in modes)
 
 
 def _fla(
@@ -146,7 +147,12 @@ def _fla(
     )
 
 
-GRAPHS, TUNED, EAGER = ("reduce-overhead", FIRST), ("max-autotune", LATER), ("", LATER)
+PARTS, GRAPHS, TUNED, EAGER = (
+    (BLOCKS, FIRST),
+    ("reduce-overhead", FIRST),
+    ("max-autotune", LATER),
+    ("", LATER),
+)
 LIBRARIES = {"dlrmv2": "torchrec", "lightgcn": "torch_geometric", "gaussians": "gsplat", "openfold3": "openfold3",
              "yolov10": "ultralytics"}  # fmt: skip
 
@@ -231,20 +237,20 @@ def subjects() -> dict[str, Subject]:
             "convnextv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 0.99, **images
         ),
         "bge-m3": Subject(
-            "bge-m3", _batches(1, 32, 256, tokens=512), (*_host("transformers", GRAPHS, run="texts"), *pooled), 1.06,
+            "bge-m3", _batches(1, 32, 256, tokens=512), (*_host("transformers", PARTS, run="texts"), *pooled), 1.06,
             **half,
         ),
         "colbertv2": Subject(
-            "colbertv2", _batches(1, 32, 256, tokens=300), (*_host("transformers", GRAPHS, run="texts"), *pooled), 3.08,
+            "colbertv2", _batches(1, 32, 256, tokens=300), (*_host("transformers", PARTS, run="texts"), *pooled), 3.08,
             **half,
         ),
         "bge-reranker": Subject(
-            "bge-reranker", _batches(1, 32, 256, tokens=512), (*_host("transformers", GRAPHS, run="texts"), *pooled),
+            "bge-reranker", _batches(1, 32, 256, tokens=512), (*_host("transformers", PARTS, run="texts"), *pooled),
             **half,
         ),
         "dlrmv2": Subject(
             "dlrmv2", _batches(1, 32, 2048, bag=1), _library("dlrmv2", LIBRARY, COMPILED), 1.06, {"tables": tables},
-            other="dlrmv2-torchrec", arguments={"rows": rows},
+            other="dlrmv2-torchrec", arguments={"rows": rows}, prepared=True,
         ),
         "lightgcn": Subject(
             "lightgcn", _batches(1, 32, 512, items=1000), _library("lightgcn", LIBRARY, COMPILED, KEPT), 1.03,
@@ -283,7 +289,7 @@ def subjects() -> dict[str, Subject]:
             0.95, dtype="float16",
         ),
         "sam3": Subject(
-            "sam3-ours", _batches(1, 4), _host("transformers", GRAPHS, EAGER), 1.05, dtype="bfloat16",
+            "sam3-ours", _batches(1, 4), _host("transformers", PARTS, EAGER), 1.05, dtype="bfloat16",
             options=large,
         ),
         "oasis": Subject(
@@ -295,7 +301,7 @@ def subjects() -> dict[str, Subject]:
         ),
         "llada": Subject(
             "llada-8b", [{"batch": n, "tokens": 256, "new": 256, "steps": 64} for n in (1, 8)],
-            _host("transformers", GRAPHS, run="unmask"), 1.07, {"n_layers": 32}, "bfloat16",
+            _host("transformers", PARTS, run="unmask"), 1.07, {"n_layers": 32}, "bfloat16",
         ),
         "cosyvoice3": Subject("cosyvoice3", _batches(1, 8), (), 2.13),
         "qwen2-vl": Subject(
@@ -318,26 +324,26 @@ def subjects() -> dict[str, Subject]:
             renamed={"residues": "tokens"}, fixed={"rows": 1, "templates": 1},
         ),
         "sdxl": Subject(
-            "sdxl-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),), 1.17,
+            "sdxl-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),), 1.17,
             dtype="bfloat16", limit=1.5,
         ),
         "flux": Subject(
-            "flux-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),), 1.01,
+            "flux-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),), 1.01,
             dtype="bfloat16", limit=1.5,
         ),
         "hunyuan-video": Subject(
             "hunyuan-video", [{"batch": 1, "frames": 25, "steps": 4}],
             (
-                Lane("diffusers, compiled", "pipeline", "diffusers", "blocks"),
+                Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),
                 Lane("diffusers", "pipeline", "diffusers", wave=LAST),
             ), 0.97, dtype="bfloat16", limit=1.5,
         ),
         "siglip2": Subject(
-            "siglip2-so400m", _batches(1, 8, 32), _host("transformers", GRAPHS), 0.93, **images
+            "siglip2-so400m", _batches(1, 8, 32), _host("transformers", PARTS), 0.93, **images
         ),
-        "dinov3": Subject("dinov3-l", _batches(1, 8, 32), _host("transformers", GRAPHS), 0.99, **images),
-        "swinv2": Subject("swinv2-b", _batches(1, 8, 32), _host("transformers", GRAPHS), 1.17, **images),
-        "vjepa2": Subject("vjepa2-l", _batches(1, 8), _host("transformers", GRAPHS), 1.01, **images),
+        "dinov3": Subject("dinov3-l", _batches(1, 8, 32), _host("transformers", PARTS), 0.99, **images),
+        "swinv2": Subject("swinv2-b", _batches(1, 8, 32), _host("transformers", PARTS), 1.17, **images),
+        "vjepa2": Subject("vjepa2-l", _batches(1, 8), _host("transformers", PARTS), 1.01, **images),
     }  # fmt: skip
 
 

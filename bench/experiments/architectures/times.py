@@ -26,7 +26,7 @@ Call = Callable[[Any], Any]
 
 
 def key(row: Row) -> tuple[str, str, str]:
-    """What a row is about: the architecture, the lane, and the case without the dtype."""
+    """The architecture of a row, its lane, and its case without the dtype."""
     case = {k: v for k, v in row.case.items() if k not in ("kind", "dtype")}
     return str(row.subject.model), str(row.subject.provider), json.dumps(case, sort_keys=True)
 

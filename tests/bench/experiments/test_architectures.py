@@ -75,7 +75,7 @@ def test_table_has_the_fastest_reference() -> None:
     assert architectures.summary(rows).splitlines()[-1] == wanted
 
 
-def test_prepared_requests_are_compared_with_hosts_and_whole_calls_with_plain_ops() -> None:
+def test_table_compares_prepared_requests_with_hosts() -> None:
     case = {"batch": 1}
     rows = [
         row("dinov3", OURS, case, 4.0),

@@ -12,13 +12,14 @@ import torch
 
 from fastkernels.overrides.kit.measured import measuring
 
+SEEN = 1024  # shapes that are remembered
 log = logging.getLogger("fastkernels")
 MOST = 16  # graphs that are kept by default; the least recently used one goes first
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """function: it holds the tensors that the graph reads next to its inputs."""
+    """function: it holds the tensors that the graph reads, apart from its inputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
@@ -49,6 +50,8 @@ class ForwardGraphs:
         """
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
+            if len(self._graphs) >= SEEN:
+                self._graphs.popitem(last=False)
             self._graphs[key] = None
             with measuring():
                 return function(*inputs)

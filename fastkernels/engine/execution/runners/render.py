@@ -73,11 +73,18 @@ def _bytes(image: torch.Tensor) -> torch.Tensor:
     return (image[..., :3].clamp(0, 1) * 255).round().to(torch.uint8)
 
 
+def _to_host(image: torch.Tensor) -> torch.Tensor:
+    """A copy that is complete once the device is. Memory that is not pinned takes several times as long."""
+    if not image.is_cuda:
+        return image.cpu()
+    return torch.empty(image.shape, dtype=image.dtype, pin_memory=True).copy_(image, non_blocking=True)
+
+
 class RenderStep:
     """A launched step (step.Pending)."""
 
     def __init__(self, device: torch.device, images: Sequence[torch.Tensor]):
-        self._images = [i.to("cpu", non_blocking=True) for i in images]
+        self._images = [_to_host(i) for i in images]
         self._done = torch.cuda.Event() if device.type == "cuda" else None
         if self._done is not None:
             self._done.record()

@@ -79,7 +79,7 @@ class Score(Runner):
 
     def _make_graphs(self) -> None:
         if hasattr(self.model, "graphs") and self.device.type == "cuda" and not self.config.enforce_eager:
-            self.model.graphs = ForwardGraphs(self.device)
+            self.model.graphs = self.graphs = ForwardGraphs(self.device)
 
     @torch.inference_mode()
     def launch(self, step: ScoreInput) -> ScoreStep:
