@@ -17,8 +17,9 @@ from support.segmenters import frames_of, make_sam3_video, mask_of
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.routes.video_files import write_mp4
-from fastkernels.engine.scheduling import segmentation
-from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingParams
+from fastkernels.engine.objects import segmentation
+from fastkernels.engine.objects.segmentation import CLIP_FRAMES
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 FRAMES = frames_of(5)
 

@@ -16,7 +16,7 @@ from support.segmenters import make_sam3, make_sam3_tracker, mask_of
 
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 IMAGES = pictures((80, 70), (64, 64))
 

@@ -19,16 +19,16 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import CloudsRequest, PoolingRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, usage
-from fastkernels.engine.scheduling import marks
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.marks import MOST_POINTS
-from fastkernels.engine.scheduling.segmentation import (
+from fastkernels.engine.objects import marks
+from fastkernels.engine.objects.marks import MOST_POINTS
+from fastkernels.engine.objects.segmentation import (
     MASK_THRESHOLD,
     MOST_BOXES,
     MOST_CHARACTERS,
     THRESHOLD,
     ClipOutput,
 )
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 MOST_TEXTS = 64  # of a request
 MOST_MARKS = 64  # objects of a request

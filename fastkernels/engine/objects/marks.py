@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.scheduling.rle import from_coco
+from fastkernels.engine.objects.rle import from_coco
 from fastkernels.models.common.interfaces.segmenter import CORNERS, NO_POINT
 
 FIELDS = ("points", "point_labels", "box", "mask")  # of a prompt, next to the image
