@@ -338,7 +338,7 @@ def _boxes(
     if not isinstance(given, (list, tuple)) or not all(
         isinstance(box, (list, tuple))
         and len(box) == 4
-        and all(type(n) in (int, float) and abs(n) < 1e9 for n in box)
+        and all(type(n) in (int, float) and abs(n) < float("inf") for n in box)
         for box in given
     ):
         raise ValueError(f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}")

@@ -149,6 +149,7 @@ def test_client_that_leaves_ends_its_clip(served):
     ("body", "param", "words"),
     [
         ({"input": VIDEO}, "text", "a prompt has a text, boxes, or both"),
+        ({"input": PNG, "marks": [{"points": None}]}, "marks", "marks[0]: points are missing"),
         ({"input": VIDEO, "text": ["cat"] * 17}, "input", "17 texts are more than the queue holds"),
         ({"input": VIDEO, "text": "a " * 40}, "text", "reads at most 32"),
         ({"input": VIDEO, "text": "cat", "boxes": [[1, 1, 9, 9]]}, "boxes", "applies to images, not to a video"),
