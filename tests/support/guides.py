@@ -72,10 +72,13 @@ def commands(page: Path) -> list[str]:
 
 
 def run(line: str, checkout: Path, words: dict[str, str] | None = None) -> str:
-    """The output of a command line that must succeed; `words` replaces the placeholders in it."""
+    """The output of a command line that must succeed; `words` replaces the placeholders in it.
+
+    checkout: where it runs; any folder for a command that needs no copy.
+    """
     site_packages = sysconfig.get_paths()["purelib"]
     given = {"SOURCE_DIR": site_packages, **(words or {})}
-    first, *rest = [given.get(word, word) for word in shlex.split(line)]
+    first, *rest = [given.get(word, word) for word in shlex.split(line.replace("$PWD", str(checkout)))]
     path = os.pathsep.join(str(checkout / part) for part in ("", "integrations", "bench", "tests"))
     program = [sys.executable, *PROGRAMS[first]] if first in PROGRAMS else [first]
     done = subprocess.run(
