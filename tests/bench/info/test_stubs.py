@@ -308,4 +308,6 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "rms_norm.py").symlink_to("/dev/full")
     result = fk_bench_here("stubs", "--op", "rms_norm", "--out", tmp_path, "--force")
     assert result.returncode == 1 and last_json(result)["ok"] is False
-    assert re.fullmatch(r"error: fk-bench stubs: .*No space left on device; make room, or .*\n", result.stderr)
+    assert re.fullmatch(
+        r"error: fk-bench stubs: .*No space left on device; make room, or .*\n", result.stderr
+    )
