@@ -174,9 +174,7 @@ def test_agents_guide_runs_its_tuner(tmp_path: Path) -> None:
     output = guides.run(loop, tmp_path)
     (task,) = of(output)["tasks"]
     assert task["status"] == "ok" and task["metrics"]["attempts"] >= 2, task
-    run = str(Path(of(output)["rows"]).parent)
-    for line in starting(AGENTS, "fk-bench agents-table"):
-        assert of(guides.run(line, tmp_path, {"RUN_A": run, "RUN_B": run}))["ok"]
+    assert (tmp_path / of(output)["transcript"]).is_file()
 
 
 @pytest.mark.slow
