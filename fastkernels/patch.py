@@ -444,6 +444,10 @@ def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, str
     env = Environment.read()
     if isinstance(ops, str):
         ops = [name.strip() for name in ops.split(",")]
+    elif ops is not None:
+        ops = list(ops) if isinstance(ops, Iterable) else [ops]
+        if wrong := [name for name in ops if not isinstance(name, str)]:
+            raise TypeError(f"ops must be names of ops, such as ['rms_norm'], got {wrong[0]!r:.80}")
     names = env.ops if ops is None else check_names(ops)
     files = resolve(candidates)
     chosen = env.strict if strict is None else strict

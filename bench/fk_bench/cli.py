@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -12,6 +13,8 @@ import typer
 
 from fk_bench.core import early_checks
 from fk_bench.core.output import fail
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk
 
 # name: (module:function, one-line description)
 COMMANDS = {
@@ -178,6 +181,12 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        room = "make room, or write elsewhere: --out, FASTKERNELS_CACHE or TMPDIR"
+        fail(f"fk-bench {args[0]}: {where}{error.strerror}; {room}", 1)
     except Exception as error:
         # Click's errors, whichever click typer uses
         message = getattr(error, "format_message", None)

@@ -225,8 +225,19 @@ def is_block(name: str) -> bool:
     return "." in name
 
 
+def _check_form(candidates: Any) -> None:
+    """Raise CandidateError for what is neither a mapping with names nor a path."""
+    named = isinstance(candidates, Mapping) and all(isinstance(name, str) for name in candidates)
+    if not named and not isinstance(candidates, (str, os.PathLike)):
+        raise CandidateError(
+            f"candidates must be a folder of files OP.py, or {{op: file}}, got {candidates!r:.80}"
+        )
+
+
 def named_in(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> list[str]:
-    """The names of a mapping's or a folder's candidates, unchecked."""
+    """The names of a mapping's or a folder's candidates, unchecked. Raises CandidateError for other objects."""
+    if candidates is not None:
+        _check_form(candidates)
     if candidates is None or isinstance(candidates, Mapping):
         return list(candidates or ())
     return [f.stem for f in sorted(Path(candidates).expanduser().glob("*.py")) if not f.name.startswith("_")]
@@ -270,9 +281,12 @@ def _unknown(stem: str) -> str:
 
 
 def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, str]:
-    """{op: file} of a mapping, or of a folder. Raises UnknownName for an op, CandidateError for a folder."""
+    """{op: file} of a mapping, or of a folder. Raises UnknownName for an op, CandidateError for a folder
+    or an object of another kind.
+    """
     if candidates is None:
         return {}
+    _check_form(candidates)
     if isinstance(candidates, Mapping):
         registry.check_names(candidates)
         return {op: str(path) for op, path in candidates.items()}

@@ -18,10 +18,11 @@ from fastkernels.engine.execution import threads
 from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.sampling.pooling import PoolingParams
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import ImageParams, ImageRequestOutput, VideoParams
-from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
+from fastkernels.engine.scheduling.encoding import PoolingRequestOutput
 from fastkernels.engine.scheduling.folding import FoldParams, FoldRequestOutput
 from fastkernels.engine.scheduling.rendering import RenderParams, RenderRequestOutput
 from fastkernels.engine.scheduling.request import RequestOutput

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -257,3 +258,10 @@ def test_each_new_kind_of_call_is_checked(
             op(x.to(dtype), weight.to(dtype), 1e-6, x.clone() if residual else None)
     finally:
         undo[0]()
+
+
+@pytest.mark.parametrize("wrong", [5, ["rms_norm.py"], {5: "rms_norm.py"}])
+def test_other_objects_are_no_candidates(wrong: Any) -> None:
+    for read in (candidate.resolve, candidate.named_in):
+        with pytest.raises(CandidateError, match=r"must be a folder of files OP\.py, or \{op: file\}, got "):
+            read(wrong)

@@ -249,3 +249,22 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     found = [Metrics("m", one).text().decode() for one in (engine, *others)]
     names = re.findall(r"# TYPE (\w+:\w+) ", "".join(found))
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)
+
+
+def test_readme_range_of_image_models_is_that_of_their_rows() -> None:
+    section = (DOCS / "models.md").read_text().partition("## Image models\n")[2].partition("\n## ")[0]
+    found, columns = [], list[str]()
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "model":
+            columns = cells
+        elif line.startswith("|"):
+            ratios = [
+                c
+                for n, c in zip(columns, cells, strict=True)
+                if n.startswith("batch ") or n == "host / patched"
+            ]
+            found += [float(ratio) for ratio in ratios if ratio.strip("-")]
+    stated = re.search(r"#image-models\) run at ([\d.]+) to ([\d.]+) of", (ROOT / "README.md").read_text())
+    assert found and stated
+    assert stated.groups() == (f"{min(found):.2f}", f"{max(found):.2f}")

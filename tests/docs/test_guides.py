@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import guides
+from support.commands import fk_bench_here, last_json
 
 ROOT = Path(__file__).parents[2]
-OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE = (
-    ROOT / "docs" / f"{page}.md" for page in ("add-an-op", "add-a-model", "tune")
+README = ROOT / "README.md"
+OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE, EVALUATE, AGENTS, JUDGE, PROFILE, PARALLEL = (
+    ROOT / "docs" / f"{page}.md"
+    for page in ("add-an-op", "add-a-model", "tune", "evaluate", "agents", "judge", "profile", "parallel")
 )
 FAST = "fk-bench export"
 RECORDER = "fk_integrations.signatures.recorder"
@@ -110,3 +116,93 @@ def test_tunable_op_of_the_guide_is_tuned(tmp_path: Path) -> None:
     result = json.loads(output.splitlines()[-1])
     assert result["command"] == "tune", result
     assert json.loads((checkout / "mine.json").read_text())["entries"]
+
+
+def test_readme_patches_and_restores(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps of README in our engine; tests/integrations/vllm/check_guides.py runs them in vLLM."""
+    (steps,) = guides.blocks(README, "python")
+    name, host = '"meta-llama/Llama-3.1-8B-Instruct"', "from vllm import LLM"
+    assert steps.count(name) == steps.count(host) == 1
+    scope: dict[str, Any] = {}
+    exec(
+        steps.replace(name, f"{str(tiny)!r}, device='cpu'").replace(host, "from fastkernels import LLM"),
+        scope,
+    )
+    assert "modules patched in 1 process" in capsys.readouterr().out and not scope["report"].verified
+    assert scope["llm"].generate("a", use_tqdm=False)
+
+
+def starting(page: Path, *beginnings: str) -> list[str]:
+    """Command lines of the guide that begin so, at least one for each beginning."""
+    lines = guides.commands(page)
+    for beginning in beginnings:
+        assert any(line.startswith(beginning) for line in lines), f"{page.name} has no line {beginning!r}"
+    return [line for line in lines if line.startswith(beginnings)]
+
+
+def of(output: str) -> dict[str, Any]:
+    """The last line of a command's output."""
+    return json.loads(output.splitlines()[-1])
+
+
+def test_evaluate_guide_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *evals = starting(EVALUATE, "fk-bench stubs", "fk-bench eval smoke", "fk-bench eval default")
+    assert last_json(fk_bench_here(*shlex.split(first)[1:]))["files"] == 2
+    for line in evals:
+        if "--python" in line and not all((ROOT / f".venv-{host}").exists() for host in ("vllm", "sglang")):
+            continue  # `make setup` makes them
+        words = shlex.split(re.sub(r"(\w+)=PATH/", rf"\1={ROOT}/.venv-\1/", line))
+        estimate = last_json(fk_bench_here(*words[1:], "--estimate"))
+        assert estimate["ok"] and estimate["suite"] == line.split()[2] and estimate["minutes"], estimate
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_evaluate_guide_scores_a_set(tmp_path: Path) -> None:
+    for line in starting(EVALUATE, "fk-bench stubs", "fk-bench eval smoke"):
+        output = guides.run(line, tmp_path)
+    (result,) = of(output)["results"]
+    assert result["set"] == "mine" and result["score"] > 0 and Path(tmp_path, of(output)["report"]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_agents_guide_runs_its_tuner(tmp_path: Path) -> None:
+    assert guides.write_code(AGENTS, tmp_path) == ["my_tuner.py"]
+    loop, *_ = starting(AGENTS, 'fk-bench agent-loop --command "python $PWD/my_tuner.py"')
+    output = guides.run(loop, tmp_path)
+    (task,) = of(output)["tasks"]
+    assert task["status"] == "ok" and task["metrics"]["attempts"] >= 2, task
+    assert (tmp_path / of(output)["transcript"]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_judge_and_profile_guides_on_a_cpu(tmp_path: Path) -> None:
+    """Lines that judge the stub of one op, and what profiles show of it."""
+    judged = []
+    for line in starting(JUDGE, "fk-bench stubs --op silu_and_mul", "fk-bench kernels silu_and_mul"):
+        if "--against" in line:
+            (tmp_path / "old").mkdir()
+            (tmp_path / "old" / "silu_and_mul.py").write_text(
+                (tmp_path / "candidates/silu_and_mul.py").read_text()
+            )
+        last = of(guides.run(line, tmp_path))
+        if " kernels " in line:
+            assert last["failed"] == 0 and last["cases"] > 0, line
+            judged.append(str(Path(last["rows"]).parent))
+    (compare,) = starting(JUDGE, "fk-bench diff RUN_A RUN_B")
+    guides.run(compare, tmp_path, {"RUN_A": judged[0], "RUN_B": judged[0]})
+    guides.run("fk-bench stubs --op rms_norm --out my-set", tmp_path)
+    for line in starting(PROFILE, "fk-bench profile rms_norm", "fk-bench profile fk-bench-runs/kernels-1"):
+        assert of(guides.run(line, tmp_path, {"fk-bench-runs/kernels-1": judged[0]}))["ok"], line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_collectives_guide_on_a_cpu(tmp_path: Path) -> None:
+    for line in starting(PARALLEL, "fk-bench kernels all_reduce", "fk-bench stubs --op all_reduce"):
+        if not line.endswith("--device cuda"):
+            last = of(guides.run(line, tmp_path))
+            assert last.get("failed", 0) == 0 and last["ok"], last

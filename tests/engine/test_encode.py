@@ -24,7 +24,8 @@ from fastkernels.engine.execution.runners import encode
 from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import RUNNERS
-from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest, PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingParams
+from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.registry import load, models

@@ -25,8 +25,8 @@ from support.retrievers import (
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.engine import scoring
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.tokenizer import encode_pair, shortened
+from fastkernels.engine.inputs.tokenizer import encode_pair, shortened
+from fastkernels.engine.sampling.pooling import PoolingParams
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported
 

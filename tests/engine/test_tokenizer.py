@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.kernels import warm
 
-from fastkernels.engine.scheduling import tokenizer
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.models.common.checkpoints.weights import CheckpointError
 
 
@@ -91,7 +91,7 @@ def test_text_outside_the_vocabulary_is_a_value_error(tmp_path: Path) -> None:
 
 def test_slow_modules_are_not_imported(copy: Path) -> None:
     code = (
-        "import sys; from fastkernels.engine.scheduling import tokenizer;"
+        "import sys; from fastkernels.engine.inputs import tokenizer;"
         f"print(tokenizer.load({str(copy)!r})('a').input_ids);"
         "print([m for m in ('torch._dynamo', 'sympy', 'transformers.generation') if m in sys.modules])"
     )

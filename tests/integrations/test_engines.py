@@ -20,7 +20,7 @@ SLOW = (
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
     "check_expert_groups", "check_fused_sums", "check_ray",
-    "check_random_weights", "check_recurrent", "check_kimi", "check_media",
+    "check_guides", "check_random_weights", "check_recurrent", "check_kimi", "check_media",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
 )  # fmt: skip

@@ -308,3 +308,9 @@ def test_vllm_names_modules_that_are_transformers() -> None:
     (reason,) = VllmAdapter().unrecognized("gelu", GELUActivation())  # of GPT-NeoX
     assert "GELUActivation" in reason.text
     assert not VllmAdapter().unrecognized("rms_norm", model)
+
+
+@pytest.mark.parametrize("ops", [5, ["rms_norm", 5]])
+def test_ops_of_another_type_are_refused_in_words(ops: Any) -> None:
+    with pytest.raises(TypeError, match=r"ops must be names of ops, such as \['rms_norm'\], got 5"):
+        fastkernels.patch("transformers", ops=ops)

@@ -15,8 +15,8 @@ from support.segmenters import make_sam3, make_sam3_tracker, make_sam3_video
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.rle import coco_rle, compress, expand, from_coco
+from fastkernels.engine.objects.rle import coco_rle, compress, expand, from_coco
+from fastkernels.engine.sampling.pooling import PoolingParams
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.plans import build
 

@@ -18,8 +18,8 @@ from support.tiny import make_tiny_encoder
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.engine.execution.runners.segmenting import runs_of
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.rle import coco_rle, compress, decode_runs
+from fastkernels.engine.objects.rle import coco_rle, compress, decode_runs
+from fastkernels.engine.sampling.pooling import PoolingParams
 from fastkernels.models.common.checkpoints import weights
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported

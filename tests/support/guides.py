@@ -72,15 +72,20 @@ def commands(page: Path) -> list[str]:
 
 
 def run(line: str, checkout: Path, words: dict[str, str] | None = None) -> str:
-    """The output of a command line that must succeed; `words` replaces the placeholders in it."""
+    """The output of a command line that must succeed; `words` replaces the placeholders in it.
+
+    checkout: where it runs; any folder for a command that needs no copy.
+    """
     site_packages = sysconfig.get_paths()["purelib"]
     given = {"SOURCE_DIR": site_packages, **(words or {})}
-    first, *rest = [given.get(word, word) for word in shlex.split(line)]
+    first, *rest = [given.get(word, word) for word in shlex.split(line.replace("$PWD", str(checkout)))]
     path = os.pathsep.join(str(checkout / part) for part in ("", "integrations", "bench", "tests"))
     program = [sys.executable, *PROGRAMS[first]] if first in PROGRAMS else [first]
+    # As in an active environment
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [*program, *rest], cwd=checkout, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=1200,
+        env={**os.environ, "PATH": programs, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout

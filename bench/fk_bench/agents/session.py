@@ -183,6 +183,9 @@ class Session:
         if best is None or best.number == STUB:
             why = "no attempt was right" if best is None else "no attempt is faster than the stub"
             status = Status.FAILED if best is None else Status.OK
+            if end.get("exit_code") and not task.spent.attempts:
+                said = str(end.get("tail") or "").strip().rpartition("\n")[2]
+                status, why = Status.FAILED, f"no attempt was made, exit code {end['exit_code']}: {said}"
             row = self._row(task, TASK, status, why, {**end, "best": None})
             row.metrics = metrics
             self._add(row)

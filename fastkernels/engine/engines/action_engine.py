@@ -10,9 +10,9 @@ from typing import Any
 from fastkernels.engine.engines.budget_engine import BudgetEngine
 from fastkernels.engine.engines.engine import Checkpoint, token_ids
 from fastkernels.engine.execution.runners.act import ActInput
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.inputs.images import decode, is_image, rgb
 from fastkernels.engine.options.config import EngineConfig
-from fastkernels.engine.scheduling import tokenizer
 from fastkernels.engine.scheduling.acting import ActionParams, ActionRequest, ActionRequestOutput
 from fastkernels.engine.scheduling.denoising import SEEDS
 from fastkernels.engine.scheduling.encoding import BudgetScheduler

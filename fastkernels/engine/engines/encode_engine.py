@@ -12,18 +12,14 @@ import numpy as np
 from fastkernels.engine.engines.budget_engine import BudgetEngine
 from fastkernels.engine.execution.runners.encode import EncodeInput
 from fastkernels.engine.execution.runners.segmenting import Followed, NextFrames, Objects, Wanted
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.inputs.images import READERS, ImageReader, Patches, is_image, is_video
-from fastkernels.engine.scheduling import detection, segmentation, tokenizer
-from fastkernels.engine.scheduling.encoding import (
-    CLIP_FRAMES,
-    BudgetScheduler,
-    EncodeRequest,
-    PoolingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-)
-from fastkernels.engine.scheduling.marks import Marks
-from fastkernels.engine.scheduling.tokenizer import encode_pair
+from fastkernels.engine.inputs.tokenizer import encode_pair
+from fastkernels.engine.objects import detection, segmentation
+from fastkernels.engine.objects.marks import Marks
+from fastkernels.engine.objects.segmentation import CLIP_FRAMES
+from fastkernels.engine.sampling.pooling import PoolingOutput, PoolingParams
+from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest, PoolingRequestOutput
 from fastkernels.models.common.interfaces.detector import Detector
 from fastkernels.models.common.interfaces.retrieval import Form
 from fastkernels.models.common.interfaces.segmenter import (

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.forward.startup import Phases
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import RUNNERS, runner_name
-from fastkernels.engine.scheduling import tokenizer
 from fastkernels.engine.scheduling.denoising import ImageRequest
 from fastkernels.engine.scheduling.rendering import RenderRequest
 from fastkernels.engine.scheduling.request import Request

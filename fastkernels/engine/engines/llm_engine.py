@@ -25,12 +25,13 @@ from fastkernels.engine.cache.snapshots import Snapshots
 from fastkernels.engine.engines.engine import Engine, StepStats
 from fastkernels.engine.engines.recognition import Recognizer
 from fastkernels.engine.execution.drafts import draft_costs
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.inputs.audio import AudioReader, SourcePrompt
 from fastkernels.engine.inputs.media import MediaPrompt, MediaReader, media_of
 from fastkernels.engine.options.speculation import Speculation
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.sampling.unmask_params import UnmaskParams
-from fastkernels.engine.scheduling import outputs, tokenizer
+from fastkernels.engine.scheduling import outputs
 from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult

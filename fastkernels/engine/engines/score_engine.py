@@ -11,13 +11,8 @@ from fastkernels.engine.engines.budget_engine import BudgetEngine
 from fastkernels.engine.engines.engine import Checkpoint
 from fastkernels.engine.execution.runners.score import ScoreInput
 from fastkernels.engine.options.config import EngineConfig
-from fastkernels.engine.scheduling.encoding import (
-    BudgetScheduler,
-    EncodeRequest,
-    PoolingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-)
+from fastkernels.engine.sampling.pooling import PoolingOutput, PoolingParams
+from fastkernels.engine.scheduling.encoding import BudgetScheduler, EncodeRequest, PoolingRequestOutput
 
 
 @dataclass(eq=False)

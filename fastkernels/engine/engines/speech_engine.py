@@ -19,10 +19,10 @@ import numpy as np
 from fastkernels.engine.engines.engine import Checkpoint
 from fastkernels.engine.engines.llm_engine import LLMEngine
 from fastkernels.engine.execution.runners.speak import Piece, SpeechInput, SpeechStep
+from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.repetition import RepetitionAware
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.scheduling import tokenizer
 from fastkernels.engine.scheduling.engine_core import StepResult
 from fastkernels.engine.scheduling.request import Request, RequestOutput, Status
 from fastkernels.engine.scheduling.speaking import Part, SpeechOutput, SpeechParams, SpeechRequest

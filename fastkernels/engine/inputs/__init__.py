@@ -1,1 +1,1 @@
-"""Images, videos and audio, from files to a model's inputs."""
+"""Text, images, videos and audio, from files to a model's inputs."""

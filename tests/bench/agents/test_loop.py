@@ -131,6 +131,9 @@ def test_failing_command_leaves_code_and_last_lines(judged: Session) -> None:
 def test_unknown_program_is_a_failure(judged: Session) -> None:
     ended = loop(judged, "there-is-no-such-program").run()
     assert ended.code == 127 and "not found" in ended.tail
+    row = judged.finish(OP, ended.as_case())
+    assert row.status is Status.FAILED and row.reason.startswith("no attempt was made, exit code 127: ")
+    assert row.reason.endswith("not found")
 
 
 def test_command_that_changes_nothing_is_started_once(judged: Session) -> None:

@@ -7,6 +7,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.run import composition
 from fk_bench.info.stubs import source
+from fk_bench.kernels.judge.rows.judging import sides_of
 
 from fastkernels.core import registry
 
@@ -41,3 +42,17 @@ def test_block_is_judged_with_the_set_inside(tmp_path):
     blocks = [row for row in composed if "." in str(row.subject.op)]
     assert found[0][1] == "independent" and blocks
     assert {row.status for row in blocks} == {Status.OK}, [row.reason for row in blocks]
+
+
+@pytest.mark.slow
+def test_ops_above_are_judged_on_cases_that_run_here(tmp_path):
+    """Their first cases are for GPUs alone; a row without a time has a reason."""
+    path = tmp_path / "rms_norm.py"
+    path.write_text(source("rms_norm"))
+    settings = {**SETTINGS, "most_cases": 2}
+    options = composition._options(settings, "cpu", True)
+    with sides_of(options) as sides:
+        (row,) = composition._judge(
+            ["mixtral_decoder_layer"], {"rms_norm": str(path)}, options, settings, sides
+        )
+    assert row.status is Status.OK, row.reason

@@ -16,7 +16,7 @@ from fk_bench import cli
 from fk_bench.info import stub_source, stubs
 from fk_bench.kernels.judge.scan import scan
 from fk_integrations.signatures import diff as signature_diff
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench, fk_bench_here, last_json
 from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
 
@@ -301,3 +301,13 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest.C
     (tmp_path / "file").write_text("")
     status, _, error = run(capsys, "--op", "relu2", "--out", tmp_path / "file" / "out")
     assert status == 2 and error.startswith(f"error: --out {tmp_path}/file/out: ")
+
+
+def test_full_disk_is_one_line(tmp_path: Path) -> None:
+    """Of every command: the error is caught where all of them begin."""
+    (tmp_path / "rms_norm.py").symlink_to("/dev/full")
+    result = fk_bench_here("stubs", "--op", "rms_norm", "--out", tmp_path, "--force")
+    assert result.returncode == 1 and last_json(result)["ok"] is False
+    assert re.fullmatch(
+        r"error: fk-bench stubs: .*No space left on device; make room, or .*\n", result.stderr
+    )

@@ -17,8 +17,9 @@ from support.segmenters import frames_of, make_sam3_video, mask_of
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.routes.video_files import write_mp4
-from fastkernels.engine.scheduling import segmentation
-from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingParams
+from fastkernels.engine.objects import segmentation
+from fastkernels.engine.objects.segmentation import CLIP_FRAMES
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 FRAMES = frames_of(5)
 
@@ -148,6 +149,7 @@ def test_client_that_leaves_ends_its_clip(served):
     ("body", "param", "words"),
     [
         ({"input": VIDEO}, "text", "a prompt has a text, boxes, or both"),
+        ({"input": PNG, "marks": [{"points": None}]}, "marks", "marks[0]: points are missing"),
         ({"input": VIDEO, "text": ["cat"] * 17}, "input", "17 texts are more than the queue holds"),
         ({"input": VIDEO, "text": "a " * 40}, "text", "reads at most 32"),
         ({"input": VIDEO, "text": "cat", "boxes": [[1, 1, 9, 9]]}, "boxes", "applies to images, not to a video"),

@@ -16,7 +16,7 @@ from support.segmenters import make_sam3, make_sam3_tracker, mask_of
 
 from fastkernels import LLM
 from fastkernels.engine.http.requests.config import ServerConfig
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 IMAGES = pictures((80, 70), (64, 64))
 
@@ -107,7 +107,7 @@ HUGE = base64.b64encode(
         ({"input": PNG, "text": ["cat"] * 65}, "text", "64"),
         ({"input": [PNG] * 3, "text": ["cat"] * 3}, "input", "more than the queue holds, 8"),
         ({"input": PNG, "text": 3}, "text", ""),
-        ({"input": PNG, "boxes": [[1, 2, 3]]}, "boxes", "at least 4 items"),
+        ({"input": PNG, "boxes": [[1, 2, 3]]}, "boxes", "boxes[0]: must have at least 4 entries"),
         ({"input": PNG, "boxes": [[5, 5, 4, 9]]}, "boxes", "0 <= left < right <= 80"),
         ({"input": PNG, "boxes": [[5, 5, 10, 71]]}, "boxes", "<= 70"),
         ({"input": PNG, "boxes": [[1, 1, 2, 2]] * 65}, "boxes", "64"),
@@ -179,13 +179,15 @@ MARK = {"points": [[3, 4]]}
         ({}, "marks", "marks are missing: 'tracker' finds what points, a box or a mask mark"),
         ({"text": "cat"}, "marks", "marks are missing"),
         ({"marks": [MARK], "text": "cat"}, "text", "text and marks exclude each other"),
-        ({"marks": []}, "marks", "at least 1 item"),
+        ({"marks": []}, "marks", "marks: must have at least 1 entry, got []"),
         ({"marks": [MARK] * 65}, "marks", "marks: may have 64 entries, got 65"),
         ({"marks": [MARK] * 9}, "input", "1 images with 9 marks are more than the queue holds, 8"),
         ({"marks": [MARK, {}]}, "marks", "marks[1]: points are missing"),
         ({"marks": [{"points": [[81, 4]]}]}, "marks", "marks[0]: points[0] = [81.0, 4.0] must have 0 <= x <= 80"),
         ({"marks": [{"points": [["3", 4]]}]}, "marks", "valid number"),
-        ({"marks": [{"box": [1, 2, 3]}]}, "marks", "at least 4 items"),
+        ({"marks": [{"points": [[3, 4]] * 10000}]}, "marks", "marks[0].points: may have 64 entries, got 10000"),
+        ({"marks": [{"box": [0, 0, 1e30, 1]}]}, "marks", "box = [0.0, 0.0, 1e+30, 1.0] must have 0 <= left"),
+        ({"marks": [{"box": [1, 2, 3]}]}, "marks", "marks[0].box: must have at least 4 entries, got [1, 2, 3]"),
         ({"marks": [{"mask": {"size": [70, 80], "counts": "0"}}]}, "marks", "counts of 0 pixels"),
         ({"marks": [{"circle": 3}]}, "marks", "circle"),
         ({"marks": [MARK], "input": [PNG, OTHER]}, "marks", "marks belong to one image, got 2 images"),

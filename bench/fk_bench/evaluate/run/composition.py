@@ -34,7 +34,7 @@ def judged(
 ) -> None:
     """Judge the set; `add` gets the summary row of each op, with 'independent' or 'composed'.
 
-    settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
+    settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op and source (0: all)
     model     a name or folder; its blocks that run ops of the set are judged with the set inside them
     """
     from fk_bench.kernels.judge.rows.judging import sides_of
@@ -110,15 +110,15 @@ def _judge(
 ) -> Iterator[Row]:
     """The summary row of each op."""
     from fk_bench.kernels.judge import judge_ops
-    from fk_bench.kernels.judge.correctness.cases import case_names
 
-    most = int(settings.get("most_cases", 0))
+    options = replace(options, most=int(settings.get("most_cases", 0)))
+    candidates = {n: Path(p) for n, p in files.items()}
     for op in ops:
-        named = tuple(case_names([registry.get(op)], options))[:most] if most else ()
-        candidates = {n: Path(p) for n, p in files.items()}
-        found = judge_ops([op], candidates, replace(options, names=named), sides=sides)
+        found = judge_ops([op], candidates, options, sides=sides)
         summary = next((r for r in found if r.kind == "op"), found[-1])
-        wrong = (r.reason for r in found if r.kind == "case" and r.status not in (Status.OK, Status.SKIPPED))
+        cases = [r for r in found if r.kind == "case" and r.status is not Status.OK]
+        cases.sort(key=lambda r: r.status is Status.SKIPPED)
         summary.subject.op = op
-        summary.reason = summary.reason and f"{summary.reason}: {next(wrong, '')}"[:500]
+        if summary.status is not Status.OK:
+            summary.reason = ": ".join(filter(None, (summary.reason, cases[0].reason if cases else "")))[:500]
         yield summary

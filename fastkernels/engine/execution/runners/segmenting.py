@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
-from fastkernels.engine.scheduling.marks import Marks
-from fastkernels.engine.scheduling.segmentation import Concept
+from fastkernels.engine.objects.marks import Marks
+from fastkernels.engine.objects.segmentation import Concept
 from fastkernels.models.common.interfaces import tracks
 from fastkernels.models.common.interfaces.segmenter import (
     NO_BOX,

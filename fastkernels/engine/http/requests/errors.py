@@ -131,12 +131,16 @@ def describe(errors: Sequence[dict[str, Any]], body: Any) -> tuple[str, str | No
     message = _joined([_words(e) for _, e in same])
     given = shown(error.get("input"))
     if error["type"] == "too_long":
-        limit, given = error["ctx"]["max_length"], str(len(error["input"]))
-        message = f"may have {limit} entries"
+        given = str(len(error["input"]))
     return f"{where or 'the body'}: {message}, got {given}", where or None
 
 
 def _words(error: dict[str, Any]) -> str:
+    if error["type"] == "too_long":
+        return f"may have {error['ctx']['max_length']} entries"
+    if error["type"] == "too_short":
+        least = error["ctx"]["min_length"]
+        return f"must have at least {least} {'entry' if least == 1 else 'entries'}"
     return _MESSAGES.get(error["type"]) or str(error["msg"]).removeprefix("Value error, ")
 
 

@@ -19,7 +19,7 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.messages import ROLES, Message
 from fastkernels.engine.http.requests.protocol import Conversation
 from fastkernels.engine.http.requests.unserved import shown
-from fastkernels.engine.scheduling.tokenizer import encode, encode_pair, shortened
+from fastkernels.engine.inputs.tokenizer import encode, encode_pair, shortened
 
 log = logging.getLogger("fastkernels")
 SMALL = 4096  # characters tokenized in the event loop (about 1 ms); longer texts go to a thread

@@ -16,8 +16,8 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import PoolingRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import Inputs, encoded, usage
-from fastkernels.engine.scheduling.detection import THRESHOLD
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.objects.detection import THRESHOLD
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 
 class DetectionRequest(PoolingRequest):

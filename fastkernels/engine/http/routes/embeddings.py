@@ -27,8 +27,8 @@ from fastkernels.engine.http.requests.protocol import (
 )
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.inputs.images import decode, decode_frames, is_image, is_video
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.tokenizer import cut
+from fastkernels.engine.inputs.tokenizer import cut
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 # By how the model's scores are computed
 DEFAULT_TASKS = {"cross-encoder": "classify", "late-interaction": "token_embed", "bi-encoder": "embed"}

@@ -28,9 +28,9 @@ from fastkernels.engine.http.requests.protocol import (
     UnmaskCompletionRequest,
 )
 from fastkernels.engine.http.routes.context import Context
+from fastkernels.engine.inputs.tokenizer import cut
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.outputs import RequestGroup
-from fastkernels.engine.scheduling.tokenizer import cut
 from fastkernels.engine.structured.bodies import structured_outputs
 from fastkernels.engine.structured.params import StructuredOutputsParams
 

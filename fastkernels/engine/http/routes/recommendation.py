@@ -15,7 +15,7 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import SamplesRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import results, usage
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 
 class Recommendation:

@@ -16,7 +16,7 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import RerankRequest, ScoreRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import check_finite, results, usage
-from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 
 class Scoring:

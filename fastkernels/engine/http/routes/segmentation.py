@@ -19,16 +19,16 @@ from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import CloudsRequest, PoolingRequest
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, usage
-from fastkernels.engine.scheduling import marks
-from fastkernels.engine.scheduling.encoding import PoolingParams
-from fastkernels.engine.scheduling.marks import MOST_POINTS
-from fastkernels.engine.scheduling.segmentation import (
+from fastkernels.engine.objects import marks
+from fastkernels.engine.objects.marks import MOST_POINTS
+from fastkernels.engine.objects.segmentation import (
     MASK_THRESHOLD,
     MOST_BOXES,
     MOST_CHARACTERS,
     THRESHOLD,
     ClipOutput,
 )
+from fastkernels.engine.sampling.pooling import PoolingParams
 
 MOST_TEXTS = 64  # of a request
 MOST_MARKS = 64  # objects of a request
@@ -97,10 +97,12 @@ class ObjectMarks(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     points: list[list[float]] | None = Field(
-        None, description=f"x and y of each in pixels, at most {MOST_POINTS}."
+        None, max_length=MOST_POINTS, description=f"x and y of each in pixels, at most {MOST_POINTS}."
     )
     point_labels: list[Literal[0, 1]] | None = Field(
-        None, description="Of each point: 1, in the object, or 0, outside (default: all 1)."
+        None,
+        max_length=MOST_POINTS,
+        description="Of each point: 1, in the object, or 0, outside (default: all 1).",
     )
     box: Box | None = Field(None, description="Around the object: left, top, right and bottom in pixels.")
     mask: dict[str, Any] | None = Field(
@@ -303,7 +305,11 @@ class ImageSegmentation:
         for field in ("text", "boxes", "box_labels"):
             if getattr(body, field) is not None:
                 raise ApiError(400, f"{field} and marks exclude each other: send a request for each", field)
-        return [own.model_dump(exclude_none=True) for own in body.marks], "marks"
+        found = [own.model_dump(exclude_none=True) for own in body.marks]
+        if {} in found:
+            message = f"marks[{found.index({})}]: points are missing: an object has points, a box or a mask"
+            raise ApiError(400, message, "marks")
+        return found, "marks"
 
 
 def _found(outputs: Any) -> dict[str, Any]:

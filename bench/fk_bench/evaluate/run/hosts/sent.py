@@ -104,7 +104,7 @@ def _video(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> Any:
 
 def _encoded(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     """Boxes, scores and labels of a detector, in shares of the image; logits of classes; or vectors."""
-    from fastkernels.engine.scheduling.encoding import PoolingParams
+    from fastkernels.engine.sampling.pooling import PoolingParams
 
     engine = llm.llm_engine
     if engine.detects:
@@ -171,7 +171,7 @@ def _user(llm: Any, sizes: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
 
 def _scored(llm: Any, requests: Sequence[Any]) -> list[np.ndarray]:
     """Scores before the activation, which would hide small differences."""
-    from fastkernels.engine.scheduling.encoding import PoolingParams
+    from fastkernels.engine.sampling.pooling import PoolingParams
 
     params = PoolingParams("classify", use_activation=False)
     found = llm._run(list(requests), [params] * len(requests), False)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fastkernels.engine.inputs.images import ImageReader, Patches, is_image, rgb
+from fastkernels.engine.inputs.tokenizer import encode
 from fastkernels.engine.inputs.videos import Source, VideoError, video
-from fastkernels.engine.scheduling import marks
-from fastkernels.engine.scheduling.detection import ObjectsOutput
-from fastkernels.engine.scheduling.encoding import CLIP_FRAMES, PoolingOutput
-from fastkernels.engine.scheduling.rle import coco_rle, decode_runs
-from fastkernels.engine.scheduling.tokenizer import encode
+from fastkernels.engine.objects import marks
+from fastkernels.engine.objects.detection import ObjectsOutput
+from fastkernels.engine.objects.rle import coco_rle, decode_runs
+from fastkernels.engine.sampling.pooling import PoolingOutput
 from fastkernels.models.common.interfaces.segmenter import MarkSegmenter, Segmenter
 
 THRESHOLD, MASK_THRESHOLD = 0.5, 0.5  # by default: of a score, and of a pixel's probability
@@ -27,6 +27,7 @@ MOST_BOXES = 64  # of a prompt
 MOST_CHARACTERS = 4096  # of a text, before it is split into tokens
 MOST_MASK_PIXELS = 1 << 24  # of an image whose masks are wanted: each object has one of the image's size
 MOST_FRAMES = 64  # of a clip
+CLIP_FRAMES = 4  # of a clip in a step: others run between the steps
 MOST_CLIP_TEXTS = 16  # of a clip
 CLIP_FIELDS = ("video", "text")
 KEPT = 8  # images whose patches are kept
@@ -337,7 +338,7 @@ def _boxes(
     if not isinstance(given, (list, tuple)) or not all(
         isinstance(box, (list, tuple))
         and len(box) == 4
-        and all(type(n) in (int, float) and abs(n) < 1e9 for n in box)
+        and all(type(n) in (int, float) and abs(n) < float("inf") for n in box)
         for box in given
     ):
         raise ValueError(f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}")

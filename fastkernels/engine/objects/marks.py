@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.scheduling.rle import from_coco
+from fastkernels.engine.objects.rle import from_coco
 from fastkernels.models.common.interfaces.segmenter import CORNERS, NO_POINT
 
 FIELDS = ("points", "point_labels", "box", "mask")  # of a prompt, next to the image
@@ -58,17 +58,17 @@ def _numbers(given: Any, count: int) -> bool:
     return (
         isinstance(given, (list, tuple))
         and len(given) == count
-        and all(type(n) in (int, float) and abs(n) < 1e9 for n in given)
+        and all(type(n) in (int, float) and abs(n) < float("inf") for n in given)
     )
 
 
 def _points(prompt: Mapping[str, Any], size: tuple[int, int]) -> tuple[list[tuple[float, float]], list[int]]:
     given, labels = prompt.get("points"), prompt.get("point_labels")
     given = [] if given is None else given
+    if isinstance(given, (list, tuple)) and len(given) > MOST_POINTS:
+        raise ValueError(f"points has {len(given)} entries, and an object may have {MOST_POINTS}")
     if not isinstance(given, (list, tuple)) or not all(_numbers(point, 2) for point in given):
         raise ValueError(f"points must be a list of [x, y] in pixels, got {given!r:.80}")
-    if len(given) > MOST_POINTS:
-        raise ValueError(f"points has {len(given)} entries, and an object may have {MOST_POINTS}")
     width, height = size
     for i, (x, y) in enumerate(given):
         if not (0 <= x <= width and 0 <= y <= height):

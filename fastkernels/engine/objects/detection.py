@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastkernels.engine.inputs.images import Patches
-from fastkernels.engine.scheduling.encoding import PoolingOutput, PoolingParams
+from fastkernels.engine.sampling.pooling import PoolingOutput, PoolingParams
 
 THRESHOLD = 0.5  # of a score, by default
 
