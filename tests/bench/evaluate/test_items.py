@@ -12,7 +12,7 @@ import pytest
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import ItemRun, Measured, options_of
-from fk_bench.evaluate.run.side import Launcher, SideFailed, set_files
+from fk_bench.evaluate.run.side import Launcher, SideFailed, files_in, set_files
 from fk_bench.evaluate.run.starts import Starts
 from fk_bench.info.stubs import source
 
@@ -173,6 +173,36 @@ def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
     assert found.outcome is None
     (dropped,) = found.found.dropped
     assert (dropped.op, dropped.reason) == ("silu_and_mul", reason), dropped.text
+
+
+@pytest.mark.slow
+def test_hanging_file_of_three_is_named_by_one_probe(launcher, tmp_path):
+    """The process prints where it is before it is ended, so that nothing is bisected."""
+    files = write(tmp_path, BROKEN["hangs"][0])
+    for op in ("rms_norm", "linear"):
+        (tmp_path / f"{op}.py").write_text(source(op))
+        files[op] = tmp_path / f"{op}.py"
+    found = measure(launcher, files, timeout=25.0)
+    (dropped,) = found.found.dropped
+    assert (dropped.op, dropped.reason) == ("silu_and_mul", Reason.TIME_LIMIT)
+    assert found.found.probes == 2 and found.found.kept == ("linear", "rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ('Traceback (most recent call last):\n  File "a", line 1\n  File "b", line 2\nValueError: x', ["b", "a"]),
+        ('Current thread 0x1 (most recent call first):\n  File "b", line 2 in f\n  File "a", line 1 in g', ["b", "a"]),
+        (
+            'Traceback (most recent call last):\n  File "old", line 1\nThread 0x1 (most recent call first):\n'
+            '  File "t", line 1 in f\n\nCurrent thread 0x2 (most recent call first):\n  File "b", line 2 in f\n'
+            '  File "a", line 1 in g', ["b", "a", "t", "old"],
+        ),
+        ('  File "cut", line 1\nKeyError', ["cut"]),
+    ],
+)  # fmt: skip
+def test_innermost_file_of_a_log_comes_first(text, files):
+    assert files_in(text) == files
 
 
 @pytest.mark.slow

@@ -99,6 +99,11 @@ def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = Fa
             found = candidate.from_directory(folder, blocks=blocks)
         except CandidateError as error:
             raise SetError(f"set {name}: {error}") from error
+        below = (f for f in sorted(folder.glob("[!_.]*/*.py")) if f.stem in found)
+        if twice := next(below, None):
+            raise SetError(
+                f"set {name}: {found[twice.stem]} and {twice} are both for {twice.stem}; remove one"
+            )
         return CandidateSet(
             name, folder, tuple(SetFile(op, Path(p), Path(p), PLAIN) for op, p in sorted(found.items()))
         )
