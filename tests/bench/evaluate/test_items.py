@@ -176,16 +176,25 @@ def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
 
 
 @pytest.mark.slow
-def test_hanging_file_of_three_is_named_by_one_probe(launcher, tmp_path):
-    """The process prints where it is before it is ended, so that nothing is bisected."""
-    files = write(tmp_path, BROKEN["hangs"][0])
-    for op in ("rms_norm", "linear"):
-        (tmp_path / f"{op}.py").write_text(source(op))
-        files[op] = tmp_path / f"{op}.py"
-    found = measure(launcher, files, timeout=25.0)
-    (dropped,) = found.found.dropped
-    assert (dropped.op, dropped.reason) == ("silu_and_mul", Reason.TIME_LIMIT)
-    assert found.found.probes == 2 and found.found.kept == ("linear", "rms_norm")
+def test_hanging_candidate_is_in_the_files_of_the_failure(launcher, tmp_path):
+    """The process prints where it is before it is ended, so that `search` bisects nothing."""
+    body = f"CALLS.append(1)\n    if len(CALLS) > 40:\n        time.sleep(1e6)\n    {CORRECT}"
+    files = write(tmp_path, body, f"{HEAD}CALLS = []\n\n\n")
+    (tmp_path / "rms_norm.py").write_text(source("rms_norm"))
+    files["rms_norm"] = tmp_path / "rms_norm.py"
+    entry = SUITE.entries[0]
+    run = ItemRun(entry, SUITE, launcher, "float32", 5, print)
+    with Starts(together=False) as starts:
+        side = run.planned(starts, entry.model, set_files([tmp_path]))()
+        run.put_in(side, {op: str(path) for op, path in files.items()})
+        run.work.run(side, 1, "warm")
+        side.timeout = 60.0
+        with pytest.raises(SideFailed) as error:
+            for n in range(40):
+                run.work.run(side, 1, f"hang {n}")
+    assert error.value.reason is Reason.TIME_LIMIT
+    mine = [f for f in error.value.files if f in map(str, files.values())]
+    assert mine == [str(files["silu_and_mul"])], error.value
 
 
 @pytest.mark.parametrize(
