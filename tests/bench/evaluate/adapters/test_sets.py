@@ -64,6 +64,14 @@ def test_file_for_the_same_op_in_a_folder_below_is_an_error(tmp_path: Path):
     assert set(read_set("mine", tmp_path).files) == {"rms_norm"}
 
 
+def test_data_set_of_flashinfer_trace_names_the_import(tmp_path: Path):
+    for kind in ("definitions", "solutions", "workloads"):
+        (tmp_path / kind / "gemm").mkdir(parents=True)
+    for given in (tmp_path, tmp_path / "solutions"):
+        with pytest.raises(SetError, match=f"fk-bench trace import {tmp_path} --out imported"):
+            read_set("mine", given)
+
+
 def test_set_of_an_evaluation_may_hold_blocks(tmp_path: Path):
     for name in ("rms_norm", "llama.mlp"):
         (tmp_path / f"{name}.py").write_text("")
