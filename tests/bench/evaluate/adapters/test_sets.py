@@ -42,7 +42,7 @@ def test_folder_that_is_no_set_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["folder", "broken link", "pipe"])
 def test_candidate_that_is_no_file_is_an_error(tmp_path: Path, kind: str):
-    """A pipe would be read for ever."""
+    """Reading a pipe never ends."""
     path = tmp_path / "rms_norm.py"
     if kind == "folder":
         path.mkdir()
