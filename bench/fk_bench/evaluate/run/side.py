@@ -33,6 +33,7 @@ LOOPBACK = {  # addresses of processes in a cage, which has no other network
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
 }  # fmt: skip
 ASKED, WHERE_S = signal.SIGUSR1, 2.0  # the process prints its traceback; seconds to wait for it
+_FRAMES = ('File "', "Current thread 0x", "Thread 0x")  # lines of faulthandler
 TAIL = 16000  # characters of its output in which tracebacks are looked for
 MOST_PROCESSES = 4096  # and threads, of one process tree: compilers of a host start some for each core
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
@@ -222,7 +223,8 @@ class Side:
         if exit_.oom:
             reason = Reason.MEMORY_LIMIT
         said = self.child.output_tail(TAIL).strip().splitlines()
-        tail = f"; its last output: {said[-1].strip()[:200]}" if said else ""
+        own = [line for line in said if line.strip() and not line.strip().startswith(_FRAMES)]
+        tail = f"; its last output: {own[-1].strip()[:200]}" if own else ""
         return SideFailed(reason, f"{what} ({exit_}){tail}", files_in("\n".join(said)))
 
 
