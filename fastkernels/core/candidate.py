@@ -262,6 +262,10 @@ def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[s
             f"candidates: not named after an op in {path}: {', '.join(wrong)}. Rename them, or begin the names of"
             " helpers with '_'"
         )
+    if other := [f for f in files if not f.is_file()]:  # reading a pipe never ends
+        raise CandidateError(
+            f"candidates: {other[0]} is not a file; a candidate is a regular file or a link to one"
+        )
     return {f.stem: str(f) for f in files}
 
 

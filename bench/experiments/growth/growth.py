@@ -9,6 +9,7 @@ See README.md. Times are medians of replayed CUDA graphs on warm inputs.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -29,29 +30,35 @@ from fk_bench.core.rows import Row, Status, read
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
 
-OURS, COMMAND = "ours", "growth"
+OURS, PRODUCTION, COMMAND = "ours", "production", "growth"
 STEPS = 5  # points of a line, the last with ten times the work of the first
 CALLS, REPLAYS = 4, 7
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A case, the axes that grow together, and the power of their factor with which the work grows."""
+    """A case, the axes that grow together, and the power of their factor with which the work grows.
+
+    masked   tensors of which rows are read only where the argument `masks` is true
+    decided  values decide what is read, so that the bytes of a call are unknown
+    """
 
     case: str
     axes: tuple[str, ...]
     power: float = 1.0
+    masked: tuple[str, ...] = ()
+    decided: bool = False
 
 
 GROWN = {
     "project_gaussians": Grown("million_1080p", ("gaussians",)),
-    "spherical_harmonics": Grown("million", ("gaussians",)),
-    "intersect_tiles": Grown("million_1080p", ("gaussians", "capacity")),
-    "rasterize_gaussians": Grown("million_1080p", ("gaussians", "intersections")),
+    "spherical_harmonics": Grown("million", ("gaussians",), masked=("dirs", "coeffs")),
+    "intersect_tiles": Grown("million_1080p", ("gaussians", "capacity"), decided=True),
+    "rasterize_gaussians": Grown("million_1080p", ("gaussians", "intersections"), decided=True),
     "hash_encoding": Grown("samples_256k", ("points",)),
     "fused_mlp": Grown("color_256k", ("points",)),
-    "march_rays": Grown("lego_800", ("rays",)),
-    "composite_rays": Grown("rays_256k", ("rays",)),
+    "march_rays": Grown("lego_800", ("rays",), decided=True),
+    "composite_rays": Grown("rays_256k", ("rays",), decided=True),
     "serialize_points": Grown("room", ("rows",)),
     "voxel_neighbors": Grown("room", ("rows",)),
     "subm_conv3d": Grown("room_64", ("rows",)),
@@ -87,6 +94,21 @@ def work(spec: OpSpec, case: Case) -> float:
     """Operations of a call; the bytes that it moves if it computes little."""
     found = spec.flops(case) if spec.flops is not None else 0
     return float(found or spec.bytes_moved(case))
+
+
+def bytes_of(spec: OpSpec, of: Grown, case: Case, args: Sequence[Any]) -> float | None:
+    """Bytes that a call has to move, without rows that a mask leaves out; None if other values decide."""
+    if of.decided:
+        return None
+    found, declared = float(spec.bytes_moved(case)), spec.declaration
+    if of.masked:
+        sizes = declared.sizes(case.dims, case.dtype)
+        masks = args[[a.name for a in declared.arguments].index("masks")]
+        off = 0.0 if masks is None else 1.0 - float(masks.float().mean())
+        for tensor in (declared.tensors[name] for name in of.masked):
+            elements = torch.Size(tensor.shape(sizes)).numel() * tensor.torch_dtype(sizes).itemsize
+            found -= off * (elements if tensor.cost is None else tensor.cost(sizes))
+    return found
 
 
 def microseconds(call: Callable[[], Any], device: str) -> float:
@@ -126,26 +148,35 @@ def production(op: str, device: str, args: Sequence[Any]) -> tuple[str, Callable
     return None
 
 
-def measure(results: Results, op: str, factor: float, device: str, tiny: float) -> None:
-    """Write a row of ours, and one of production's code, for one size."""
+def measure(
+    results: Results, op: str, factor: float, device: str, tiny: float, done: Sequence[str] = ()
+) -> None:
+    """Write a row of ours, and one of production's code, for one size; without a baseline, a skipped one.
+
+    done: those of OURS and PRODUCTION that the file has
+    """
     spec, of = registry.get(op), GROWN[op]
     case = grown(spec, of, factor * tiny)
     where = {"kind": "growth", "factor": round(factor, 4), "work": work(spec, case), **described(case)}
-    provider = OURS
-    try:
-        with torch.inference_mode():
-            args = spec.inputs(case, device, torch.Generator(device).manual_seed(0))
-            moved = spec.bytes_moved(case)
-            took = microseconds(lambda: spec.op(*args), device)
-            results.say(op, OURS, where, time_us_p50=took, gb_per_s=moved / took * 1e-3)
-            found = production(op, device, args)
-            if found is not None:
+    with torch.inference_mode():
+        for side in (OURS, PRODUCTION):
+            if side in done:
+                continue
+            provider = side
+            try:
+                args = spec.inputs(case, device, torch.Generator(device).manual_seed(0))
+                found = (OURS, spec.op) if side == OURS else production(op, device, args)
+                if found is None:
+                    results.say(op, provider, where, "no baseline supports the call", Status.SKIPPED)
+                    continue
                 provider, fn = found
-                took = microseconds(lambda: fn(*args), device)
-                results.say(op, provider, where, time_us_p50=took, gb_per_s=moved / took * 1e-3)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        results.say(op, provider, where, problem, Status.FAILED)
+                took = microseconds(functools.partial(fn, *args), device)
+                moved = bytes_of(spec, of, case, args)
+                rate = {} if moved is None else {"gb_per_s": moved / took * 1e-3}
+                results.say(op, provider, where, time_us_p50=took, **rate)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+                results.say(op, provider, where, problem, Status.FAILED)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -158,16 +189,20 @@ def run(options: argparse.Namespace) -> int:
         print("--device cuda: there is no GPU; --device cpu --tiny 1e-4 tries the script", file=sys.stderr)
         return 2
     rows = read(options.out)[0] if options.out.exists() else []
-    done = {(r.subject.op, r.case["factor"]) for r in rows}
+    done: dict[tuple[str, float], set[str]] = {}
+    for r in rows:
+        side = OURS if r.subject.provider == OURS else PRODUCTION
+        done.setdefault((str(r.subject.op), r.case["factor"]), set()).add(side)
     results, left = Results(COMMAND, options.out, "production"), list[str]()
     for op in names:
         for factor in factors():
-            if (op, round(factor, 4)) in done:
+            has = done.get((op, round(factor, 4)), set())
+            if len(has) == 2:
                 continue
             if time.monotonic() > end:
                 left.append(f"{op} x{factor:.3g}")
                 continue
-            measure(results, op, factor, options.device, options.tiny)
+            measure(results, op, factor, options.device, options.tiny, sorted(has))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
     if left:

@@ -19,7 +19,7 @@ from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.agents import adapters, tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop
-from fk_bench.agents.session import COMMAND, Session, Settings
+from fk_bench.agents.session import COMMAND, Session, Settings, failure
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
@@ -30,6 +30,7 @@ from fk_bench.kernels.judge.processes.zygote import ZygoteError
 from fk_bench.track import store
 
 INDEPENDENT, SEQUENTIAL = "independent", "sequential"
+MOST_COMMAND = 32 << 10  # bytes: they go through a pipe that holds 64 KiB
 MODES = (INDEPENDENT, SEQUENTIAL)
 
 
@@ -85,8 +86,8 @@ def agent_loop_command(
     """Let an agent write kernels, and score the best of each task on cases that it did not see.
 
     Each op is a task: a folder with its meaning, a correct stub, examples and `check`, which judges the candidate and
-    prints JSON. The run has a set of the winners, rows, and a page with every attempt. The exit status is 1 if a
-    task has no right attempt.
+    prints JSON. The run has a set of the winners, rows, and a page with every attempt. The exit status is 1 if the
+    command fails, or if a task has no right attempt.
     """
     try:
         limits = TaskBudget(seconds_of(budget), attempts, tokens)
@@ -184,6 +185,10 @@ def _command(
         names += [n for n in known.ENV if n in os.environ]
     if unset := [n for n in names if n not in os.environ]:
         raise ValueError(f"--env {unset[0]}: this variable is not set")
+    if (size := sum(len(t.encode()) for t in (command, *(os.environ[n] for n in names)))) > MOST_COMMAND:
+        raise ValueError(
+            f"--command and the variables of --env have {size} bytes, at most {MOST_COMMAND}: put them into a script"
+        )
     return Command(
         command, network, {n: os.environ[n] for n in names}, [str(p.resolve()) for p in readable], caged
     )
@@ -214,5 +219,6 @@ def _result(row: Row) -> dict[str, Any]:
         "best": row.case.get("best"),
         "exit_code": row.case.get("exit_code"),
         "ended": row.case.get("ended"),
+        "tail": row.case.get("tail", "") if failure(row.case) else "",
     }
     return jsonlib.loads(jsonlib.dumps(found | {"metrics": row.metrics}))

@@ -24,6 +24,7 @@ from fk_bench.core.text import printable
 
 MOST_SOURCE, MOST_FILES = 20 << 20, 200  # bytes and files of a candidate
 MOST_REQUEST, WAIT_S = 64 << 10, 5.0  # bytes of a request, seconds for it to arrive
+MOST_USED = 1e12  # tokens or dollars of one report
 TAIL_LINES, TAIL_BYTES = 12, 16 << 10
 POLL_S = 0.1
 KEPT = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH")
@@ -157,9 +158,11 @@ class Loop:
             return self.session.lose(self.op, request["reason"])
         if do == "usage":
             tokens, cost = request.get("tokens"), request.get("cost_usd", 0.0)
-            if isinstance(tokens, int) and isinstance(cost, (int, float)):
+            if isinstance(tokens, int) and isinstance(cost, (int, float)) and _is_count(tokens, cost):
                 return self.session.use(self.op, tokens, float(cost))
-        return {"error": "a request is check, lost with a reason, or usage with tokens"}
+        return {
+            "error": f"a request is check, lost with a reason, or usage with 0 to {MOST_USED:g} tokens and dollars"
+        }
 
     def _start(self, server: _Server) -> None:
         """Run the command once, and answer its checks."""
@@ -180,6 +183,10 @@ class Loop:
             started.end()
         self.ended.cage = started.report()
         self.ended.tail = tail(self.log)
+
+
+def _is_count(*values: float) -> bool:
+    return all(0 <= v <= MOST_USED for v in values)  # NaN, infinity and integers beyond float are not
 
 
 def _over_tokens(spent: Any) -> bool:
@@ -280,7 +287,7 @@ class _Server:
         with connection, contextlib.suppress(OSError):
             try:
                 request = json.loads(_line(connection))
-            except ValueError:
+            except (ValueError, RecursionError):
                 request = None
             connection.settimeout(WAIT_S)
             connection.sendall(json.dumps(answer(request)).encode())
@@ -304,17 +311,20 @@ def _open_to_agent(folder: Path) -> None:
 
 
 def _replace(folder: Path, name: str, text: str) -> None:
-    """Write a file into a folder that the agent owns: a link in its place is replaced, not followed."""
-    place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        new = f".{name}.{os.getpid()}"
-        with contextlib.suppress(OSError):
-            os.unlink(new, dir_fd=place)
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=place)
-        with open(handle, "w") as file:
-            file.write(text)
-        os.chmod(new, 0o666, dir_fd=place)
-        with contextlib.suppress(OSError):
+    """Write a file into a folder that the agent owns: a link in its place is replaced, not followed.
+
+    The agent can prevent it, and then has no file: the answer of `check` is the same.
+    """
+    with contextlib.suppress(OSError):
+        place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            new = f".{name}.{os.getpid()}"
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=place)
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=place)
+            with open(handle, "w") as file:
+                file.write(text)
+            os.chmod(new, 0o666, dir_fd=place)
             os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
-    finally:
-        os.close(place)
+        finally:
+            os.close(place)

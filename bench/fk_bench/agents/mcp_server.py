@@ -26,6 +26,7 @@ from fk_bench.core.signals import signals_raise
 from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
+from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
 MOST_SOURCE = 20 << 20  # bytes
 INSTRUCTIONS = (
@@ -150,8 +151,8 @@ def server_of(found: Tasks) -> Any:
         def call(*args: Any, **more: Any) -> Any:
             try:
                 return tool(*args, **more)
-            except ValueError as error:
-                raise ToolError(str(error)) from error
+            except (ValueError, OSError, ZygoteError) as error:
+                raise ToolError(" ".join(str(error).split())) from error
 
         return call
 
@@ -201,7 +202,10 @@ def mcp_command(
     run = out or Path("fk-bench-runs") / time.strftime("mcp-%Y%m%d-%H%M%S")
     if (run / "rows.jsonl").exists():
         fail(f"--out {run}: it already holds a run; choose another folder")
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {run}: {error.strerror}")
     with Session(run.resolve(), Settings.of(options, limits, label, tuple(case or ()), sources)) as session:
         found = Tasks(session, names)
         try:

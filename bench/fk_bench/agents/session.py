@@ -170,6 +170,8 @@ class Session:
     def finish(self, op: str, end: Mapping[str, Any]) -> Row:
         """Judge the best attempt on all cases, and keep it in the run's set if it is right there; returns the row.
 
+        The row has failed if the command did, or if no attempt was right.
+
         end  how the agent ended: its exit code and its last lines
         """
         task = self.tasks[op]
@@ -180,12 +182,11 @@ class Session:
         }  # fmt: skip
         if (stub := task.attempts[STUB].speedup) is not None:
             metrics["stub_speedup"] = stub
+        broken = failure(end)
         if best is None or best.number == STUB:
-            why = "no attempt was right" if best is None else "no attempt is faster than the stub"
-            status = Status.FAILED if best is None else Status.OK
-            if end.get("exit_code") and not task.spent.attempts:
-                said = str(end.get("tail") or "").strip().rpartition("\n")[2]
-                status, why = Status.FAILED, f"no attempt was made, exit code {end['exit_code']}: {said}"
+            status, why = _without_winner(task)
+            if broken:
+                status, why = Status.FAILED, f"{broken}; {why}"
             row = self._row(task, TASK, status, why, {**end, "best": None})
             row.metrics = metrics
             self._add(row)
@@ -195,7 +196,11 @@ class Session:
         cases = [r for r in made if r.kind == "case"]
         found = feedback.of_rows(op, cases)
         status = feedback.verdict(cases)
+        right = status is Status.OK
         reason = found["first_failure"]["reason"] if "first_failure" in found else ""
+        if broken:  # a winner from before the failure stays one
+            status = Status.FAILED if right else status
+            reason = f"{broken}; {f'attempt {best.number} is kept' if right else reason}"
         row = self._row(
             task,
             TASK,
@@ -211,7 +216,7 @@ class Session:
             row.ci95["speedup_geomean"] = tuple(found["speedup_95"])
         row.provisional = found.get("provisional", "")
         self._add(row)
-        if status is Status.OK:
+        if right:
             copy_candidate(best.file, self.run / "set" / f"{op}.py")
         return row
 
@@ -290,6 +295,29 @@ class Session:
         found["best"] = None if best is None else {"attempt": best.number, "speedup": best.speedup}
         found["left"] = task.spent.left()
         return found
+
+
+def failure(end: Mapping[str, Any]) -> str:
+    """The exit code and the last line of a command that failed; '' if it did not, or was ended at the limit of time."""
+    if end.get("exit_code") in (0, None):
+        return ""
+    lines = str(end.get("tail", "")).strip().splitlines()
+    said = f": {lines[-1]}" if lines else " and printed nothing"
+    return f"the command ended with exit code {end['exit_code']}{said}"
+
+
+def _without_winner(task: Task) -> tuple[Status, str]:
+    """The status and reason of a task whose best attempt is the stub, or that has no right attempt."""
+    own, stub = task.attempts[STUB + 1 :], task.attempts[STUB]
+    if any(a.status is Status.OK for a in own):
+        return Status.OK, "no attempt is faster than the stub"
+    made = len(own) + len(task.lost)
+    if not made:
+        return Status.FAILED, "the agent made no attempt"
+    why = next((a.feedback["first_failure"]["reason"] for a in own if "first_failure" in a.feedback), "")
+    why = why or (task.lost[-1] if task.lost else own[-1].status.value)
+    also = "" if stub.status is Status.OK else "; the stub is not right, either"
+    return Status.FAILED, f"no attempt of {made} was right: {why}{also}"
 
 
 def copy_candidate(file: Path, to: Path) -> Path:

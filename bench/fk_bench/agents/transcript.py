@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fk_bench.agents.session import ATTEMPT, COMMAND, TASK
+from fk_bench.agents.session import ATTEMPT, COMMAND, TASK, failure
 from fk_bench.core import pages, rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.text import printable
@@ -89,7 +89,8 @@ def _task(run: Path, row: Row, own: Sequence[Row]) -> dict[str, Any]:
     return {
         "op": row.subject.op, "row": row, "line": line(row), "best": row.case.get("best"), "log": said,
         "attempts": [_attempt(run, r) for r in mine], "cage": row.case.get("agent_cage") or {},
-        "final": json.dumps(row.case.get("feedback", {}), indent=1),
+        "final": json.dumps(row.case.get("feedback", {}), indent=1), "failed": printable(failure(row.case)),
+        "tail": printable(str(row.case.get("tail", "")), MOST_TEXT, lines=True),
     }  # fmt: skip
 
 

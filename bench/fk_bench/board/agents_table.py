@@ -103,14 +103,21 @@ def agents_table_command(
 ) -> None:
     """Compare kernels of agents and libraries by level, mode and kind of baseline, from rows of the judge.
 
-    Speedups are geometric means of right cases; fast_1 and fast_2 count failed cases.
+    Speedups are geometric means of right cases; fast_1 and fast_2 count failed cases. An agent's cases are those of the
+    best attempts of its tasks; tasks without one are named below the table.
     """
     try:
-        found = lines_of(standings.entries_of([submission.read(path) for path in runs]))
+        entries = standings.entries_of([submission.read(path) for path in runs])
     except SubmissionError as error:
         fail(str(error))
-    if not found:
+    found, without = lines_of(entries), [said for e in entries if (said := e.without_kernels)]
+    if not found and not without:
         fail("no case of a kernel in these rows: give runs of `fk-bench kernels` or `fk-bench agent-loop`")
     if not json:
-        table("Kernels by level and baseline", COLUMNS, [_cells(line) for line in found])
-    last_line({"command": "agents-table", "ok": True, "lines": [vars(line) for line in found]})
+        if found:
+            table("Kernels by level and baseline", COLUMNS, [_cells(line) for line in found])
+        for sentence in without:
+            print(sentence)
+    last_line({
+        "command": "agents-table", "ok": True, "lines": [vars(line) for line in found], "without_kernels": without,
+    })  # fmt: skip

@@ -15,6 +15,7 @@ from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.scores import FAILED, NOT_RUN, latest
 from fk_bench.core.stats import geometric_mean
+from fk_bench.core.text import printable
 from fk_bench.evaluate import macro_eval as macro
 from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, Rules
 from fk_bench.evaluate.run import results
@@ -105,6 +106,19 @@ class Entry:
         if not self.tasks:
             return {}
         return {"tokens": spent["tokens"], "cost_usd": spent["cost_usd"], "hours": spent["seconds"] / 3600}
+
+    @property
+    def without_kernels(self) -> str:
+        """A sentence on the tasks of an agent that brought no kernel; '' for none. No case counts them."""
+        lost = [r for r in self.tasks if r.case.get("best") is None]
+        if not lost:
+            return ""
+        why = ", ".join(f"{r.subject.op} ({printable(r.reason, 120) or r.status.value})" for r in lost)
+        attempts = sum(int(r.metrics.get("attempts", 0)) for r in lost)
+        return (
+            f"{printable(self.name)}: {len(lost)} of {len(self.tasks)} tasks brought no kernel in {attempts} attempts,"
+            f" and no case counts them: {why}"
+        )
 
     @property
     def speeds(self) -> list[float]:
@@ -228,6 +242,8 @@ def _with_kernels(found: list[Entry]) -> list[Entry]:
                 other.runs += [r for r in entry.runs if r not in other.runs]
         else:
             kept.append(entry)
+    for entry in kept:
+        entry.warnings += filter(None, [entry.without_kernels])
     return [e for e in kept if e.items or e.score is not None or e.cases or e.tasks]
 
 

@@ -46,6 +46,8 @@ _INNER = (
     ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)), ("ff_out", ("ff_proj", "up_proj")),
     ("ff.2", ("ff.0.0",)), ("linear_out", ("swiglu.linear_a", "swiglu.linear_b")),
 )  # fmt: skip
+# Vectors over an MLP's inner channels: ConvNeXt V2's response norm, and a norm before the last projection.
+_WITHIN = re.compile(r"(\bgrn|\b(mlp|ffn|feed_forward)\.\w*norm)\.(weight|bias|gamma|beta)$")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -127,7 +129,9 @@ def _reordered(names: list[str], tensor: Callable[[str], torch.Tensor]) -> dict[
             order = torch.randperm(weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
                 weight.device
             )
-            found |= {name: weight[..., order], **{n: t[order] for n, t in own.items()}}
+            within = {n: tensor(n) for n in names if n.startswith(prefix) and _WITHIN.search(n)}
+            vectors = {n: t[..., order] for n, t in within.items() if t.numel() == t.shape[-1] == len(order)}
+            found |= {name: weight[..., order], **{n: t[order] for n, t in own.items()}, **vectors}
     return found
 
 

@@ -28,7 +28,7 @@ from fk_bench.core.hub import ModelError
 from fk_bench.offline.host import HostProcess
 from fk_bench.quality import faults, structured, text
 from fk_bench.quality.calibration import Calibration, Quality, fitted_bound, noise_of
-from fk_bench.quality.families import FAMILIES, Family, check_request, family_of, outputs, prepare
+from fk_bench.quality.families import FAMILIES, LIBRARIES, Family, check_request, family_of, outputs, prepare
 from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -146,7 +146,7 @@ class Item:
             "files": [_stamp(f) for f in files],
             "model": path.name, "host": self.host, "versions": machine.interpreter(s.python).versions,
             "machine": machine.machine().model_dump(), "device": self.device, "family": asdict(self.family),
-            "commit": machine.commit() if self.host == "fastkernels" else "",
+            "commit": machine.commit() if self.host == "fastkernels" or self.name in LIBRARIES else "",
             "settings": {**asdict(s), "timeout": 0, "recalibrate": 0, "exact": 0}, "dtype": machine.fast_dtype(),
         }  # fmt: skip
         return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -147,6 +147,21 @@ def test_bad_answer_is_a_lost_attempt_with_its_reason(
     assert len(seen) == 2 and "BLOCK = 8" in (folder / f"{OP}.py").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "code", "said"),
+    [
+        ("codex", {"program": "no-such-codex"}, 127, "no-such-codex: no such program or file"),
+        ("claude", {"program": "no-such-claude"}, 127, "no-such-claude: no such program or file"),
+        ("openai", {"model": "m", "timeout": "soon"}, 1, "ValueError: could not convert string to float"),
+    ],
+)
+def test_adapter_that_cannot_run_fails_in_one_line(
+    folder: Path, name: str, options: dict[str, str], code: int, said: str
+) -> None:
+    done = start(name, folder, **options)
+    assert done.returncode == code and said in done.stdout.splitlines()[-1] and not done.stderr
+
+
 def test_endpoint_that_is_not_there_spends_attempts(folder: Path) -> None:
     done = start("openai", folder, model="m", url="http://127.0.0.1:9/v1", attempts="9")
     assert done.returncode == 0

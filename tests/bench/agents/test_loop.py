@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from bench.agents.conftest import BLOCKS, CASE, CHEATS, OP, begin, row
+from fk_bench.agents import transcript
 from fk_bench.agents.loop import BadSource, Command, Loop, take
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.checkout import checkout_path
@@ -128,6 +130,58 @@ def test_failing_command_leaves_code_and_last_lines(judged: Session) -> None:
     assert "no such model" in ended.tail
 
 
+def test_failing_command_is_in_the_row_and_on_the_page(judged: Session) -> None:
+    """A right attempt from before the failure is kept."""
+    rows = []
+    for text in ("echo '#' >> {op}.py; ./check; echo '<no> such model' >&2; exit 7", "exit 3"):
+        folder = judged.run / "tasks" / OP / "work"
+        shutil.rmtree(folder, ignore_errors=True)
+        ended = loop(judged, text.format(op=OP)).run()
+        rows.append(judged.finish(OP, ended.as_case()))
+    kept, empty = rows
+    assert (kept.status, kept.case["exit_code"], kept.case["best"]) == (Status.FAILED, 7, 1)
+    assert kept.reason == "the command ended with exit code 7: <no> such model; attempt 1 is kept"
+    assert (judged.run / "set" / f"{OP}.py").is_file()
+    assert (empty.status, empty.case["exit_code"]) == (Status.FAILED, 3)
+    assert "exit code 3" in empty.reason and "the agent made no attempt" in empty.reason
+    page = transcript.write(judged.run).read_text()
+    assert page.count("the command ended with exit code") >= 4 and "&lt;no&gt; such model" in page
+
+
+@pytest.mark.slow
+def test_next_task_begins_after_a_failing_command(tmp_path: Path) -> None:
+    status, last, _ = run(
+        "agent-loop", "--command", "echo no such model; exit 7", "--ops", f"{OP},rms_norm", "--final", "random",
+        "--case", CASE, "--rounds", "3", "--device", "cpu", "--out", str(tmp_path / "run"), "--json",
+    )  # fmt: skip
+    tasks = last["tasks"]
+    assert status == 1 and not last["ok"] and isinstance(tasks, list)
+    assert {t["op"] for t in tasks} == {OP, "rms_norm"}
+    assert all((t["status"], t["exit_code"], t["tail"]) == ("failed", 7, "no such model") for t in tasks)
+
+
+def test_task_without_a_right_attempt_has_failed(judged: Session) -> None:
+    ended = loop(judged, "./check --lost 'no answer within 5 s'; true").run()
+    row = judged.finish(OP, ended.as_case())
+    assert (row.status, row.reason) == (Status.FAILED, "no attempt of 1 was right: no answer within 5 s")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    ["[" * 60000, '{"do": "usage", "tokens": 1' + "0" * 400 + "}", '{"do": "usage", "tokens": NaN}', "null"],
+)
+def test_nonsense_of_a_command_is_answered(judged: Session, request_: str) -> None:
+    send = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('.check.sock');"
+        "s.sendall(open('sent').read().encode() + b'\\n'); print(s.recv(999).decode())"
+    )
+    runner = loop(judged, f"{sys.executable} -c {shlex.quote(send)}", caged=False)
+    (judged.run / "tasks" / OP / "work" / "sent").write_text(request_)
+    ended = runner.run()
+    assert ended.code == 0 and "a request is check" in ended.tail, ended.tail
+    assert judged.finish(OP, ended.as_case()).metrics["tokens"] == 0
+
+
 def test_unknown_program_is_a_failure(judged: Session) -> None:
     ended = loop(judged, "there-is-no-such-program").run()
     assert ended.code == 127 and "not found" in ended.tail
@@ -236,6 +290,7 @@ def test_large_source_is_refused(tmp_path: Path) -> None:
         (["--command", "true", "--ops", "rms_norm", "--mode", "both"], "sequential"),
         (["--command", "true", "--ops", "rms_norm", "--case", "nothing"], "nothing"),
         (["--command", "true", "--ops", "rms_norm", "--env", "NOT_SET_HERE"], "this variable is not set"),
+        (["--command", "true" + " " * 40000, "--ops", "rms_norm"], "put them into a script"),
     ],
 )
 def test_bad_options_are_errors_of_one_line(

@@ -14,7 +14,7 @@ from bench.board.conftest import CHIP, ITEMS, case_row, context, item_row
 from fk_bench.board import figures, site, standings, submission
 from fk_bench.cli import main
 from fk_bench.core.checkout import checkout_path
-from fk_bench.core.rows import Row, Status
+from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.evaluate.macro_eval import macro_eval
 from fk_bench.evaluate.run import results
 
@@ -361,3 +361,34 @@ def test_agents_table_splits_by_level_and_baseline(run: Run, capsys: pytest.Capt
     vendor = lines["vendor or hand-written"]
     assert (vendor["cases"], vendor["right"], vendor["speedup"], vendor["fast_1"]) == (2, 0.5, 2.0, 0.5)
     assert lines["compiled"]["fast_1"] == 0.0 and lines["eager"]["fast_2"] == 1.0
+
+
+def task_row(op: str, best: int | None, reason: str = "") -> Row:
+    return Row(
+        run_id="k", command="agent-loop", status=Status.OK if best else Status.FAILED, reason=reason,
+        subject=Subject(op=op, provider="codex"), machine=Machine(gpu=CHIP, gpus=1, cpu="cpu", cores=8),
+        case={"kind": "task", "level": 1, "agent": "codex", "mode": "independent", "suffix": "a", "best": best},
+        metrics={"attempts": 3.0},
+    )  # fmt: skip
+
+
+def test_agents_table_names_tasks_without_a_kernel(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table has the cases of winners alone, so that a lost task must not vanish."""
+    won = [task_row("rms_norm", 1), case_row("rms_norm", "a", 2.0, baseline="vllm")]
+    lost = task_row("silu_and_mul", None, "no attempt of 3 was right: <wrong>")
+    main_status(["agents-table", str(run("both", [*won, lost])), "--json"], 0)
+    found = json.loads(capsys.readouterr().out)
+    (sentence,) = found["without_kernels"]
+    assert [line["cases"] for line in found["lines"]] == [1]
+    assert (
+        sentence.startswith("codex-a: 1 of 2 tasks brought no kernel in 3 attempts") and "<wrong>" in sentence
+    )
+    alone = run("alone", [lost])
+    main_status(["agents-table", str(alone)], 0)
+    said = capsys.readouterr().out
+    assert "codex-a: 1 of 1 tasks brought no kernel" in said and "speedup" not in said
+    main_status(["board", str(tmp_path / "both"), "--out", str(tmp_path / "site"), "--json"], 0)
+    pages = "".join(f.read_text() for f in (tmp_path / "site" / "sets").glob("*.html"))
+    assert "codex-a: 1 of 2 tasks brought no kernel in 3 attempts" in pages and "<wrong>" not in pages

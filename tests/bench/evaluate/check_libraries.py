@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,18 @@ def test_library_item_sees_faults_and_runs_our_ops(entry: suites.Entry) -> None:
         rows = report.refresh().active
     assert {r.op for r in rows} == {*OPS[entry.item.host]} and all(r.calls for r in rows)
     assert work.apart(patched, first, 2) < 1e-4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ultralytics") is None, reason="needs ultralytics")
+@pytest.mark.parametrize("size", "nsmb")
+def test_library_boxes_have_positive_sizes(size: str) -> None:
+    """With random numbers of the bins, the boxes of some sizes were turned inside out, and no metric saw a fault."""
+    entry = next(e for e in suites.load("full").entries if e.item.host == "ultralytics")
+    small = replace(entry.model.small, arguments={**entry.model.arguments, "yaml": f"yolov10{size}.yaml"})
+    side = Here.__new__(Here)
+    side.host = open_host(options_of(entry, small, suites.load("full"), "float32", False, 2))
+    left, top, right, bottom = compared(side, 3).reshape(-1, 6)[:, :4].T
+    assert (right > left).all() and (bottom > top).all()
 
 
 @pytest.mark.skipif(not (FLA and os.environ.get("TRITON_INTERPRET")), reason="in Triton's interpreter")

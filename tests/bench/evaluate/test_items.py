@@ -12,7 +12,7 @@ import pytest
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import ItemRun, Measured, options_of
-from fk_bench.evaluate.run.side import Launcher, SideFailed, set_files
+from fk_bench.evaluate.run.side import Launcher, SideFailed, files_in, set_files
 from fk_bench.evaluate.run.starts import Starts
 from fk_bench.info.stubs import source
 
@@ -173,6 +173,45 @@ def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
     assert found.outcome is None
     (dropped,) = found.found.dropped
     assert (dropped.op, dropped.reason) == ("silu_and_mul", reason), dropped.text
+
+
+@pytest.mark.slow
+def test_hanging_candidate_is_in_the_files_of_the_failure(launcher, tmp_path):
+    """The process prints where it is before it is ended, so that `search` bisects nothing."""
+    body = f"CALLS.append(1)\n    if len(CALLS) > 40:\n        time.sleep(1e6)\n    {CORRECT}"
+    files = write(tmp_path, body, f"{HEAD}CALLS = []\n\n\n")
+    (tmp_path / "rms_norm.py").write_text(source("rms_norm"))
+    files["rms_norm"] = tmp_path / "rms_norm.py"
+    entry = SUITE.entries[0]
+    run = ItemRun(entry, SUITE, launcher, "float32", 5, print)
+    with Starts(together=False) as starts:
+        side = run.planned(starts, entry.model, set_files([tmp_path]))()
+        run.put_in(side, {op: str(path) for op, path in files.items()})
+        run.work.run(side, 1, "warm")
+        side.timeout = 60.0
+        with pytest.raises(SideFailed) as error:
+            for n in range(40):
+                run.work.run(side, 1, f"hang {n}")
+    assert error.value.reason is Reason.TIME_LIMIT
+    mine = [f for f in error.value.files if f in map(str, files.values())]
+    assert mine == [str(files["silu_and_mul"])], error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ('Traceback (most recent call last):\n  File "a", line 1\n  File "b", line 2\nValueError: x', ["b", "a"]),
+        ('Current thread 0x1 (most recent call first):\n  File "b", line 2 in f\n  File "a", line 1 in g', ["b", "a"]),
+        (
+            'Traceback (most recent call last):\n  File "old", line 1\nThread 0x1 (most recent call first):\n'
+            '  File "t", line 1 in f\n\nCurrent thread 0x2 (most recent call first):\n  File "b", line 2 in f\n'
+            '  File "a", line 1 in g', ["b", "a", "t", "old"],
+        ),
+        ('  File "cut", line 1\nKeyError', ["cut"]),
+    ],
+)  # fmt: skip
+def test_innermost_file_of_a_log_comes_first(text, files):
+    assert files_in(text) == files
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import runpy
 
 import pytest
@@ -114,6 +115,28 @@ def test_item_measured_twice_counts_once():
 def test_rounds_without_their_item_count_nothing():
     rows = rows_of(measured(SUITE.entries[0]))[:-1]
     assert results.items_done(rows, "mine") == {}
+
+
+def test_digest_of_a_set_sees_its_native_sources(tmp_path):
+    """A continued run is refused if a kernel has changed, and not for a log or a cache."""
+    (tmp_path / "_gelu" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "gelu.py").write_text("")
+    for name in ("gelu.cu", "table.bin"):
+        (tmp_path / "_gelu" / name).write_text("1")
+    files = {"gelu": str(tmp_path / "gelu.py")}
+
+    def digest() -> str:
+        return results.digest_of(tmp_path, files)
+
+    before = digest()
+    (tmp_path / "run.log").write_text("x")
+    (tmp_path / "_gelu" / "__pycache__" / "a.so").write_text("x")
+    os.mkfifo(tmp_path / "pipe.py")
+    assert digest() == before
+    for name in ("gelu.cu", "table.bin"):
+        (tmp_path / "_gelu" / name).write_text("2")
+        assert digest() != before
+        before = digest()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fk_bench.core.rows import Row, Status, Subject
+import torch
+from fk_bench.core.rows import Row, Status, Subject, read
 from support.h200_plan import ROOT
 
 from fastkernels.core import registry
@@ -65,5 +66,37 @@ def test_small_sizes_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert growth.main() == 0
     first = out.read_text()
     assert len(first.splitlines()) == 2 * growth.STEPS and growth.main() == 0 and out.read_text() == first
+    lines = first.splitlines(keepends=True)
+    out.write_text("".join(lines[:3]))  # killed between ours and production's of the second size
+    assert growth.main() == 0
+    keys = [(r.subject.provider, r.case["factor"]) for r in read(out)[0]]
+    assert len(keys) == len(set(keys)) == 2 * growth.STEPS
     monkeypatch.setattr(sys, "argv", [*words[:-1], "rms_norm"])
     assert growth.main() == 2
+
+
+def test_rate_leaves_out_rows_that_a_mask_skips() -> None:
+    spec, of = registry.get("spherical_harmonics"), growth.GROWN["spherical_harmonics"]
+    case = growth.grown(spec, of, 1e-4)
+    args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
+    masks = args[[a.name for a in spec.declaration.arguments].index("masks")]
+    rates = {}
+    for share, rows in ((1.0, slice(None)), (0.0, slice(0))):
+        masks.fill_(False)[rows] = True
+        rates[share] = growth.bytes_of(spec, of, case, args)
+    n = case.dims["gaussians"]
+    assert rates[1.0] == spec.bytes_moved(case) and rates[0.0] == n * (1 + 3 * 4)  # masks and outputs
+    assert growth.bytes_of(registry.get("march_rays"), growth.GROWN["march_rays"], case, args) is None
+
+
+def test_op_without_a_baseline_is_not_asked_for_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(growth, "production", lambda *_: None)
+    words = ["growth", "--out", str(out), "--device", "cpu", "--tiny", "1e-4", "--ops", "fused_mlp"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert growth.main() == 0
+    skipped = [r for r in read(out)[0] if r.status is Status.SKIPPED]
+    first = out.read_text()
+    assert len(skipped) == growth.STEPS and growth.main() == 0 and out.read_text() == first

@@ -109,3 +109,23 @@ def test_heads_are_those_of_each_tower() -> None:
     for layer, old, size in zip(model.layers, before, (4, 8, 2), strict=True):
         first, second, rest = old.tensor_split((size, 2 * size), -1)
         assert torch.equal(layer.self_attn.o_proj.weight, torch.cat((second, first, rest), -1))
+
+
+def test_reorder_permutes_the_response_norm_of_convnext() -> None:
+    """Left in its order, the noise of the item was larger than its bound, and every set was invalid."""
+    import timm
+
+    torch.manual_seed(0)
+    sizes = {"dims": (8, 16, 24, 32), "depths": (1, 1, 2, 1)}
+    model = timm.create_model("convnextv2_base", pretrained=False, num_classes=5, **sizes).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.3)
+    images, planting = torch.randn(2, 3, 64, 64, dtype=torch.float64), Planting({"model": model})
+    with torch.inference_mode():
+        reference = model(images)
+        planting.plant("reorder")
+        assert any(name.endswith("grn.weight") for name in planting.undo)
+        torch.testing.assert_close(model(images), reference, rtol=1e-9, atol=1e-9)
+        planting.plant("residual")
+        assert not torch.allclose(model(images), reference)

@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,20 @@ def program(name: str, options: Mapping[str, str], known: Mapping[str, str | Non
 def options_of(words: list[str]) -> dict[str, str]:
     """The options that `program` put into the command."""
     return dict(json.loads(words[1]))
+
+
+def run(main: Callable[[], int]) -> int:
+    """Run an adapter as a program; returns its exit code. A failure is one line, the last one that the row shows."""
+    try:
+        return main()
+    except FileNotFoundError as error:
+        print(
+            f"{error.filename}: no such program or file; --agent-option program=PATH or python=PATH names it"
+        )
+        return 127
+    except (OSError, RuntimeError, ValueError) as error:
+        print(" ".join(f"{type(error).__name__}: {error}".split()))
+        return 1
 
 
 def facts() -> dict[str, Any]:

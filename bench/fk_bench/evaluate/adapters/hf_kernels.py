@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
-from fk_bench.evaluate.adapters.loading import import_from
+from fk_bench.evaluate.adapters.loading import import_from, shown
 
 LAYOUT = "hf_kernels"
 # Layer: the op, and the attributes that the layer's forward reads, as arguments of the op
@@ -122,7 +122,7 @@ def bind(folder: Path, op: str, module: str, layer: str) -> Callable[..., Any]:
         for name in names:
             used = name in passed or name in attributes.values()
             if not used and values[name] is not fixed[name] and values[name] != fixed[name]:
-                raise NotImplementedError(f"the layer has no {name} (here {values[name]!r})")
+                raise NotImplementedError(f"the layer has no {name} (here {shown(values[name])})")
         for attribute, name in attributes.items():
             instance.__dict__[attribute] = values[name]
         return instance(*(values[n] for n in passed))

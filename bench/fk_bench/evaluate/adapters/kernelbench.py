@@ -66,10 +66,19 @@ def _gelu(make: published.Modules, problem: str) -> Callable[..., Any]:
     return gelu
 
 
+def _affine(weight: Any, bias: Any, eps: float) -> None:
+    """Raise NotImplementedError for a norm other than that of the problems."""
+    if weight is None or bias is None or eps != 1e-5:
+        has = (
+            ", ".join(f"no {n}" for n, t in (("weight", weight), ("bias", bias)) if t is None)
+            or f"eps {eps:g}"
+        )
+        raise NotImplementedError(f"ModelNew has a weight, a bias and an epsilon of 1e-5 (here {has})")
+
+
 def _layer_norm(make: published.Modules, problem: str) -> Callable[..., Any]:
     def layer_norm(x, weight, bias, eps):
-        if weight is None or bias is None or eps != 1e-5:
-            raise NotImplementedError("ModelNew has a weight, a bias and an epsilon of 1e-5")
+        _affine(weight, bias, eps)
         return published.give(make(x.device, (x.shape[-1],)), weight=weight, bias=bias)(x)
 
     return layer_norm
@@ -78,8 +87,7 @@ def _layer_norm(make: published.Modules, problem: str) -> Callable[..., Any]:
 def _group_norm(make: published.Modules, problem: str) -> Callable[..., Any]:
     def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5, silu=False, shift=None):
         published.refuse(silu=silu, shift=shift)
-        if weight is None or bias is None or eps != 1e-5:
-            raise NotImplementedError("ModelNew has a weight, a bias and an epsilon of 1e-5")
+        _affine(weight, bias, eps)
         return published.give(make(x.device, x.shape[1], num_groups), weight=weight, bias=bias)(x)
 
     return group_norm

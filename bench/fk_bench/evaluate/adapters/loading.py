@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fastkernels.core.candidate import sources_folder
 
 LAYOUTS = (
@@ -98,3 +100,8 @@ def _present(modules: Mapping[str, ModuleType]) -> Iterator[None]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+def shown(value: Any) -> str:
+    """A value in a message: a tensor by its shape."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

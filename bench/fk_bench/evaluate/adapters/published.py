@@ -20,7 +20,7 @@ import torch
 
 from fastkernels.overrides.recurrence.packed import begin
 from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
-from fk_bench.evaluate.adapters.loading import import_from
+from fk_bench.evaluate.adapters.loading import import_from, shown
 from fk_bench.evaluate.adapters.native import cuda_ext
 
 LAYOUT = "published"
@@ -223,8 +223,7 @@ def refuse(**values: Any) -> None:
     """Raise NotImplementedError for an argument that the author's class or function does not have."""
     for name, value in values.items():
         if value is not None and value is not False:
-            shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise NotImplementedError(f"{ABSENT} {name} (here {shown})")
+            raise NotImplementedError(f"{ABSENT} {name} (here {shown(value)})")
 
 
 def need(**values: Any) -> None:

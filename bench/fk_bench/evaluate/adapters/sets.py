@@ -82,6 +82,12 @@ def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = Fa
         )
     layout = layout_of(folder)
     if layout == PLAIN:
+        root = folder.parent if folder.name == "solutions" else folder
+        if (root / "definitions").is_dir() and (root / "solutions").is_dir():
+            raise SetError(
+                f"set {name}: {root} is a FlashInfer-Trace data set, which has solutions of several authors. `fk-bench"
+                f" trace import {root} --out imported`, then --set {name}=imported/candidates/AUTHOR"
+            )
         named = [f for f in sorted(folder.glob("*.py")) if candidate.is_block(f.stem)]
         if blocks and (wrong := [f for f in named if f.stem.partition(".")[0] not in models()]):
             model = wrong[0].stem.partition(".")[0]
@@ -99,6 +105,11 @@ def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = Fa
             found = candidate.from_directory(folder, blocks=blocks)
         except CandidateError as error:
             raise SetError(f"set {name}: {error}") from error
+        below = (f for f in sorted(folder.glob("[!_.]*/*.py")) if f.stem in found)
+        if twice := next(below, None):
+            raise SetError(
+                f"set {name}: {found[twice.stem]} and {twice} are both for {twice.stem}; remove one"
+            )
         return CandidateSet(
             name, folder, tuple(SetFile(op, Path(p), Path(p), PLAIN) for op, p in sorted(found.items()))
         )

@@ -35,7 +35,8 @@ ONLY_CHECKED = (
     0.01  # of a GPU's memory: vLLM refuses to start if less is free, and other processes have loaded models
 )
 OWN = 2  # comparisons of the baseline with itself
-FORCED = 16, 32  # requests and tokens of each whose log probabilities are compared
+FORCED = 16, 32  # most requests and tokens of each whose log probabilities are compared
+LEAST_FORCED = 6  # requests of small workloads, which else spend most of their time in this comparison
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 DRAFTED = 3  # tokens of a draft model in a step
 MOST_OBJECTS = 1000  # different numbers in the masks of a call; with more, they are no masks
@@ -132,7 +133,8 @@ class Work:
         fault: planted in `side` while it generates
         """
         prefixes = [prompt for prompt, _ in self.entry.workload.lengths]
-        count, new = FORCED
+        most, new = FORCED
+        count = min(most, max(LEAST_FORCED, 2 * self.entry.workload.throughput))
         longest = self.entry.workload.longest - max(prefixes)
         lengths = [(n, min(new, longest)) for n in prefixes]
         prompts, wanted = self.requests(count, lengths, f"logprobs {key}")

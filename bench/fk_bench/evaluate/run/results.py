@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.candidate import sources
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, macro_eval
@@ -64,11 +65,21 @@ class Context:
         )
 
 
+SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".inl", ".ptx", ".cubin", ".so")
+
+
 def digest_of(folder: Path, files: Mapping[str, str]) -> str:
-    """Of a set: the Python files of its folder, and those that our tools take in their place."""
+    """Of a set: the sources and libraries of its folder, all files of its candidates' own folders, and the files that
+    our tools take in their place.
+    """
     made = hashlib.sha256(repr(sorted(files)).encode())
-    for path in sorted({*folder.rglob("*.py"), *map(Path, files.values())}):
-        made.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    taken = [Path(f) for f in files.values()]
+    found = {p for p in folder.rglob("*") if p.suffix in SOURCES and p.is_file()}
+    for path in sorted({*found, *taken, *(own for f in taken for own in sources(f))}):
+        if "__pycache__" in path.parts:
+            continue
+        name = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+        made.update(name.encode(errors="surrogateescape") + b"\0" + path.read_bytes() + b"\0")
     return made.hexdigest()[:16]
 
 

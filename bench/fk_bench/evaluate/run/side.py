@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -31,6 +32,9 @@ SETTINGS = ("VLLM_", "SGLANG_", "SGL_", "HF_HUB_OFFLINE", "NVSHMEM_")  # variabl
 LOOPBACK = {  # addresses of processes in a cage, which has no other network
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
 }  # fmt: skip
+ASKED, WHERE_S = signal.SIGUSR1, 2.0  # the process prints its traceback; seconds to wait for it
+_FRAMES = ('File "', "Current thread 0x", "Thread 0x")  # lines of faulthandler
+TAIL = 16000  # characters of its output in which tracebacks are looked for
 MOST_PROCESSES = 4096  # and threads, of one process tree: compilers of a host start some for each core
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
 MOST_COMPILED = 32 << 20  # bytes of them in a cage
@@ -193,6 +197,7 @@ class Side:
         while len(data) < count:
             left = until - time.monotonic()
             if left <= 0 or not select.select([channel], [], [], left)[0]:
+                self._ask_where()
                 raise self._ended(f"no answer within {self.timeout:g} s", Reason.TIME_LIMIT)
             try:
                 part = channel.recv(min(count - len(data), 1 << 20))
@@ -205,13 +210,21 @@ class Side:
             data += part
         return bytes(data)
 
+    def _ask_where(self) -> None:
+        """Let the process print where it is, so that a candidate that hangs is named without more probes."""
+        before, until = self.child.output_bytes, time.monotonic() + WHERE_S
+        self.child.signal(ASKED)
+        while self.child.output_bytes == before and time.monotonic() < until:
+            time.sleep(0.05)
+
     def _ended(self, what: str, reason: Reason = Reason.RUN_TIME) -> SideFailed:
         """End the process; the failure says how it ended, with the last line of its output."""
         exit_ = self.child.wait(1.0) or self.child.kill()
         if exit_.oom:
             reason = Reason.MEMORY_LIMIT
-        said = self.child.output_tail(4000).strip().splitlines()
-        tail = f"; its last output: {said[-1][:200]}" if said else ""
+        said = self.child.output_tail(TAIL).strip().splitlines()
+        own = [line for line in said if line.strip() and not line.strip().startswith(_FRAMES)]
+        tail = f"; its last output: {own[-1].strip()[:200]}" if own else ""
         return SideFailed(reason, f"{what} ({exit_}){tail}", files_in("\n".join(said)))
 
 
@@ -233,6 +246,17 @@ def set_files(folders: Iterable[str | Path]) -> list[str]:
 
 
 def files_in(text: str) -> list[str]:
-    """The files of the tracebacks in a log, the last first."""
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith('File "')]
-    return [line.split('"')[1] for line in reversed(lines)]
+    """The files of the tracebacks in a log, the innermost of the last one first.
+
+    Python's own tracebacks end with the innermost call; those of faulthandler, which say so, begin with it.
+    """
+    found: list[list[str]] = [[]]
+    first = False  # whether the innermost call of this traceback comes first
+    for line in map(str.strip, text.splitlines()):
+        if line.endswith(("(most recent call last):", "(most recent call first):")):
+            first = line.endswith("first):")
+            found.append([])
+        elif line.startswith('File "'):
+            name = line.split('"')[1]
+            found[-1] = [*found[-1], name] if first else [name, *found[-1]]
+    return [name for one in reversed(found) for name in one]

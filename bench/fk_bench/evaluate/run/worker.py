@@ -5,7 +5,9 @@ The process that sends the messages has the clock and counts tokens; from here i
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ def main(channel: socket.socket, config: dict[str, Any], fds: dict[str, int]) ->
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, kept)
     compilations.watch()
+    faulthandler.register(signal.SIGUSR1, chain=False)  # at a limit of time: see Side
     forkserver.send(channel, {"cage": config["cage"]})
     served: Any = None
     while True:

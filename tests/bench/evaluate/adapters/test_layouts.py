@@ -185,6 +185,8 @@ def test_model_new_becomes_the_op_of_its_problem(tmp_path):
     x, weight, bias = torch.randn(5, 63), torch.randn(63), torch.randn(63)
     want = reference("layer_norm")(x, weight, bias, 1e-5)
     torch.testing.assert_close(made["layer_norm"](x, weight, bias, 1e-5), want)
+    with pytest.raises(NotImplementedError, match=r"an epsilon of 1e-5 \(here eps 1e-06\)"):
+        made["layer_norm"](x, weight, bias, 1e-6)
     assert declined == {"problem Softmax has the mathematics of no op"}
 
 
@@ -197,7 +199,7 @@ def test_layer_of_a_hub_package_becomes_the_op(tmp_path):
     x, weight = torch.randn(5, 63), torch.randn(63)
     want, _ = reference("rms_norm")(x, weight, 1e-5)
     torch.testing.assert_close(made["rms_norm"](x, weight, 1e-5), want)
-    with pytest.raises(NotImplementedError, match="residual"):
+    with pytest.raises(NotImplementedError, match=r"no residual \(here a tensor \[5, 63\]\)"):
         made["rms_norm"](x, weight, 1e-5, x.clone())
     assert declined == {"layer Unknown corresponds to no op"}
 

@@ -108,6 +108,11 @@ def _detector(given: Sizes, sizes: Sizes, device: torch.device, dtype: torch.dty
     from ultralytics.nn.tasks import DetectionModel
 
     model = _ready(DetectionModel(given["yaml"], verbose=False), device, dtype)
+    for name, weight in model.named_parameters():
+        if name.endswith(
+            "dfl.conv.weight"
+        ):  # the numbers of the bins: with random ones, boxes have negative sizes
+            weight.copy_(torch.arange(float(weight.numel())).view_as(weight))
     if hasattr(model.model[-1], "one2one_cv2"):
         model.end2end = True  # as in the library's predict()
     shape = int(sizes["height"]), int(sizes["width"])

@@ -200,6 +200,12 @@ class Child:
                 self._first = [os.pidfd_open(pid) for pid in tree]
         return (tree or [self.pid])[-1]
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the child and all its descendants; the supervisor gets none."""
+        for pid in self._tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def _tree(self) -> list[int]:
         """The processes of the child without its supervisor."""
         return forkserver.descendants(self.pid, self._proc)
