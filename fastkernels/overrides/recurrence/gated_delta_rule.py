@@ -49,9 +49,9 @@ def delta_rule(
     g: T,
     beta: T,
     state: T,
-    cu_seqlens: T,
+    cu_seqlens: T | None,
     slots: T,
-    fresh: T,
+    fresh: T | None,
     scale: float,
     normalize: bool,
 ) -> tuple[T, T]:
@@ -76,7 +76,7 @@ def delta_rule(
 
 
 def reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> tuple[T, T]:  # fmt: skip
     """q, k: [T, Hk, K]; v: [T, Hv, V]; g, beta: [T, Hv]; state: [S, Hv, K, V]; cu_seqlens: [B + 1]; slots, fresh: [B].
@@ -100,7 +100,7 @@ def _supports_triton(*args: Any) -> str | None:
 
 
 def _triton(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> T:  # fmt: skip
     check("gated_delta_rule", q, k, v, g, beta, state, False)
@@ -109,7 +109,7 @@ def _triton(
 
 
 def _reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> T:  # fmt: skip
     out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
@@ -118,8 +118,8 @@ def _reference(
 
 
 gated_delta_rule = define(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens,"
-    " Tensor slots, Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? cu_seqlens,"
+    " Tensor slots, Tensor? fresh, float scale=1.0, bool normalize=False) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -192,7 +192,7 @@ SPEC = OpSpec(
         cases.odd("odd_63", {"seq_lens": (7, 1, 4), **heads(3, 3, 20, 63), "new": 1}),
         cases.odd("scaled", {"seq_lens": (5, 9), **heads(2, 4, 33, 40), "scale": 0.25, "new": 2}, "float32"),
         cases.odd("normalized", {"seq_lens": (6, 2), **heads(2, 2, 64, 65), "normalize": True}, "float32"),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, **heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
+        cases.odd("decode_5", {**cases.decode(5), **heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
         cases.odd("half_state", {"seq_lens": (4, 2), **heads(1, 2, 64, 16), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **heads(2, 2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **heads(1, 2, 24, 32), "new": 1, "normalize": True}),

@@ -22,7 +22,7 @@ T = torch.Tensor
 
 
 def reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> tuple[T, T]:  # fmt: skip
     """q, k: [T, Hk, K]; v: [T, Hv, V]; g: [T, Hv, K]; beta: [T, Hv]; state: [S, Hv, K, V].
@@ -40,7 +40,7 @@ def _supports_triton(*args: Any) -> str | None:
 
 
 def _triton(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> T:  # fmt: skip
     check("kda", q, k, v, g, beta, state, True)
@@ -49,7 +49,7 @@ def _triton(
 
 
 def _reference(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False,
 ) -> T:  # fmt: skip
     out, new = reference(q, k, v, g, beta, state, cu_seqlens, slots, fresh, scale, normalize)
@@ -58,8 +58,8 @@ def _reference(
 
 
 kda = define(
-    "kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
-    " Tensor fresh, float scale=1.0, bool normalize=False) -> Tensor",
+    "kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor? cu_seqlens, Tensor slots,"
+    " Tensor? fresh, float scale=1.0, bool normalize=False) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -92,7 +92,7 @@ SPEC = OpSpec(
         cases.odd("one", {"seq_lens": (1,), **rule.heads(1, 1, 1, 1)}, "float32"),
         cases.odd("odd_63", {"seq_lens": (7, 1, 4), **rule.heads(3, 3, 20, 63), "new": 1}),
         cases.odd("scaled", {"seq_lens": (5, 9), **rule.heads(2, 4, 33, 40), "scale": 0.25, "new": 2}, "float32"),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, **rule.heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
+        cases.odd("decode_5", {**cases.decode(5), **rule.heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
         cases.odd("half_state", {"seq_lens": (4, 2), **rule.heads(1, 2, 64, 16), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **rule.heads(2, 2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **rule.heads(1, 2, 24, 32), "new": 1, "normalize": True}),
