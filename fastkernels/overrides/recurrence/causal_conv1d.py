@@ -311,6 +311,7 @@ SPEC = OpSpec(
         cases.odd("one", {"seq_lens": (1,), "channels": 1}, "float32"),
         cases.odd("odd_63", {"seq_lens": (7, 1, 30, 2), "channels": 63, "new": 2, "bias": True}),
         cases.odd("decode_5", {**cases.decode(5), "channels": 100, "padding": 2}),
+        cases.odd("begins_3", {"seq_lens": (1,) * 3, "channels": 40, "decode": True, "new": 1, "bias": True}),
         cases.odd("plain", {"seq_lens": (3, 9), "channels": 129, "activation": "none"}, "float32"),
         cases.odd("width_2", {"seq_lens": (5, 1), "channels": 33, "width": 2, "new": 1, "bias": True}, "float16"),
         cases.odd("width_7", {"seq_lens": (4, 70), "channels": 20, "width": 7, "new": 1}),

@@ -107,7 +107,8 @@ def _fla(named: Any) -> Baseline:
         rows = [x for x in given.values() if isinstance(x, T)]
         if state.dtype != torch.float32:
             return f"FLA's states are float32, got {state.dtype}"
-        return first(*_batch(given["v"], cu_seqlens, slots), dense(*rows), filled(*rows))
+        more = args[11:] if "beta" in given else ()
+        return first(_raw(*more), *_batch(given["v"], cu_seqlens, slots), dense(*rows), filled(*rows))
 
     return Baseline("fla", "library", make, modules=("fla",), refuses=refuses)
 
@@ -125,7 +126,7 @@ def _batch(tokens: T, cu_seqlens: T | None, slots: T) -> tuple[str | None, ...]:
 
 def _delta(
     q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
-    normalize: bool = False,
+    normalize: bool = False, *_: Any,
 ) -> Any:  # fmt: skip
     given = {
         "q": q,
@@ -163,6 +164,10 @@ def _rwkv7(
     return "rwkv7", given, state, (cu_seqlens, slots, fresh)
 
 
+def _raw(rate: T | None = None, *_: Any) -> str | None:
+    return None if rate is None else "it takes decays and step sizes, not their inputs"
+
+
 def _vllm_delta(module: str, name: str) -> Any:
     """vLLM's token-by-token kernel, on its pool of states [V, K] by slot."""
 
@@ -171,7 +176,7 @@ def _vllm_delta(module: str, name: str) -> Any:
 
         def run(
             q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None,
-            scale: float = 1.0, normalize: bool = False,
+            scale: float = 1.0, normalize: bool = False, *_: Any,
         ) -> T:  # fmt: skip
             rows = {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
             out, _ = recurrent(
@@ -186,11 +191,13 @@ def _vllm_delta(module: str, name: str) -> Any:
 
 
 def _no_vllm_delta(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, *_: Any
-) -> str | None:
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *gates: Any,
+) -> str | None:  # fmt: skip
     if not _is_decode(v, slots):
         return "vLLM runs prompts in chunks, by FLA's or FlashInfer's kernel"
-    return first(*_decode(v, cu_seqlens, slots, fresh), dense(q, k, v, g, beta, state.mT), filled(v))
+    batch = _decode(v, cu_seqlens, slots, fresh)
+    return first(_raw(*gates), *batch, dense(q, k, v, g, beta, state.mT), filled(v))
 
 
 def _decode(tokens: T, cu_seqlens: T | None, slots: T, fresh: T | None) -> tuple[str | None, ...]:
@@ -208,7 +215,7 @@ def _flashinfer_delta() -> Function:
 
     def run(
         q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
-        normalize: bool = False,
+        normalize: bool = False, *_: Any,
     ) -> T:  # fmt: skip
         if normalize:
             q, k = normalized(q), normalized(k)
@@ -223,13 +230,14 @@ def _flashinfer_delta() -> Function:
 
 
 def _no_flashinfer_delta(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, *_: Any
-) -> str | None:
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *gates: Any,
+) -> str | None:  # fmt: skip
     if _is_decode(v, slots):
         return "a kernel for prompts"
     if q.shape[-1] != 128 or v.shape[-1] != 128:
         return f"needs heads of 128 channels, got {q.shape[-1]} and {v.shape[-1]}"
-    return first(*_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
+    return first(_raw(*gates), *_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
 
 
 def _vllm_update() -> Any:

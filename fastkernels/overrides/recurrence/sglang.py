@@ -109,11 +109,13 @@ def sglang_selective_state_update(
     ssd_decode(state, x, dt, A, B, C, D, dt_bias, z, dt_softplus, state_batch_indices, out)
 
 
-def _gates(a: T, b: T, A_log: T, dt_bias: T, heads: int, low: float | None) -> tuple[T, T]:
-    """The logarithm of the decays [T, H] or [T, H, K], and the step sizes [T, H], of a and b in any shape."""
+Gates = tuple[T, T, tuple[T, T, bool, float]]
+
+
+def _gates(a: T, b: T, A_log: T, dt_bias: T, heads: int, low: float | None) -> Gates:
+    """The inputs of the decays [T, H] or [T, H, K] and of the step sizes [T, H], and what makes gates of them."""
     bias = dt_bias.view(-1) if dt_bias.numel() == heads else dt_bias.view(heads, -1)
-    dt, steps = a.reshape(-1, *bias.shape), b.reshape(-1, heads)
-    return delta_gates(dt, steps, A_log.reshape(-1), bias, True, low or 0.0)
+    return a.reshape(-1, *bias.shape), b.reshape(-1, heads), (A_log.reshape(-1), bias, True, low or 0.0)
 
 
 def _gated(
@@ -125,10 +127,10 @@ def _gated(
     if softplus_beta != 1.0 or cu_seqlens is None or state is None:
         raise UnsupportedArgument(f"{name}: softplus_beta={softplus_beta}, no cu_seqlens or no states")
     slots = slots_of(name, indices, cu_seqlens.shape[0] - 1)
-    gates = _gates(a, b, A_log, dt_bias, v.shape[2], None)
+    dt, steps, gates = _gates(a, b, A_log, dt_bias, v.shape[2], None)
     tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return gated_delta_rule(q[0], k[0], v[0], *gates, *tail, scale, normalize)[None]
+    return gated_delta_rule(q[0], k[0], v[0], dt, steps, *tail, scale, normalize, *gates)[None]
 
 
 def sglang_fused_sigmoid_gating_delta_rule_update_0_5_16(
@@ -262,7 +264,8 @@ def _packed(
     q, k, v = mixed_qkv.split([rest, rest, heads * size], 1)
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     tail = state.transpose(2, 3), None, slots, None
-    fill(out[:, 0], op, q, k, v, *_gates(a, b, A_log, dt_bias, heads, low), *tail, scale, normalize)
+    dt, steps, gates = _gates(a, b, A_log, dt_bias, heads, low)
+    fill(out[:, 0], op, q, k, v, dt, steps, *tail, scale, normalize, *gates)
     return out, state
 
 
@@ -366,8 +369,9 @@ def _chunk_kda(
     if A_log is not None:
         if dt_bias is None:
             raise UnsupportedArgument("chunk_kda: A_log without dt_bias; use the host's own function")
-        decays, gates = _gates(g, beta, A_log, dt_bias, v.shape[2], low)
-        steps = gates if raw else steps
+        dt, inputs, gates = _gates(g, beta, A_log, dt_bias, v.shape[2], low)
+        decays, found = delta_gates(dt, inputs, *gates)
+        steps = found if raw else steps
     elif raw:
         steps = steps.float().sigmoid()
     tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None

@@ -377,11 +377,6 @@ def vllm_selective_scan_fn(
     return mamba_scan(x, step, A, keys, queries, D, gate, delta_bias, ssm_states, borders, slots, fresh).t()
 
 
-def _gates(A_log: T, a: T, b: T, dt_bias: T) -> tuple[T, T]:
-    """The logarithm of the decays, and the step sizes, of a gated delta net."""
-    return delta_gates(a, b, A_log, dt_bias, True)
-
-
 def vllm_fused_recurrent_gated_delta_rule_packed_decode(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
@@ -406,8 +401,8 @@ def vllm_fused_recurrent_gated_delta_rule_packed_decode(
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     state = initial_state.transpose(2, 3)
     tail = state, None, slots, None
-    gates = _gates(A_log, a, b, dt_bias)
-    fill(out[:, 0], gated_delta_rule, q, k, v, *gates, *tail, scale, use_qk_l2norm_in_kernel)
+    gates = A_log, dt_bias, True
+    fill(out[:, 0], gated_delta_rule, q, k, v, a, b, *tail, scale, use_qk_l2norm_in_kernel, *gates)
     return out, initial_state
 
 
@@ -443,8 +438,8 @@ def vllm_fused_sigmoid_gating_delta_rule_update(
             f"{name}: beta={beta}, inplace_final_state={inplace_final_state} or no cu_seqlens"
         )
     slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
-    return _delta(q, k, v, *_gates(A_log, a, b, dt_bias), scale, initial_state, cu_seqlens, slots,
-                  use_qk_l2norm_in_kernel), initial_state  # fmt: skip
+    given = scale, initial_state, cu_seqlens, slots, use_qk_l2norm_in_kernel
+    return _delta(q, k, v, a, b, *given, A_log, dt_bias, True), initial_state
 
 
 def vllm_fused_recurrent_gated_delta_rule(
@@ -474,11 +469,21 @@ def vllm_fused_recurrent_gated_delta_rule(
 
 
 def _delta(
-    q: T, k: T, v: T, g: T, beta: T, scale: float | None, state: T, cu_seqlens: T, slots: T, normalize: bool
+    q: T,
+    k: T,
+    v: T,
+    g: T,
+    beta: T,
+    scale: float | None,
+    state: T,
+    cu_seqlens: T,
+    slots: T,
+    normalize: bool,
+    *gates: Any,
 ) -> T:
     tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return gated_delta_rule(q[0], k[0], v[0], g, beta, *tail, scale, normalize)[None]
+    return gated_delta_rule(q[0], k[0], v[0], g, beta, *tail, scale, normalize, *gates)[None]
 
 
 def vllm_chunk_gated_delta_rule(
@@ -633,9 +638,9 @@ def vllm_fused_recurrent_kda_packed_decode(
     _, heads, size, keys = initial_state.shape
     q, k, v = mixed_qkv.split([heads * keys, heads * keys, heads * size], 1)
     q, k, v = q.unflatten(1, (heads, keys)), k.unflatten(1, (heads, keys)), v.unflatten(1, (heads, size))
-    g, beta = _kda_gates(raw_g, raw_beta, A_log, dt_bias, lower_bound)
     tail = initial_state.transpose(2, 3), None, slots, None
-    given = (q, k, v, g[0], beta[0], *tail, keys**-0.5 if scale is None else scale, True)
+    gates = A_log.reshape(-1), dt_bias.view(heads, keys), True, lower_bound or 0.0
+    given = (q, k, v, raw_g[0], raw_beta[0], *tail, keys**-0.5 if scale is None else scale, True, *gates)
     if out is None:
         return kda(*given)[None], initial_state
     fill(out[0], kda, *given)

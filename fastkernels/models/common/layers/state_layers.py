@@ -294,11 +294,13 @@ class GatedDeltaLayer(StateLayer):
         conv, recurrent, batch = self._bound()
         qkv, z, beta, dt = self.in_proj(hidden_states)[0].split(self.sizes, dim=-1)
         q, k, v = self.conv1d(qkv, conv, batch).split(self.conv_sizes, dim=-1)
-        decay, beta = delta_gates(dt, beta, self.A, self.dt_bias)
-        beta = beta if a.rate_scale == 1.0 else beta * a.rate_scale
+        gates: tuple[torch.Tensor, ...] = (self.A, self.dt_bias)
+        if a.rate_scale != 1.0:
+            dt, beta = delta_gates(dt, beta, *gates)
+            beta, gates = beta * a.rate_scale, ()
         y = gated_delta_rule(
             q.unflatten(-1, (-1, a.key_size)), k.unflatten(-1, (-1, a.key_size)),
-            v.unflatten(-1, (-1, a.value_size)), decay, beta, recurrent, *batch, a.key_size**-0.5, True,
+            v.unflatten(-1, (-1, a.value_size)), dt, beta, recurrent, *batch, a.key_size**-0.5, True, *gates,
         )  # fmt: skip
         y = self.norm(y, z.unflatten(-1, (-1, a.value_size)))
         return self.out_proj(y.flatten(-2))[0]
@@ -347,7 +349,7 @@ class ShortConvLayer(StateLayer):
         )
         self.conv1d = Conv([part], a.kernel, a.bias, f"{a.channels} channels", "none")
         self.out_proj = VllmRowParallelLinear(a.channels, hidden, bias=a.bias, prefix=f"{prefix}.out_proj")
-        self.keeps = StateSpec({"conv": ((part.own, a.kernel - 1), None)})
+        self.keeps = StateSpec({"conv": ((part.own, a.kernel - 1), None)}, frozenset({"conv"}))
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         states, batch = self.bound_states()
@@ -392,8 +394,8 @@ class KimiDeltaLayer(StateLayer):
         f, g = self.fg_a_proj(hidden_states)[0].chunk(2, dim=-1)
         steps = self.f_b_proj(f)[0].unflatten(-1, by_head)
         bias = self.dt_bias.unflatten(-1, by_head)
-        decay, beta = delta_gates(steps, self.b_proj(hidden_states)[0], self.A, bias)
-        y = kda(q, k, v, decay, beta, recurrent, *batch, by_head[1] ** -0.5, True)
+        beta = self.b_proj(hidden_states)[0]
+        y = kda(q, k, v, steps, beta, recurrent, *batch, by_head[1] ** -0.5, True, self.A, bias)
         y = self.o_norm(y, self.g_b_proj(g)[0].unflatten(-1, by_head))
         return self.o_proj(y.flatten(-2))[0]
 

@@ -458,9 +458,14 @@ def _tile_between(p: Problem) -> tuple[int, int, int]:
     return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 
+def in_chunks(p: Problem) -> bool:
+    """Whether prompts run in chunks, rather than token by token as decodes and short sequences do."""
+    return p.v.shape[0] >= LEAST * p.sizes[0]
+
+
 def way_of(p: Problem) -> Callable[[Problem, torch.Tensor], None]:
-    """Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
-    if p.v.shape[0] < LEAST * p.sizes[0]:
+    """The kernels of a problem: shapes alone decide."""
+    if not in_chunks(p):
         return recurrent.run
     return linear_chunks.run if linear_chunks.supports(p) else run
 
