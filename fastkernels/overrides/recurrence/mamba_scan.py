@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.kernels.problem import WIDEST, sequence_at, softplus, unsupported
@@ -31,6 +31,7 @@ from fastkernels.overrides.recurrence.packed import (
 
 T = torch.Tensor
 BLOCK = 32  # channels of a program
+RESIDENT = 8  # programs of a multiprocessor from which one warp has all of a program's channels
 
 
 def _check(x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T) -> None:
@@ -131,12 +132,14 @@ def _triton(
     out = result_like(x)
     if batch * channels * states == 0:
         return out
+    many = cdiv(channels, BLOCK) * batch >= RESIDENT * multiprocessors(x.device)
     launch_kernel(
         _mamba_scan_kernel, (cdiv(channels, BLOCK), batch),
         x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh, out,
         x.stride(0), dt.stride(0), a.stride(0), b.stride(0), c.stride(0), 0 if z is None else z.stride(0),
         *state.stride(), HAS_D=d is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-        C=channels, N=states, BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=4,
+        C=channels, N=states, BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states),
+        num_warps=1 if many and states <= 32 else 2,
     )  # fmt: skip
     return out
 
