@@ -31,7 +31,7 @@ from fastkernels.overrides.recurrence.packed import (
 
 T = torch.Tensor
 BLOCK = 32  # channels of a program
-RESIDENT = 8  # programs of a multiprocessor from which one warp has all of a program's channels
+RESIDENT = 8  # programs of a multiprocessor, from which on one warp has all channels of a program
 
 
 def _check(x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T) -> None:
@@ -132,14 +132,17 @@ def _triton(
     out = result_like(x)
     if batch * channels * states == 0:
         return out
-    many = cdiv(channels, BLOCK) * batch >= RESIDENT * multiprocessors(x.device)
+    warps, many = 4, cdiv(channels, BLOCK) * batch >= RESIDENT * multiprocessors(x.device)
+    if (
+        cu_seqlens is None and states <= 32
+    ):  # few numbers a thread are mostly addresses; prompts wait for each token
+        warps = 1 if many else 2
     launch_kernel(
         _mamba_scan_kernel, (cdiv(channels, BLOCK), batch),
         x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh, out,
         x.stride(0), dt.stride(0), a.stride(0), b.stride(0), c.stride(0), 0 if z is None else z.stride(0),
         *state.stride(), HAS_D=d is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-        C=channels, N=states, BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states),
-        num_warps=1 if many and states <= 32 else 2,
+        C=channels, N=states, BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=warps,
     )  # fmt: skip
     return out
 
