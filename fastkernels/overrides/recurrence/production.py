@@ -148,18 +148,8 @@ def _gla(
 
 
 def _rwkv7(
-    r: T,
-    w: T,
-    k: T,
-    v: T,
-    a: T,
-    b: T,
-    state: T,
-    cu_seqlens: T | None,
-    slots: T,
-    fresh: T | None,
-    scale: float = 1.0,
-) -> Any:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> Any:  # fmt: skip
     given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "scale": scale}
     return "rwkv7", given, state, (cu_seqlens, slots, fresh)
 

@@ -41,18 +41,8 @@ def check(r: T, w: T, k: T, v: T, a: T, b: T, state: T) -> None:
 
 
 def reference(
-    r: T,
-    w: T,
-    k: T,
-    v: T,
-    a: T,
-    b: T,
-    state: T,
-    cu_seqlens: T | None,
-    slots: T,
-    fresh: T | None,
-    scale: float = 1.0,
-) -> tuple[T, T]:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> tuple[T, T]:  # fmt: skip
     """r, w, k, a, b: [T, H, K], w the logarithm of the decay; v: [T, H, V]; state: [S, H, K, V].
 
     cu_seqlens: [B + 1]; slots, fresh: [B]. RWKV-7 has a = -kappa and b = kappa * rate, with kappa of length 1.
@@ -79,36 +69,16 @@ def _supports_triton(r: T, w: T, k: T, v: T, a: T, b: T, state: T, *_: Any) -> s
 
 
 def _triton(
-    r: T,
-    w: T,
-    k: T,
-    v: T,
-    a: T,
-    b: T,
-    state: T,
-    cu_seqlens: T | None,
-    slots: T,
-    fresh: T | None,
-    scale: float = 1.0,
-) -> T:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:  # fmt: skip
     check(r, w, k, v, a, b, state)
     check_slots("rwkv7", v, state, cu_seqlens, slots, fresh)
     return solve(Problem(r, k, v, w, state, cu_seqlens, slots, fresh, PAIR, scale, a=a, b=b))
 
 
 def _reference(
-    r: T,
-    w: T,
-    k: T,
-    v: T,
-    a: T,
-    b: T,
-    state: T,
-    cu_seqlens: T | None,
-    slots: T,
-    fresh: T | None,
-    scale: float = 1.0,
-) -> T:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:  # fmt: skip
     out, new = reference(r, w, k, v, a, b, state, cu_seqlens, slots, fresh, scale)
     store(state, slots, new)
     return out.contiguous()

@@ -49,7 +49,7 @@ from fastkernels.overrides.recurrence.ssd import ssd
 from fastkernels.overrides.rope.vllm import get_rope
 
 MakeNorm = Callable[[Norm, int], nn.Module]
-Batch = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # cu_seqlens, slots and fresh of a step
+Tail = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # cu_seqlens, slots and fresh of a step
 LEAST_DECAY = -math.exp(-0.5)  # the logarithm of RWKV-7's smallest decay
 
 
@@ -104,7 +104,7 @@ class Stateful(nn.Module):
     keeps: StateSpec
     states: dict[str, torch.Tensor] | None = None
 
-    def bound_states(self) -> tuple[dict[str, torch.Tensor], Batch]:
+    def bound_states(self) -> tuple[dict[str, torch.Tensor], Tail]:
         """The states, and what ops read of the step's batch."""
         m, states = get_forward_context(), self.states
         if states is None or m.state_slots is None or m.fresh is None:
@@ -126,7 +126,7 @@ class StateLayer(Stateful):
             frozenset({"conv", "recurrent"} if swapped else {"conv"}),
         )  # fmt: skip
 
-    def _bound(self) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    def _bound(self) -> tuple[torch.Tensor, torch.Tensor, Tail]:
         """The states of the convolution and the recurrence, and what ops read of the step's batch."""
         states, batch = self.bound_states()
         return states["conv"], states["recurrent"], batch
@@ -143,7 +143,7 @@ class Conv(nn.Module):
         self.weight = vector(parts, kernel, what=f"{what}, kernel {kernel}", dtype=None)
         self.bias = vector(parts, what=what, dtype=None, fill=0.0) if bias else None
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, state: torch.Tensor, batch: Tail) -> torch.Tensor:
         """x: [T, channels] to the same."""
         return causal_conv1d(x, self.weight, self.bias, state, *batch, self.activation)
 
