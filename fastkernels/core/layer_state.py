@@ -29,7 +29,7 @@ class StateSpec:
 
     tensors: {name: (shape, dtype)}; dtype None: the model's. The engine sets the layer's `states` to {name: tensor
     [slots, *shape]}. A step's AttentionMetadata has the slot of each sequence; slot 0 is for padding.
-    swapped: names of states [..., keys, values] whose keys are contiguous, which is faster and as vLLM stores them.
+    swapped: names of states whose last dimension but one (keys, channels) is contiguous: faster, and vLLM's order.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]

@@ -21,7 +21,7 @@ class Batch:
 
     size: int
     tokens: int
-    tail: tuple[T, T, T, T]
+    tail: tuple[T, T | None, T, T | None]
 
     def rows(self, *tensors: T) -> tuple[T, ...]:
         """[B, T, ...] as [B T, ...]."""
@@ -52,12 +52,12 @@ def batch_of(
     state = torch.empty(count + 1, *shape, dtype=dtype, device=x.device)
     if initial is not None:
         state[1:].copy_(initial)
-    make: Any = torch.ones if initial is None else torch.zeros
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=x.device) * tokens
+    borders = None if cu_seqlens is None else cu_seqlens.to(torch.int32)
+    if borders is None and tokens != 1:
+        borders = torch.arange(size + 1, dtype=torch.int32, device=x.device) * tokens
     slots = torch.arange(1, count + 1, dtype=torch.int32, device=x.device)
-    fresh = make(count, dtype=torch.bool, device=x.device)
-    return Batch(size, tokens, (state, cu_seqlens.to(torch.int32), slots, fresh))
+    fresh = torch.ones(count, dtype=torch.bool, device=x.device) if initial is None else None
+    return Batch(size, tokens, (state, borders, slots, fresh))
 
 
 def silu_or_none(function: str, activation: Any) -> str:

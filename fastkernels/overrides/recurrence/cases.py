@@ -4,6 +4,8 @@ Axes of a case:
   seq_lens     tokens of each sequence
   new          sequences that begin at zero (the first ones)
   padding      sequences without a slot (the last ones)
+  decode       whether borders are absent: one token of each sequence
+  running      whether flags are absent: no sequence begins
   rows         of the state; by default two more than are needed
   state_dtype  of the state
 """
@@ -32,25 +34,36 @@ def _drawn_lengths(lens: Sequence[int], rng: random.Random) -> tuple[int, ...]:
     return tuple(max(int(total * part / sum(parts)), 1) for part in parts)
 
 
+def _lengths(a: Any) -> tuple[int, ...]:
+    return (1,) * len(a.slots) if a.cu_seqlens is None else tuple(a.cu_seqlens.diff().tolist())
+
+
 AXES: dict[str, Axis] = {
-    "seq_lens": Axis.per_call(draw=_drawn_lengths, read=lambda a: tuple(a.cu_seqlens.diff().tolist())),
-    "new": Axis.per_call(0, draw=lambda n, rng: rng.randint(0, n), read=lambda a: int(a.fresh.sum())),
+    "seq_lens": Axis.per_call(draw=_drawn_lengths, read=_lengths),
+    "new": Axis.per_call(
+        0, draw=lambda n, rng: rng.randint(0, n), read=lambda a: 0 if a.fresh is None else int(a.fresh.sum())
+    ),
     "padding": Axis.option(0, read=lambda a: int((a.slots == 0).sum())),
     "sequences": Axis(Expr("len(seq_lens)"), varies=True),
     "tokens": Axis(Expr("sum(seq_lens)"), varies=True),
     "rows": Axis(Expr("len(seq_lens) + 2"), stated=True),
     "state_dtype": Axis.dtype("float32"),
 }
-CONSTRAINTS = ("new + padding <= len(seq_lens)", "rows > len(seq_lens)")
+CONSTRAINTS = (
+    "new + padding <= len(seq_lens)",
+    "rows > len(seq_lens)",
+    "not decode or tokens == len(seq_lens)",
+    "not running or new == 0",
+)
 TAIL = (
-    Tensor("cu_seqlens", "sequences+1", "int32", bytes="0"),
+    Tensor("cu_seqlens", "sequences+1", "int32", when="not decode", bytes="0"),
     Tensor("slots", "sequences", "int32", bytes="0"),
-    Tensor("fresh", "sequences", "bool", bytes="0"),
+    Tensor("fresh", "sequences", "bool", when="not running", bytes="0"),
 )
 
 
 def keys_inside(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """States [..., K, V] whose keys are contiguous, as our engine and vLLM store them."""
+    """States [..., K, V] whose keys, or channels, are contiguous, as our engine and vLLM store them."""
     return call.randn(*shape).to(dtype).mT.contiguous().mT
 
 
@@ -70,7 +83,9 @@ def values(call: Call) -> dict[str, torch.Tensor]:
     slots = order[: len(lens)].to(torch.int32)
     slots[len(lens) - padding :] = 0
     fresh = torch.arange(len(lens), device=call.device) < call["new"]
-    return {"cu_seqlens": starts.to(torch.int32), "slots": slots, "fresh": fresh}
+    found = {"cu_seqlens": starts.to(torch.int32), "slots": slots, "fresh": fresh}
+    absent = {name for name, flag in (("cu_seqlens", "decode"), ("fresh", "running")) if call[flag]}
+    return {name: tensor for name, tensor in found.items() if name not in absent}
 
 
 def of_length_one(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -95,8 +110,8 @@ def prompts(*lens: int, **more: Any) -> dict[str, Any]:
 
 
 def decode(sequences: int, **more: Any) -> dict[str, Any]:
-    """The dims of one token for each sequence."""
-    return {"seq_lens": (1,) * sequences, **more}
+    """The dims of one token for each sequence, none of which begins."""
+    return {"seq_lens": (1,) * sequences, "decode": True, "running": True, **more}
 
 
 PACKED = tuple(100 + 1259 * i % 3901 for i in range(32))  # 32 prompts of 100 to 4,000 tokens

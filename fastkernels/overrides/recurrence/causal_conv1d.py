@@ -16,8 +16,8 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence.kernels.chunk_parts import sequence_of
-from fastkernels.overrides.recurrence.kernels.constants import is_each, is_none
-from fastkernels.overrides.recurrence.kernels.problem import unsupported
+from fastkernels.overrides.recurrence.kernels.problem import sequence_at, slot_at, unsupported
+from fastkernels.overrides.recurrence.kernels.results import result_like
 from fastkernels.overrides.recurrence.packed import (
     begin,
     check_shapes,
@@ -51,7 +51,14 @@ def _check(x: T, weight: T, bias: T | None, state: T, activation: str) -> None:
 
 
 def reference(
-    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    x: T,
+    weight: T,
+    bias: T | None,
+    state: T,
+    cu_seqlens: T | None,
+    slots: T,
+    fresh: T | None,
+    activation: str = "silu",
 ) -> tuple[T, T]:
     """x: [T, C]; weight: [C, W]; bias: [C]; state: [S, C, W - 1], the inputs before the first token, the newest last.
 
@@ -84,11 +91,8 @@ def _steps_kernel(
     b = tl.zeros([BLOCK], tl.float32)
     if HAS_BIAS:
         b += tl.load(bias_ptr + cols, mask=channel, other=0.0).to(tl.float32)
-    i = tl.program_id(0)
-    start = tl.load(cu_ptr + i).to(tl.int64)
-    end = tl.load(cu_ptr + i + 1).to(tl.int64)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    start, count, slot, known = sequence_at(tl.program_id(0), cu_ptr, slots_ptr, fresh_ptr)
+    end = start + count
     state_at = state_ptr + slot * s_s + cols * s_c
     for t in range(start, end):
         y = b
@@ -111,8 +115,7 @@ def _steps_kernel(
 @triton.jit
 def _decode_kernel(
     x_ptr, w_ptr, bias_ptr, state_ptr, slots_ptr, fresh_ptr, out_ptr, C, x_t, w_c, s_s, s_c, s_w,
-    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, OLD: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A program has some channels of a sequence with one token. An input is read once: for its product, and as the next
     # place of the state.
@@ -120,10 +123,7 @@ def _decode_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = cols < C
     i = tl.program_id(0)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = slot > 0
-    if not OLD:
-        known = known & (tl.load(fresh_ptr + i) == 0)
+    slot, known = slot_at(i, slots_ptr, fresh_ptr)
     x = tl.load(x_ptr + i.to(tl.int64) * x_t + cols, mask=channel, other=0.0)
     state_at = state_ptr + slot * s_s + cols * s_c
     y = tl.zeros([BLOCK], tl.float32)
@@ -174,8 +174,7 @@ def _tiles_kernel(
     first = start + n * SIZE
     if (first >= end) & (n > 0):
         return
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    slot, known = slot_at(i, slots_ptr, fresh_ptr)
     state_at = state_ptr + slot * s_s + cols * s_c
     row = first + tl.arange(0, SIZE)
     y = tl.zeros([SIZE, BLOCK], tl.float32)
@@ -203,7 +202,14 @@ def _tiles_kernel(
 
 
 def _supports_triton(
-    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    x: T,
+    weight: T,
+    bias: T | None,
+    state: T,
+    cu_seqlens: T | None,
+    slots: T,
+    fresh: T | None,
+    activation: str = "silu",
 ) -> str | None:
     if weight.shape[-1] > 16:
         return f"{weight.shape[-1]} weights of a channel are over 16"
@@ -211,20 +217,27 @@ def _supports_triton(
 
 
 def _triton(
-    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    x: T,
+    weight: T,
+    bias: T | None,
+    state: T,
+    cu_seqlens: T | None,
+    slots: T,
+    fresh: T | None,
+    activation: str = "silu",
 ) -> T:
     _check(x, weight, bias, state, activation)
     check_slots("causal_conv1d", x, state, cu_seqlens, slots, fresh)
     (tokens, channels), width, batch = x.shape, weight.shape[1], slots.shape[0]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = result_like(x)
     if batch * channels == 0:
         return out
     shared = {"W": width, "HAS_BIAS": bias is not None, "SILU": activation == "silu"}
-    if tokens == batch and is_each(cu_seqlens):
+    if cu_seqlens is None:
         block = min(DECODED, next_power_of_2(channels))
         launch_kernel(
             _decode_kernel, (batch, cdiv(channels, block)), x, weight, bias, state, slots, fresh, out, channels,
-            x.stride(0), weight.stride(0), *state.stride(), OLD=is_none(fresh), BLOCK=block, num_warps=2, **shared,
+            x.stride(0), weight.stride(0), *state.stride(), BLOCK=block, num_warps=2, **shared,
         )  # fmt: skip
         return out
     if tokens <= STEPS_UP_TO * batch:
@@ -245,7 +258,14 @@ def _triton(
 
 
 def _reference(
-    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    x: T,
+    weight: T,
+    bias: T | None,
+    state: T,
+    cu_seqlens: T | None,
+    slots: T,
+    fresh: T | None,
+    activation: str = "silu",
 ) -> T:
     out, new = reference(x, weight, bias, state, cu_seqlens, slots, fresh, activation)
     store(state, slots, new)
@@ -253,8 +273,8 @@ def _reference(
 
 
 causal_conv1d = define(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
-    " Tensor fresh, str activation='silu') -> Tensor",
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? cu_seqlens, Tensor slots,"
+    " Tensor? fresh, str activation='silu') -> Tensor",
     fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -271,7 +291,7 @@ SPEC = OpSpec(
         Tensor("x", "tokens channels"),
         Tensor("weight", "channels width", values=fan_in),
         Tensor("bias", "channels", when="bias", std=0.3),
-        cases.state("rows channels width-1", "channels * (width - 1)"),
+        cases.state("rows channels width-1", "channels * (width - 1)", values=cases.keys_inside),
         *cases.TAIL,
         Scalar("activation", default="silu"),
     ),
@@ -290,7 +310,8 @@ SPEC = OpSpec(
         *cases.model_cases("qwen3_next", channels=8192),  # Qwen3-Next 80B
         cases.odd("one", {"seq_lens": (1,), "channels": 1}, "float32"),
         cases.odd("odd_63", {"seq_lens": (7, 1, 30, 2), "channels": 63, "new": 2, "bias": True}),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, "channels": 100, "padding": 2}),
+        cases.odd("decode_5", {**cases.decode(5), "channels": 100, "padding": 2}),
+        cases.odd("begins_3", {"seq_lens": (1,) * 3, "channels": 40, "decode": True, "new": 1, "bias": True}),
         cases.odd("plain", {"seq_lens": (3, 9), "channels": 129, "activation": "none"}, "float32"),
         cases.odd("width_2", {"seq_lens": (5, 1), "channels": 33, "width": 2, "new": 1, "bias": True}, "float16"),
         cases.odd("width_7", {"seq_lens": (4, 70), "channels": 20, "width": 7, "new": 1}),

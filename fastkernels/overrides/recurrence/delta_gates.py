@@ -18,7 +18,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.recurrence.kernels.problem import softplus, unsupported
+from fastkernels.overrides.recurrence.kernels.problem import log_decay, unsupported
 from fastkernels.overrides.recurrence.packed import check_shapes
 
 T = torch.Tensor
@@ -62,13 +62,7 @@ def _delta_gates_kernel(
     dt = tl.load(dt_ptr + row * dt_t + col, mask=inside, other=0.0).to(tl.float32)
     dt += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
     rate = tl.load(rate_ptr + col // K, mask=inside, other=0.0).to(tl.float32)
-    if LOGARITHM:
-        rate = -tl.exp(rate)
-    if BOUNDED:
-        g = LOW / (1.0 + tl.exp(rate * dt))
-    else:
-        g = rate * softplus(dt)
-    tl.store(g_ptr + at, g, mask=inside)
+    tl.store(g_ptr + at, log_decay(dt, rate, LOW, LOGARITHM, BOUNDED), mask=inside)
     inside = at < COUNT * H
     b = tl.load(b_ptr + at // H * b_t + at % H, mask=inside, other=0.0).to(tl.float32)
     tl.store(beta_ptr + at, (1.0 / (1.0 + tl.exp(-b))).to(beta_ptr.dtype.element_ty), mask=inside)
@@ -115,7 +109,7 @@ delta_gates = define(
 )
 
 
-def _rates(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+def rates(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
     """-1 to -16, or their logarithms."""
     rate = 1 + 15 * call.rand(*shape)
     return (rate.log() if call["logarithm"] else -rate).to(dtype)
@@ -157,7 +151,7 @@ SPEC = OpSpec(
     arguments=(
         Tensor("dt", _by_gate("tokens "), mean=-1),
         Tensor("b", "tokens heads"),
-        Tensor("rate", "heads", "float32", values=_rates),
+        Tensor("rate", "heads", "float32", values=rates),
         Tensor("bias", _by_gate(""), "float32"),
         Scalar("logarithm", default=False),
         Scalar("low", default=0.0),

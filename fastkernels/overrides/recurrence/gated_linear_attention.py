@@ -50,7 +50,7 @@ def check(q: T, k: T, v: T, g: T, state: T) -> None:
 
 
 def reference(
-    q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
+    q: T, k: T, v: T, g: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
 ) -> tuple[T, T]:
     """q, k: [T, H, K]; v: [T, H, V]; g: [T, H, K], [T, H] or [H], the logarithm of the decay; state: [S, H, K, V].
 
@@ -79,21 +79,25 @@ def _supports_triton(q: T, k: T, v: T, g: T, state: T, *_: Any) -> str | None:
     return unsupported(*rows, others=(g, state), keys=q.shape[-1])
 
 
-def _triton(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> T:
+def _triton(
+    q: T, k: T, v: T, g: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:
     check(q, k, v, g, state)
     check_slots("gated_linear_attention", v, state, cu_seqlens, slots, fresh)
     return solve(Problem(q, k, v, g, state, cu_seqlens, slots, fresh, LINEAR, scale))
 
 
-def _reference(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> T:
+def _reference(
+    q: T, k: T, v: T, g: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:
     out, new = reference(q, k, v, g, state, cu_seqlens, slots, fresh, scale)
     store(state, slots, new)
     return out.contiguous()
 
 
 gated_linear_attention = define(
-    "gated_linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, Tensor cu_seqlens, Tensor slots,"
-    " Tensor fresh, float scale=1.0) -> Tensor",
+    "gated_linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, Tensor? cu_seqlens, Tensor slots,"
+    " Tensor? fresh, float scale=1.0) -> Tensor",
     fake=lambda q, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -155,7 +159,7 @@ SPEC = OpSpec(
         cases.odd("odd_63", {"seq_lens": (7, 1, 4), **_heads(3, 20, 63), "new": 1}),
         cases.odd("token_gates", {"seq_lens": (5, 9), **_heads(2, 33, 40, "token"), "scale": 0.25}, "float32"),
         cases.odd("retention", {"seq_lens": (6, 2), **_heads(2, 16, 65, "head"), "new": 1}),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, **_heads(3, 32, 32), "padding": 2}),
+        cases.odd("decode_5", {**cases.decode(5), **_heads(3, 32, 32), "padding": 2}),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16, "token"), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **_heads(2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 24, 32), "new": 1, "scale": 0.25}),

@@ -14,11 +14,10 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Tensor
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.kernels.constants import is_each, is_none
-from fastkernels.overrides.recurrence.kernels.problem import WIDEST, softplus, unsupported
+from fastkernels.overrides.recurrence.kernels.problem import WIDEST, sequence_at, softplus, unsupported
 from fastkernels.overrides.recurrence.kernels.results import result_like
 from fastkernels.overrides.recurrence.packed import (
     begin,
@@ -32,6 +31,7 @@ from fastkernels.overrides.recurrence.packed import (
 
 T = torch.Tensor
 BLOCK = 32  # channels of a program
+RESIDENT = 8  # programs of a multiprocessor, from which on one warp has all channels of a program
 
 
 def _check(x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T) -> None:
@@ -47,8 +47,8 @@ def _check(x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T |
 
 
 def reference(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
-    fresh: T,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
+    slots: T, fresh: T | None,
 ) -> tuple[T, T]:  # fmt: skip
     """x, dt, z: [T, D]; a: [D, N]; b, c: [T, N]; d, dt_bias: [D]; state: [S, D, N].
 
@@ -75,27 +75,18 @@ def reference(
 
 @triton.jit
 def _mamba_scan_kernel(
-    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr, C, N,
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, z_ptr, bias_ptr, state_ptr, cu_ptr, slots_ptr, fresh_ptr, out_ptr,
     x_t, dt_t, a_c, b_t, c_t, z_t, s_s, s_c, s_n,
-    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, ONE: tl.constexpr, OLD: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
     i = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     cols = tl.arange(0, BLOCK_N)
     real, kept = rows < C, cols < N
     inside = real[:, None] & kept[None, :]
-    if ONE:  # token of each sequence
-        start = i.to(tl.int64)
-        count = 1
-    else:
-        start = tl.load(cu_ptr + i).to(tl.int64)
-        count = (tl.load(cu_ptr + i + 1) - start).to(tl.int32)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = slot > 0
-    if not OLD:
-        known = known & (tl.load(fresh_ptr + i) == 0)
+    follow(OVERLAP)
+    start, count, slot, known = sequence_at(i, cu_ptr, slots_ptr, fresh_ptr)
     a = tl.load(a_ptr + rows[:, None] * a_c + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     state_at = state_ptr + slot * s_s + rows[:, None] * s_c + cols[None, :] * s_n
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
@@ -132,8 +123,8 @@ def _supports_triton(
 
 
 def _triton(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
-    fresh: T,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
+    slots: T, fresh: T | None,
 ) -> T:  # fmt: skip
     _check(x, dt, a, b, c, d, z, dt_bias, state)
     check_slots("mamba_scan", x, state, cu_seqlens, slots, fresh)
@@ -141,19 +132,24 @@ def _triton(
     out = result_like(x)
     if batch * channels * states == 0:
         return out
+    warps, many = 4, cdiv(channels, BLOCK) * batch >= RESIDENT * multiprocessors(x.device)
+    if (
+        cu_seqlens is None and states <= 32
+    ):  # few numbers a thread are mostly addresses; prompts wait for each token
+        warps = 1 if many else 2
     launch_kernel(
         _mamba_scan_kernel, (cdiv(channels, BLOCK), batch),
-        x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh, out, channels, states,
+        x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh, out,
         x.stride(0), dt.stride(0), a.stride(0), b.stride(0), c.stride(0), 0 if z is None else z.stride(0),
         *state.stride(), HAS_D=d is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-        ONE=is_each(cu_seqlens), OLD=is_none(fresh), BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=4,
+        C=channels, N=states, BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(states), num_warps=warps,
     )  # fmt: skip
     return out
 
 
 def _reference(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
-    fresh: T,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
+    slots: T, fresh: T | None,
 ) -> T:  # fmt: skip
     out, new = reference(x, dt, a, b, c, d, z, dt_bias, state, cu_seqlens, slots, fresh)
     store(state, slots, new)
@@ -162,7 +158,7 @@ def _reference(
 
 mamba_scan = define(
     "mamba_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? z, Tensor? dt_bias,"
-    " Tensor(a!) state, Tensor cu_seqlens, Tensor slots, Tensor fresh) -> Tensor",
+    " Tensor(a!) state, Tensor? cu_seqlens, Tensor slots, Tensor? fresh) -> Tensor",
     fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -217,7 +213,8 @@ SPEC = OpSpec(
         cases.odd("all", {"seq_lens": (5, 5, 3), "channels": 40, "states": 16, "new": 1, **_ALL}, "float32"),
         cases.odd("half", {"seq_lens": (9, 2), "channels": 33, "states": 8, "gate": True}, "float16"),
         cases.odd("skip", {"seq_lens": (6,), "channels": 65, "states": 20, "skip": True, "bias": True}, "float32"),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, "channels": 100, "states": 16, "padding": 2, **_ALL}),
+        cases.odd("decode_5", {**cases.decode(5), "channels": 100, "states": 16, "padding": 2, **_ALL}),
+        cases.odd("begins_3", {"seq_lens": (1,) * 3, "channels": 40, "states": 16, "decode": True, "new": 1, **_ALL}),
         cases.odd("half_state", {"seq_lens": (4, 1), "channels": 64, "states": 16, "state_dtype": "float16", **_ALL}),
         cases.odd("empty", {"seq_lens": (0, 3), "channels": 8, "states": 16, "new": 1, "bias": True}),
         cases.odd("wide_states", {"seq_lens": (2,), "channels": 8, "states": 64, "bias": True}, "float32"),

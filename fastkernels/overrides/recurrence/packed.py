@@ -3,6 +3,8 @@
 Tokens of all sequences are packed: sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]. Its state is row
 slots[i] of `state`; it begins at zero where fresh[i] is set. Slots 0 and below are for padding: such a sequence begins
 at zero and writes no state. Rows past the last sequence have unspecified outputs.
+
+A decode has one token of each sequence: cu_seqlens is None. If no sequence begins, fresh is None.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ def wide(*tensors: T | None) -> torch.dtype:
     return torch.promote_types(tensors[0].dtype, torch.float32) if tensors[0] is not None else torch.float32
 
 
-def rows_of(cu_seqlens: T) -> tuple[T, T]:
+def rows_of(cu_seqlens: T | None, slots: T) -> tuple[T, T]:
     """Row of each step and sequence [L, B], and whether the sequence has that step [L, B]."""
+    if cu_seqlens is None:
+        rows = torch.arange(len(slots), device=slots.device)[None]
+        return rows, torch.ones_like(rows, dtype=torch.bool)
     lens = cu_seqlens.diff()
     longest = int(lens.max()) if len(lens) else 0
     step = torch.arange(longest, device=cu_seqlens.device)[:, None]
@@ -28,10 +33,11 @@ def rows_of(cu_seqlens: T) -> tuple[T, T]:
     return torch.where(real, cu_seqlens[:-1] + step, 0).long(), real
 
 
-def begin(state: T, slots: T, fresh: T, dtype: torch.dtype) -> T:
+def begin(state: T, slots: T, fresh: T | None, dtype: torch.dtype) -> T:
     """The states [B, ...] at which the sequences begin."""
     found = state[slots.clamp(min=0).long()].to(dtype)
-    zero = (fresh | (slots <= 0)).view(-1, *[1] * (state.dim() - 1))
+    zero = slots <= 0 if fresh is None else fresh | (slots <= 0)
+    zero = zero.view(-1, *[1] * (state.dim() - 1))
     return torch.where(zero, torch.zeros_like(found), found)
 
 
@@ -48,28 +54,36 @@ def store(state: T, slots: T, new: T) -> None:
     state.index_copy_(0, kept, new[kept])
 
 
-def scan(step: Callable[[T, T], tuple[T, T]], state: T, cu_seqlens: T, out: T) -> T:
+def scan(step: Callable[[T, T], tuple[T, T]], state: T, cu_seqlens: T | None, out: T) -> T:
     """Fill `out` and return the last states: step(states, rows) -> (new states, outputs), both [B, ...]."""
-    for rows, real in zip(*rows_of(cu_seqlens), strict=True):
+    for rows, real in zip(*rows_of(cu_seqlens, state), strict=True):
         new, found = step(state, rows)
         state = torch.where(real.view(-1, *[1] * (state.dim() - 1)), new, state)
         out[rows[real]] = found[real]
     return state
 
 
-def check_slots(op: str, tokens: T, state: T, cu_seqlens: T, slots: T, fresh: T) -> None:
+def check_slots(op: str, tokens: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None) -> None:
     """Raise ValueError if the arguments that every op of the family has contradict each other."""
     batch = slots.shape[0] if slots.dim() == 1 else -1
-    if cu_seqlens.dim() != 1 or batch != cu_seqlens.shape[0] - 1 or fresh.shape != slots.shape:
+    if cu_seqlens is None and batch != tokens.shape[0]:
         raise ValueError(
-            f"{op}: cu_seqlens {tuple(cu_seqlens.shape)}, slots {tuple(slots.shape)} and fresh {tuple(fresh.shape)}"
-            " must be [B + 1], [B] and [B]"
+            f"{op}: cu_seqlens=None is one token of each sequence, got {tokens.shape[0]} tokens and slots"
+            f" {tuple(slots.shape)}"
         )
-    for name, given, want in (("cu_seqlens", cu_seqlens, torch.int32), ("slots", slots, torch.int32)):
-        if given.dtype != want:
+    borders = None if cu_seqlens is None else tuple(cu_seqlens.shape)
+    flags = None if fresh is None else tuple(fresh.shape)
+    if batch < 0 or borders not in (None, (batch + 1,)) or flags not in (None, (batch,)):
+        raise ValueError(
+            f"{op}: cu_seqlens {borders}, slots {tuple(slots.shape)} and fresh {flags} must be [B + 1], [B] and [B]"
+        )
+    for name, given, want in (
+        ("cu_seqlens", cu_seqlens, torch.int32),
+        ("slots", slots, torch.int32),
+        ("fresh", fresh, torch.bool),
+    ):
+        if given is not None and given.dtype != want:
             raise ValueError(f"{op}: {name} is {given.dtype}, must be {want}")
-    if fresh.dtype != torch.bool:
-        raise ValueError(f"{op}: fresh is {fresh.dtype}, must be torch.bool")
 
 
 def check_shapes(op: str, **expected: tuple[T | None, tuple[int, ...], str]) -> None:

@@ -10,7 +10,6 @@ import torch
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence.batches import by_head, silu_or_none, softplus_only, unset
 from fastkernels.overrides.recurrence.causal_conv1d import causal_conv1d
-from fastkernels.overrides.recurrence.kernels.constants import each, none
 from fastkernels.overrides.recurrence.kernels.results import results_in
 from fastkernels.overrides.recurrence.ssd import ssd
 
@@ -64,7 +63,7 @@ def conv_prefill(
     act = silu_or_none(name, activation)
     check_width(name, conv_states, weight)
     slots = slots_of(name, cache_indices, query_start_loc.shape[0] - 1)
-    fresh = ~none(slots) if has_initial_state is None else ~has_initial_state
+    fresh = torch.ones_like(slots, dtype=torch.bool) if has_initial_state is None else ~has_initial_state
     rows = x.t().to(conv_states.dtype)
     out = causal_conv1d(rows, weight, bias, conv_states, query_start_loc.to(torch.int32), slots, fresh, act)
     return out.t().to(x.dtype)
@@ -78,27 +77,32 @@ def conv_decode(
     activation: Any,
     indices: T | None,
     query_start_loc: T | None,
+    out: T | None = None,
 ) -> T:
-    """causal_conv1d_update of one token of each sequence, or of packed ones: x and the result [T, C]."""
+    """causal_conv1d_update of one token of each sequence, or of packed ones: x and the result [T, C], `out` if any."""
     name = "causal_conv1d_update"
     act = silu_or_none(name, activation)
     check_width(name, conv_state, weight)
     if x.dim() != 2:
         raise UnsupportedArgument(f"{name}: x {tuple(x.shape)} is not [T, C]; use the host's own function")
-    borders = each(x) if query_start_loc is None else query_start_loc.to(torch.int32)
-    slots = slots_of(name, indices, borders.shape[0] - 1)
-    rows = x.to(conv_state.dtype)
-    return causal_conv1d(rows, weight, bias, conv_state, borders, slots, none(slots), act).to(x.dtype)
+    borders = None if query_start_loc is None else query_start_loc.to(torch.int32)
+    slots = slots_of(name, indices, len(x) if borders is None else len(borders) - 1)
+    given = x.to(conv_state.dtype), weight, bias, conv_state, borders, slots, None, act
+    if out is None:
+        return causal_conv1d(*given).to(x.dtype)
+    fill(out, causal_conv1d, *given)
+    return out
 
 
-def one_token(state: T, out: T | None, slots: T | None, x: T, softplus: bool) -> tuple[tuple[T, T, T, T], T]:
+def one_token(
+    state: T, out: T | None, slots: T | None, x: T, softplus: bool
+) -> tuple[tuple[T, None, T, None], T]:
     """The last tensors of an op for one token of each sequence, and `out`."""
     name = "selective_state_update"
     softplus_only(name, "dt_softplus", softplus)
     if out is None:
         raise UnsupportedArgument(f"{name}: no `out` for these slots; use the host's own function")
-    known = slots_of(name, slots, x.shape[0])
-    return (state, each(x), known, none(known)), out
+    return (state, None, slots_of(name, slots, x.shape[0]), None), out
 
 
 def ssd_decode(

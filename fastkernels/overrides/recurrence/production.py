@@ -30,6 +30,7 @@ from fastkernels.overrides.kit.libraries import T, empty_as
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
 _VLLM_MAMBA = "vllm.model_executor.layers.mamba.ops"
 _lengths: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_decodes: dict[tuple[Any, ...], T] = {}
 
 
 def lengths(cu_seqlens: T, tokens: int, chunk: int) -> tuple[T, T, T, T]:
@@ -50,9 +51,19 @@ def lengths(cu_seqlens: T, tokens: int, chunk: int) -> tuple[T, T, T, T]:
     return _lengths[key][1:]
 
 
-def _begin(state: T, slots: T, fresh: T) -> T:
+def borders(cu_seqlens: T | None, slots: T) -> T:
+    """cu_seqlens, or those of one token of each sequence."""
+    if cu_seqlens is not None:
+        return cu_seqlens
+    key = slots.device, len(slots)
+    if key not in _decodes:
+        _decodes[key] = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+    return _decodes[key]
+
+
+def _begin(state: T, slots: T, fresh: T | None) -> T:
     found = state.index_select(0, slots)
-    return found.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
+    return found if fresh is None else found.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
 
 
 def _is_decode(tokens: T, slots: T) -> bool:
@@ -96,24 +107,26 @@ def _fla(named: Any) -> Baseline:
         rows = [x for x in given.values() if isinstance(x, T)]
         if state.dtype != torch.float32:
             return f"FLA's states are float32, got {state.dtype}"
-        return first(*_batch(given["v"], cu_seqlens, slots), dense(*rows), filled(*rows))
+        more = args[11:] if "beta" in given else ()
+        return first(_raw(*more), *_batch(given["v"], cu_seqlens, slots), dense(*rows), filled(*rows))
 
     return Baseline("fla", "library", make, modules=("fla",), refuses=refuses)
 
 
-def _batch(tokens: T, cu_seqlens: T, slots: T) -> tuple[str | None, ...]:
+def _batch(tokens: T, cu_seqlens: T | None, slots: T) -> tuple[str | None, ...]:
     """Reasons that concern the batch; synchronizes."""
-    empty = bool((cu_seqlens.diff() == 0).any()) or len(slots) == 0
+    packed = tokens.shape[0] if cu_seqlens is None else int(cu_seqlens[-1])
+    empty = len(slots) == 0 or (cu_seqlens is not None and bool((cu_seqlens.diff() == 0).any()))
     return (
         "a sequence without tokens" if empty else None,
         "a sequence without a slot" if bool((slots == 0).any()) else None,
-        "more tokens than sequences have" if int(cu_seqlens[-1]) != tokens.shape[0] else None,
+        "more tokens than sequences have" if packed != tokens.shape[0] else None,
     )
 
 
 def _delta(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
-    normalize: bool = False,
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *_: Any,
 ) -> Any:  # fmt: skip
     given = {
         "q": q,
@@ -127,16 +140,22 @@ def _delta(
     return "kda" if g.dim() == 3 else "gated_delta_rule", given, state, (cu_seqlens, slots, fresh)
 
 
-def _gla(q: T, k: T, v: T, g: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0) -> Any:
+def _gla(
+    q: T, k: T, v: T, g: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> Any:
     folder, gate = {1: ("simple_gla", "g_gamma"), 2: ("simple_gla", "g"), 3: ("gla", "gk")}[g.dim()]
     return folder, {"q": q, "k": k, "v": v, gate: g, "scale": scale}, state, (cu_seqlens, slots, fresh)
 
 
 def _rwkv7(
-    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
-) -> Any:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> Any:  # fmt: skip
     given = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b, "scale": scale}
     return "rwkv7", given, state, (cu_seqlens, slots, fresh)
+
+
+def _raw(rate: T | None = None, *_: Any) -> str | None:
+    return None if rate is None else "it takes decays and step sizes, not their inputs"
 
 
 def _vllm_delta(module: str, name: str) -> Any:
@@ -146,13 +165,13 @@ def _vllm_delta(module: str, name: str) -> Any:
         recurrent = getattr(importlib.import_module(module), name)
 
         def run(
-            q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
-            normalize: bool = False,
+            q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None,
+            scale: float = 1.0, normalize: bool = False, *_: Any,
         ) -> T:  # fmt: skip
             rows = {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
             out, _ = recurrent(
-                **rows, scale=scale, initial_state=state.mT, inplace_final_state=True, cu_seqlens=cu_seqlens,
-                ssm_state_indices=slots, use_qk_l2norm_in_kernel=normalize,
+                **rows, scale=scale, initial_state=state.mT, inplace_final_state=True,
+                cu_seqlens=borders(cu_seqlens, slots), ssm_state_indices=slots, use_qk_l2norm_in_kernel=normalize,
             )  # fmt: skip
             return out[0]
 
@@ -162,16 +181,18 @@ def _vllm_delta(module: str, name: str) -> Any:
 
 
 def _no_vllm_delta(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, *_: Any
-) -> str | None:
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *gates: Any,
+) -> str | None:  # fmt: skip
     if not _is_decode(v, slots):
         return "vLLM runs prompts in chunks, by FLA's or FlashInfer's kernel"
-    return first(*_decode(v, cu_seqlens, slots, fresh), dense(q, k, v, g, beta, state.mT), filled(v))
+    batch = _decode(v, cu_seqlens, slots, fresh)
+    return first(_raw(*gates), *batch, dense(q, k, v, g, beta, state.mT), filled(v))
 
 
-def _decode(tokens: T, cu_seqlens: T, slots: T, fresh: T) -> tuple[str | None, ...]:
+def _decode(tokens: T, cu_seqlens: T | None, slots: T, fresh: T | None) -> tuple[str | None, ...]:
     """Reasons that concern a decode; synchronizes."""
-    new = "a decode has no sequence that begins" if bool(fresh.any()) else None
+    new = "a decode has no sequence that begins" if fresh is not None and bool(fresh.any()) else None
     many = None if _is_decode(tokens, slots) else "a kernel for one token of each sequence"
     return *_batch(tokens, cu_seqlens, slots), many, new
 
@@ -183,14 +204,14 @@ def _flashinfer_delta() -> Function:
     normalized = importlib.import_module(f"{_VLLM_FLA}.l2norm").l2norm_fwd
 
     def run(
-        q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0,
-        normalize: bool = False,
+        q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+        normalize: bool = False, *_: Any,
     ) -> T:  # fmt: skip
         if normalize:
             q, k = normalized(q), normalized(k)
         out, last = chunk_gated_delta_rule(
             q=q, k=k, v=v, g=torch.exp(g), beta=beta.float(), scale=scale, initial_state=_begin(state.mT, slots, fresh),
-            output_final_state=True, cu_seqlens=lengths(cu_seqlens, len(v), 64)[0],
+            output_final_state=True, cu_seqlens=lengths(borders(cu_seqlens, slots), len(v), 64)[0],
         )  # fmt: skip
         state.mT.index_copy_(0, slots.long(), last.to(state.dtype))
         return out
@@ -199,13 +220,14 @@ def _flashinfer_delta() -> Function:
 
 
 def _no_flashinfer_delta(
-    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T, slots: T, fresh: T, *_: Any
-) -> str | None:
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *gates: Any,
+) -> str | None:  # fmt: skip
     if _is_decode(v, slots):
         return "a kernel for prompts"
     if q.shape[-1] != 128 or v.shape[-1] != 128:
         return f"needs heads of 128 channels, got {q.shape[-1]} and {v.shape[-1]}"
-    return first(*_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
+    return first(_raw(*gates), *_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
 
 
 def _vllm_update() -> Any:
@@ -217,8 +239,8 @@ def _vllm_ssd() -> Function:
     scan = importlib.import_module(f"{_VLLM_MAMBA}.ssd_combined").mamba_chunk_scan_combined_varlen
 
     def run(
-        x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
-        dt_min: float = 0.0, dt_max: float | None = None,
+        x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+        fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
     ) -> T:  # fmt: skip
         out = empty_as(x)
         _, heads, size = x.shape
@@ -240,10 +262,11 @@ def _vllm_ssd() -> Function:
                 out=out,
             )
             return out
-        _, borders, last, sequence = lengths(cu_seqlens, len(x), 256)
+        cu_seqlens = borders(cu_seqlens, slots)
+        _, cuts, last, sequence = lengths(cu_seqlens, len(x), 256)
         states = scan(
             x, dt, a, b, c, chunk_size=256, D=d, z=None, dt_bias=dt_bias, seq_idx=sequence, cu_seqlens=cu_seqlens,
-            cu_chunk_seqlens=borders, last_chunk_indices=last, initial_states=_begin(state, slots, fresh),
+            cu_chunk_seqlens=cuts, last_chunk_indices=last, initial_states=_begin(state, slots, fresh),
             dt_softplus=True, dt_limit=(dt_min, float("inf") if dt_max is None else dt_max), out=out,
             state_dtype=state.dtype,
         )  # fmt: skip
@@ -254,8 +277,8 @@ def _vllm_ssd() -> Function:
 
 
 def _no_vllm_ssd(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
-    dt_min: float = 0.0, dt_max: float | None = None,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+    fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
 ) -> str | None:  # fmt: skip
     fixed = (
         "its decode does not limit dt" if _is_decode(x, slots) and (dt_min or dt_max is not None) else None
@@ -268,8 +291,8 @@ def _vllm_mamba() -> Function:
     update = _vllm_update()
 
     def run(
-        x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
-        fresh: T,
+        x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
+        slots: T, fresh: T | None,
     ) -> T:  # fmt: skip
         out = empty_as(x)
         update(
@@ -292,8 +315,8 @@ def _vllm_mamba() -> Function:
 
 
 def _no_vllm_mamba(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T,
-    fresh: T,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
+    slots: T, fresh: T | None,
 ) -> str | None:  # fmt: skip
     if not _is_decode(x, slots):
         return "its scan of prompts takes [D, T]: another layout"
@@ -315,7 +338,14 @@ def _vllm_conv() -> Function:
         return prepared[key][1]
 
     def run(
-        x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+        x: T,
+        weight: T,
+        bias: T | None,
+        state: T,
+        cu_seqlens: T | None,
+        slots: T,
+        fresh: T | None,
+        activation: str = "silu",
     ) -> T:
         act = activation if activation == "silu" else None
         if _is_decode(x, slots):  # overwrites x
@@ -327,9 +357,9 @@ def _vllm_conv() -> Function:
             state,
             cu_seqlens,
             cache_indices=slots,
-            has_initial_state=~fresh,
+            has_initial_state=torch.ones_like(slots, dtype=torch.bool) if fresh is None else ~fresh,
             activation=act,
-            metadata=of_step(cu_seqlens, x.shape[0]),
+            metadata=of_step(borders(cu_seqlens, slots), x.shape[0]),
         )
         return out.t()
 
@@ -337,7 +367,14 @@ def _vllm_conv() -> Function:
 
 
 def _no_vllm_conv(
-    x: T, weight: T, bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T, activation: str = "silu"
+    x: T,
+    weight: T,
+    bias: T | None,
+    state: T,
+    cu_seqlens: T | None,
+    slots: T,
+    fresh: T | None,
+    activation: str = "silu",
 ) -> str | None:
     batch = _decode(x, cu_seqlens, slots, fresh) if _is_decode(x, slots) else _batch(x, cu_seqlens, slots)
     return first(*batch, dense(x, weight), same(x, state))

@@ -41,8 +41,8 @@ def check(r: T, w: T, k: T, v: T, a: T, b: T, state: T) -> None:
 
 
 def reference(
-    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
-) -> tuple[T, T]:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> tuple[T, T]:  # fmt: skip
     """r, w, k, a, b: [T, H, K], w the logarithm of the decay; v: [T, H, V]; state: [S, H, K, V].
 
     cu_seqlens: [B + 1]; slots, fresh: [B]. RWKV-7 has a = -kappa and b = kappa * rate, with kappa of length 1.
@@ -69,24 +69,24 @@ def _supports_triton(r: T, w: T, k: T, v: T, a: T, b: T, state: T, *_: Any) -> s
 
 
 def _triton(
-    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
-) -> T:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:  # fmt: skip
     check(r, w, k, v, a, b, state)
     check_slots("rwkv7", v, state, cu_seqlens, slots, fresh)
     return solve(Problem(r, k, v, w, state, cu_seqlens, slots, fresh, PAIR, scale, a=a, b=b))
 
 
 def _reference(
-    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T, slots: T, fresh: T, scale: float = 1.0
-) -> T:
+    r: T, w: T, k: T, v: T, a: T, b: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0
+) -> T:  # fmt: skip
     out, new = reference(r, w, k, v, a, b, state, cu_seqlens, slots, fresh, scale)
     store(state, slots, new)
     return out.contiguous()
 
 
 rwkv7 = define(
-    "rwkv7(Tensor r, Tensor w, Tensor k, Tensor v, Tensor a, Tensor b, Tensor(a!) state, Tensor cu_seqlens,"
-    " Tensor slots, Tensor fresh, float scale=1.0) -> Tensor",
+    "rwkv7(Tensor r, Tensor w, Tensor k, Tensor v, Tensor a, Tensor b, Tensor(a!) state, Tensor? cu_seqlens,"
+    " Tensor slots, Tensor? fresh, float scale=1.0) -> Tensor",
     fake=lambda r, w, k, v, *rest: torch.empty(v.shape, dtype=v.dtype, device=v.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -164,7 +164,7 @@ SPEC = OpSpec(
         cases.odd("odd_63", {"seq_lens": (7, 1, 4), **_heads(3, 20, 63), "new": 1}),
         cases.odd("scaled", {"seq_lens": (5, 9), **_heads(2, 33, 40), "scale": 0.25, "new": 2}, "float32"),
         cases.odd("half_decay", {"seq_lens": (6, 2), **_heads(2, 16, 33), "decay_dtype": "bfloat16"}),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, **_heads(3, 32, 32), "padding": 2}),
+        cases.odd("decode_5", {**cases.decode(5), **_heads(3, 32, 32), "padding": 2}),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **_heads(2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 24, 32), "new": 1, "scale": 0.125}),

@@ -16,7 +16,6 @@ from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.gated_linear_attention import gated_linear_attention
 from fastkernels.overrides.recurrence.kda import kda
-from fastkernels.overrides.recurrence.kernels.constants import each, none
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
     conv_prefill,
@@ -110,11 +109,13 @@ def sglang_selective_state_update(
     ssd_decode(state, x, dt, A, B, C, D, dt_bias, z, dt_softplus, state_batch_indices, out)
 
 
-def _gates(a: T, b: T, A_log: T, dt_bias: T, heads: int, low: float | None) -> tuple[T, T]:
-    """The logarithm of the decays [T, H] or [T, H, K], and the step sizes [T, H], of a and b in any shape."""
+Gates = tuple[T, T, tuple[T, T, bool, float]]
+
+
+def _gates(a: T, b: T, A_log: T, dt_bias: T, heads: int, low: float | None) -> Gates:
+    """The inputs of the decays [T, H] or [T, H, K] and of the step sizes [T, H], and what makes gates of them."""
     bias = dt_bias.view(-1) if dt_bias.numel() == heads else dt_bias.view(heads, -1)
-    dt, steps = a.reshape(-1, *bias.shape), b.reshape(-1, heads)
-    return delta_gates(dt, steps, A_log.reshape(-1), bias, True, low or 0.0)
+    return a.reshape(-1, *bias.shape), b.reshape(-1, heads), (A_log.reshape(-1), bias, True, low or 0.0)
 
 
 def _gated(
@@ -126,10 +127,10 @@ def _gated(
     if softplus_beta != 1.0 or cu_seqlens is None or state is None:
         raise UnsupportedArgument(f"{name}: softplus_beta={softplus_beta}, no cu_seqlens or no states")
     slots = slots_of(name, indices, cu_seqlens.shape[0] - 1)
-    gates = _gates(a, b, A_log, dt_bias, v.shape[2], None)
-    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
+    dt, steps, gates = _gates(a, b, A_log, dt_bias, v.shape[2], None)
+    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return gated_delta_rule(q[0], k[0], v[0], *gates, *tail, scale, normalize)[None]
+    return gated_delta_rule(q[0], k[0], v[0], dt, steps, *tail, scale, normalize, *gates)[None]
 
 
 def sglang_fused_sigmoid_gating_delta_rule_update_0_5_16(
@@ -262,8 +263,9 @@ def _packed(
     rest = (mixed_qkv.shape[1] - heads * size) // 2
     q, k, v = mixed_qkv.split([rest, rest, heads * size], 1)
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
-    tail = state.transpose(2, 3), each(mixed_qkv), slots, none(slots)
-    fill(out[:, 0], op, q, k, v, *_gates(a, b, A_log, dt_bias, heads, low), *tail, scale, normalize)
+    tail = state.transpose(2, 3), None, slots, None
+    dt, steps, gates = _gates(a, b, A_log, dt_bias, heads, low)
+    fill(out[:, 0], op, q, k, v, dt, steps, *tail, scale, normalize, *gates)
     return out, state
 
 
@@ -367,11 +369,12 @@ def _chunk_kda(
     if A_log is not None:
         if dt_bias is None:
             raise UnsupportedArgument("chunk_kda: A_log without dt_bias; use the host's own function")
-        decays, gates = _gates(g, beta, A_log, dt_bias, v.shape[2], low)
-        steps = gates if raw else steps
+        dt, inputs, gates = _gates(g, beta, A_log, dt_bias, v.shape[2], low)
+        decays, found = delta_gates(dt, inputs, *gates)
+        steps = found if raw else steps
     elif raw:
         steps = steps.float().sigmoid()
-    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
+    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     return kda(q[0], k[0], v[0], decays, steps, *tail, scale, normalize)[None]
 
@@ -464,7 +467,7 @@ class StatesInside:
         slots = torch.arange(1, count + 1, device=starts.device, dtype=torch.int32)
         slots = torch.stack([slots, torch.zeros_like(slots)], 1).flatten()
         pool = torch.cat([self.before[:1], self.before])
-        self.rule(*self.tokens, pool.transpose(2, 3), borders.to(torch.int32), slots, none(slots))
+        self.rule(*self.tokens, pool.transpose(2, 3), borders.to(torch.int32), slots, None)
         return pool[1:][sequence].to(self.tokens[1].dtype)
 
 
@@ -480,11 +483,11 @@ def _chunk_rule(
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     tokens = q[0], k[0], v[0], g[0].float(), beta[0]
 
-    def rule(*tensors: T) -> T:
+    def rule(*tensors: T | None) -> T:
         return gated_delta_rule(*tensors, scale, normalize)
 
     inside = StatesInside(rule, tokens, state[slots.clamp_min(0).long()], cu_seqlens)
-    out = rule(*tokens, state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots))
+    out = rule(*tokens, state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None)
     return out[None], None, inside
 
 
@@ -540,8 +543,8 @@ def _segments(q: T, k: T, v: T, s: T, decay_scales: T, meta: Any, scale: float |
     count = meta.batch_size
     slots = slots_of(name, meta.s_offsets[:count], count)
     prompts = len(q) > count  # SGLang's kernel of decodes reads neither borders nor s_scales
-    borders = meta.q_offsets[: count + 1].to(torch.int32) if prompts else each(slots)
-    fresh = meta.s_scales[:count] == 0 if prompts else none(slots)
+    borders = meta.q_offsets[: count + 1].to(torch.int32) if prompts else None
+    fresh = meta.s_scales[:count] == 0 if prompts else None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return gated_linear_attention(q, k, v, -decay_scales.float().flatten(), s, borders, slots, fresh, scale)
 

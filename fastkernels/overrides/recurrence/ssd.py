@@ -42,8 +42,8 @@ def _check(x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state:
 
 
 def reference(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
-    dt_min: float = 0.0, dt_max: float | None = None,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+    fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
 ) -> tuple[T, T]:  # fmt: skip
     """x: [T, H, P]; dt: [T, H]; a, d, dt_bias: [H]; b, c: [T, G, N]; state: [S, H, P, N].
 
@@ -76,8 +76,8 @@ def _supports_triton(
 
 
 def _triton(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
-    dt_min: float = 0.0, dt_max: float | None = None,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+    fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
 ) -> T:  # fmt: skip
     _check(x, dt, a, b, c, d, dt_bias, state)
     check_slots("ssd", x, state, cu_seqlens, slots, fresh)
@@ -90,8 +90,8 @@ def _triton(
 
 
 def _reference(
-    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T, slots: T, fresh: T,
-    dt_min: float = 0.0, dt_max: float | None = None,
+    x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+    fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
 ) -> T:  # fmt: skip
     out, new = reference(x, dt, a, b, c, d, dt_bias, state, cu_seqlens, slots, fresh, dt_min, dt_max)
     store(state, slots, new)
@@ -100,7 +100,7 @@ def _reference(
 
 ssd = define(
     "ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, Tensor(a!) state,"
-    " Tensor cu_seqlens, Tensor slots, Tensor fresh, float dt_min=0.0, float? dt_max=None) -> Tensor",
+    " Tensor? cu_seqlens, Tensor slots, Tensor? fresh, float dt_min=0.0, float? dt_max=None) -> Tensor",
     fake=lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -165,7 +165,8 @@ SPEC = OpSpec(
         cases.odd("one", {"seq_lens": (1,), **_heads(1, 1, 1)}, "float32"),
         cases.odd("odd_63", {"seq_lens": (7, 1, 3), **_heads(4, 63, 20, 2), "new": 1, "bias": True}),
         cases.odd("clamped", {"seq_lens": (9, 4), **_heads(3, 16, 33), **_CLAMPED, "skip": True}, "float32"),
-        cases.odd("decode_5", {"seq_lens": (1,) * 5, **_heads(6, 32, 16, 3), "padding": 2, **_ALL}),
+        cases.odd("decode_5", {**cases.decode(5), **_heads(6, 32, 16, 3), "padding": 2, **_ALL}),
+        cases.odd("begins_3", {"seq_lens": (1,) * 3, **_heads(2, 16, 16), "decode": True, "new": 1, **_ALL}, "float32"),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 6), **_heads(2, 8, 16), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 32, 24), "new": 1, **_ALL}),

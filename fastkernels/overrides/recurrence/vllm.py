@@ -16,7 +16,6 @@ from fastkernels.overrides.recurrence.batches import batch_of, by_head, softplus
 from fastkernels.overrides.recurrence.delta_gates import delta_gates
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.kda import kda
-from fastkernels.overrides.recurrence.kernels.constants import each, none
 from fastkernels.overrides.recurrence.mamba_scan import mamba_scan
 from fastkernels.overrides.recurrence.pools import (
     conv_decode,
@@ -144,8 +143,7 @@ def vllm_causal_conv1d_update_0_32(
         "causal_conv1d_update", num_accepted_tokens=num_accepted_tokens,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
     )  # fmt: skip
-    found = conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
-    return found if out is None else out.copy_(found)
+    return conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc, out)
 
 
 def vllm_causal_conv1d_update(
@@ -168,8 +166,7 @@ def vllm_causal_conv1d_update(
     memory: x keeps its values. Raises UnsupportedArgument for activations other than SiLU and speculative decoding.
     """
     unset("causal_conv1d_update", num_accepted_tokens=num_accepted_tokens)
-    found = conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc)
-    return found if out is None else out.copy_(found)
+    return conv_decode(x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc, out)
 
 
 def vllm_causal_conv1d_update_cpu(
@@ -374,15 +371,10 @@ def vllm_selective_scan_fn(
     if query_start_loc is None or B.dim() != 2:
         raise UnsupportedArgument(f"{name}: B {tuple(B.shape)} is not [N, T] of packed sequences")
     slots = slots_of(name, cache_indices, query_start_loc.shape[0] - 1)
-    fresh = ~none(slots) if has_initial_state is None else ~has_initial_state
+    fresh = torch.ones_like(slots, dtype=torch.bool) if has_initial_state is None else ~has_initial_state
     x, step, keys, queries, gate = (t if t is None else t.t().contiguous() for t in (u, delta, B, C, z))
     borders = query_start_loc.to(torch.int32)
     return mamba_scan(x, step, A, keys, queries, D, gate, delta_bias, ssm_states, borders, slots, fresh).t()
-
-
-def _gates(A_log: T, a: T, b: T, dt_bias: T) -> tuple[T, T]:
-    """The logarithm of the decays, and the step sizes, of a gated delta net."""
-    return delta_gates(a, b, A_log, dt_bias, True)
 
 
 def vllm_fused_recurrent_gated_delta_rule_packed_decode(
@@ -408,9 +400,9 @@ def vllm_fused_recurrent_gated_delta_rule_packed_decode(
     q, k, v = mixed_qkv.split([rest, rest, heads * size], 1)
     q, k, v = q.unflatten(1, (-1, keys)), k.unflatten(1, (-1, keys)), v.unflatten(1, (heads, size))
     state = initial_state.transpose(2, 3)
-    tail = state, each(mixed_qkv), slots, none(slots)
-    gates = _gates(A_log, a, b, dt_bias)
-    fill(out[:, 0], gated_delta_rule, q, k, v, *gates, *tail, scale, use_qk_l2norm_in_kernel)
+    tail = state, None, slots, None
+    gates = A_log, dt_bias, True
+    fill(out[:, 0], gated_delta_rule, q, k, v, a, b, *tail, scale, use_qk_l2norm_in_kernel, *gates)
     return out, initial_state
 
 
@@ -446,8 +438,8 @@ def vllm_fused_sigmoid_gating_delta_rule_update(
             f"{name}: beta={beta}, inplace_final_state={inplace_final_state} or no cu_seqlens"
         )
     slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
-    return _delta(q, k, v, *_gates(A_log, a, b, dt_bias), scale, initial_state, cu_seqlens, slots,
-                  use_qk_l2norm_in_kernel), initial_state  # fmt: skip
+    given = scale, initial_state, cu_seqlens, slots, use_qk_l2norm_in_kernel
+    return _delta(q, k, v, a, b, *given, A_log, dt_bias, True), initial_state
 
 
 def vllm_fused_recurrent_gated_delta_rule(
@@ -477,11 +469,21 @@ def vllm_fused_recurrent_gated_delta_rule(
 
 
 def _delta(
-    q: T, k: T, v: T, g: T, beta: T, scale: float | None, state: T, cu_seqlens: T, slots: T, normalize: bool
+    q: T,
+    k: T,
+    v: T,
+    g: T,
+    beta: T,
+    scale: float | None,
+    state: T,
+    cu_seqlens: T,
+    slots: T,
+    normalize: bool,
+    *gates: Any,
 ) -> T:
-    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
+    tail = state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return gated_delta_rule(q[0], k[0], v[0], g, beta, *tail, scale, normalize)[None]
+    return gated_delta_rule(q[0], k[0], v[0], g, beta, *tail, scale, normalize, *gates)[None]
 
 
 def vllm_chunk_gated_delta_rule(
@@ -610,7 +612,7 @@ def vllm_fused_recurrent_kda_0_26(
             f"{name}: no beta, no cu_seqlens or inplace_final_state={inplace_final_state}"
         )
     slots = slots_of(name, ssm_state_indices, cu_seqlens.shape[0] - 1)
-    tail = initial_state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, none(slots)
+    tail = initial_state.transpose(2, 3), cu_seqlens.to(torch.int32), slots, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return kda(q[0], k[0], v[0], g[0], beta[0], *tail, scale, use_qk_l2norm_in_kernel)[None], initial_state
 
@@ -636,9 +638,9 @@ def vllm_fused_recurrent_kda_packed_decode(
     _, heads, size, keys = initial_state.shape
     q, k, v = mixed_qkv.split([heads * keys, heads * keys, heads * size], 1)
     q, k, v = q.unflatten(1, (heads, keys)), k.unflatten(1, (heads, keys)), v.unflatten(1, (heads, size))
-    g, beta = _kda_gates(raw_g, raw_beta, A_log, dt_bias, lower_bound)
-    tail = initial_state.transpose(2, 3), each(mixed_qkv), slots, none(slots)
-    given = (q, k, v, g[0], beta[0], *tail, keys**-0.5 if scale is None else scale, True)
+    tail = initial_state.transpose(2, 3), None, slots, None
+    gates = A_log.reshape(-1), dt_bias.view(heads, keys), True, lower_bound or 0.0
+    given = (q, k, v, raw_g[0], raw_beta[0], *tail, keys**-0.5 if scale is None else scale, True, *gates)
     if out is None:
         return kda(*given)[None], initial_state
     fill(out[0], kda, *given)

@@ -85,7 +85,7 @@ class Backend:
         raise NotImplementedError
 
 
-def patched(kernel, ops):
+def patched_backend(backend, ops):
     from types import SimpleNamespace
 
     from fk_integrations.patching.apply import apply
@@ -94,8 +94,12 @@ def patched(kernel, ops):
     from fastkernels.patch import Request
 
     arguments = SimpleNamespace(pp_size=1, tp_size=1)
-    runner = SimpleNamespace(attn_backend=Backend(kernel), server_args=arguments, device="cpu")
+    runner = SimpleNamespace(attn_backend=backend, server_args=arguments, device="cpu")
     return apply(SglangAdapter(runner), torch.nn.Linear(1, 1), Request("patch", ops=ops))
+
+
+def patched(kernel, ops):
+    return patched_backend(Backend(kernel), ops)
 
 
 HEADS, SIZE = 2, 16
@@ -227,6 +231,44 @@ def test_lightning_attention_equals_sglangs():
         torch.testing.assert_close(states, theirs, atol=1e-4, rtol=1e-4)
     with pytest.raises(UnsupportedArgument, match="track_lens"):
         ours.sglang_seg_la_fwd(q, k, v, states, slopes, meta, track_lens=slots)
+
+
+def test_lightning_backend_is_patched_proved_and_undone():
+    """SGLang's own backend computes a prompt and a decode, patched and after undo."""
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
+
+    torch.manual_seed(0)
+    heads, size = 2, 128
+    backend = object.__new__(LightningAttentionBackend)  # its constructor needs a model runner
+    backend.tp_slope, layer = [torch.rand(heads, 1, 1)], SimpleNamespace(layer_id=0, scaling=0.2)
+    pool = torch.randn(6, heads, size, size)
+
+    def step(states, *lengths):
+        torch.manual_seed(len(lengths))
+        q, k, v = (torch.randn(sum(lengths), heads, size) * 0.3 for _ in range(3))
+        known = torch.tensor([False, True, True][: len(lengths)])
+        meta = SimpleNamespace(
+            query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), batch_size=len(lengths),
+            has_initial_states=known,
+        )  # fmt: skip
+        slots = torch.tensor([3, 1, 5][: len(lengths)], dtype=torch.int32)
+        return backend._linear_attention_entry(q, k, v, states, slots, meta, layer)
+
+    def steps():
+        states = pool.clone()
+        return step(states, 5, 40), step(states, 1, 1, 1), states
+
+    want = steps()
+    report = patched_backend(backend, ("gated_linear_attention",))
+    for ours_, theirs in zip(steps(), want, strict=True):
+        torch.testing.assert_close(ours_, theirs, atol=1e-4, rtol=1e-4)
+    row = next(r for r in report.report() if r["modules"])
+    assert (row["calls"], row["proof"], row["fallbacks"]) == (2, "calls", {})
+    report.undo()
+    assert type(backend) is LightningAttentionBackend
+    assert all(torch.equal(after, before) for after, before in zip(steps(), want, strict=True))
 
 
 def test_scan_of_prompts_equals_decodes():

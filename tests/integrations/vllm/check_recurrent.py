@@ -15,6 +15,7 @@ from support.tiny import make_tiny
 import fastkernels
 from fastkernels.overrides.kit.arguments import UnsupportedArgument
 from fastkernels.overrides.recurrence import vllm as ours
+from fastkernels.overrides.recurrence.delta_gates import delta_gates
 
 
 def engine(model, **options):
@@ -85,7 +86,7 @@ def test_gated_delta_rule_equals_vllms_cpu_kernels():
     q, k, v, a, b, a_log, bias = gdn()
     slots, borders = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
     pool = torch.randn(4, 4, 128, 128)
-    g, beta = ours._gates(a_log, a, b, bias)
+    g, beta = delta_gates(a, b, a_log, bias, True)
     theirs = pool.clone()
     out, _ = ops.chunk_gated_delta_rule_cpu(
         query=q, key=k, value=v, g=g[None], beta=beta[None].to(q.dtype), initial_state=theirs, output_final_state=True,
@@ -116,7 +117,7 @@ def test_decodes_of_a_gpu_agree_with_each_other():
     """Of one token each: packed queries, separate ones with gates, and those with decays, from the same states."""
     q, k, v, a, b, a_log, bias = gdn(size=24, tokens=3)
     slots, borders = torch.tensor([3, 0, 1], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
-    pool, (g, beta) = torch.randn(4, 4, 24, 24), ours._gates(a_log, a, b, bias)
+    pool, (g, beta) = torch.randn(4, 4, 24, 24), delta_gates(a, b, a_log, bias, True)
     packed = torch.cat([x[0].flatten(1) for x in (q, k, v)], 1)
     states, out = [pool.clone() for _ in range(3)], torch.empty(3, 1, 4, 24, dtype=q.dtype)
     ours.vllm_fused_recurrent_gated_delta_rule_packed_decode(

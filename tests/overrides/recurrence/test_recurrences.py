@@ -212,6 +212,35 @@ def test_contradicting_arguments_are_named(name: str, argument: str, change: Any
         run(spec, {**args, argument: change(args[argument])})
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_a_decode_needs_neither_borders_nor_flags(name: str) -> None:
+    spec, args = made(name, [1, 1, 1], padding=1)
+    args["fresh"] = torch.zeros(3, dtype=torch.bool)
+    short = {**args, "cu_seqlens": None, "fresh": None, "state": args["state"].clone()}
+    assert torch.equal(run(spec, args), run(spec, short))
+    assert torch.equal(args["state"], short["state"])
+    with pytest.raises(
+        ValueError, match=rf"{name}: cu_seqlens=None is one token of each sequence, got 3 tokens"
+    ):
+        run(spec, {**short, "slots": short["slots"][:2]})
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
+def test_inputs_of_gates_come_together(name: str) -> None:
+    spec, args = made(name, [2])
+    heads, keys = args["v"].shape[1], args["k"].shape[2]
+    rate, bias = torch.ones(heads), torch.ones(heads, keys) if name == "kda" else torch.ones(heads)
+    with pytest.raises(ValueError, match=f"{name}: rate and bias must be given together, got rate alone"):
+        run(spec, {**args, "rate": rate, "bias": None})
+    with pytest.raises(ValueError, match=rf"{name}: bias \(.*\) must be \[Hv\], or \[Hv, K\]"):
+        run(spec, {**args, "rate": rate, "bias": bias[:1, ...][:, None]})
+    g, beta = registry.get("delta_gates").reference(args["g"], args["beta"], rate, bias, True)
+    made_before = {**args, "g": g, "beta": beta, "state": args["state"].clone()}
+    found = run(spec, {**args, "rate": rate, "bias": bias, "logarithm": True})
+    torch.testing.assert_close(found, run(spec, made_before))
+    torch.testing.assert_close(args["state"], made_before["state"])
+
+
 @pytest.fixture(scope="module")
 def in_chunks() -> dict[str, str | None]:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -320,6 +349,7 @@ def test_a_decode_of_a_host_launches_its_kernels_alone() -> None:
     assert {name: ran for name, (ran, _) in found.items()} == {
         "mamba2": ["fastkernels::ssd"], "mamba": ["fastkernels::mamba_scan"],
         "convolution": ["fastkernels::causal_conv1d", "aten::copy_"],  # the copy is the test's
-        "gated delta": ["fastkernels::delta_gates", "fastkernels::gated_delta_rule"],
+        "convolution with a result": ["fastkernels::causal_conv1d"],
+        "gated delta": ["fastkernels::gated_delta_rule"], "kimi delta": ["fastkernels::kda"],
     }  # fmt: skip
     assert max(error for _, error in found.values()) < 1e-5

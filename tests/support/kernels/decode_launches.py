@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.core import registry
 from fastkernels.overrides.recurrence import vllm
-from fastkernels.overrides.recurrence.delta_gates import delta_gates
 
 T = torch.Tensor
 BATCH, HEADS, SIZE, STATES, SLOTS = 3, 2, 16, 16, 5
@@ -78,16 +77,34 @@ def convolution(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], s
     return call, (x, weight, bias, state.clone(), BORDERS, SLOT_OF, OLD, "silu"), "causal_conv1d"
 
 
+def filled_convolution(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    _, args, op = convolution(state, out)
+    host = (args[0], state, *args[1:3], "silu", SLOT_OF)
+    return lambda: vllm.vllm_causal_conv1d_update(*host, out=out), args, op
+
+
 def gated_delta(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
     mixed = rand(BATCH, HEADS * (2 * STATES + SIZE))
     a, b, rate, bias = rand(BATCH, HEADS), rand(BATCH, HEADS), rand(HEADS), rand(HEADS) + 1
     q, k, v = mixed.split([HEADS * STATES, HEADS * STATES, HEADS * SIZE], 1)
     wide = q.unflatten(1, (HEADS, -1)), k.unflatten(1, (HEADS, -1)), v.unflatten(1, (HEADS, -1))
-    gates = delta_gates(a, b, rate, bias, True)
     host = (mixed, a, b, rate, bias, 0.25, state, out, SLOT_OF, True)
     return lambda: vllm.vllm_fused_recurrent_gated_delta_rule_packed_decode(*host), (
-        *wide, *gates, state.clone().transpose(2, 3), BORDERS, SLOT_OF, OLD, 0.25, True,
+        *wide, a, b, state.clone().transpose(2, 3), BORDERS, SLOT_OF, OLD, 0.25, True, rate, bias, True,
     ), "gated_delta_rule"  # fmt: skip
+
+
+def kimi_delta(state: T, out: T) -> tuple[Callable[[], Any], tuple[Any, ...], str]:
+    mixed = rand(BATCH, HEADS * (2 * STATES + SIZE))
+    g, b, rate, bias = rand(1, BATCH, HEADS, STATES), rand(1, BATCH, HEADS), rand(HEADS), rand(HEADS * STATES)
+    wide = (
+        t.unflatten(1, (HEADS, -1)) for t in mixed.split([HEADS * STATES, HEADS * STATES, HEADS * SIZE], 1)
+    )
+    host = (mixed, g, b, rate, bias, -5.0, state, SLOT_OF, 0.25, out)
+    return lambda: vllm.vllm_fused_recurrent_kda_packed_decode(*host), (
+        *wide, g[0], b[0], state.clone().transpose(2, 3), BORDERS, SLOT_OF, OLD, 0.25, True, rate,
+        bias.view(HEADS, STATES), True, -5.0,
+    ), "kda"  # fmt: skip
 
 
 def measured(made: Any, state: T, out: T) -> list[Any]:
@@ -99,7 +116,7 @@ def measured(made: Any, state: T, out: T) -> list[Any]:
     out.fill_(float("nan"))
     with Recorded() as seen:
         call()
-    after = after.transpose(2, 3) if op == "gated_delta_rule" else after
+    after = after.transpose(2, 3) if op in ("gated_delta_rule", "kda") else after
     wrong = (out.view(want.shape) - want).abs().max(), (state - after).abs().max()
     return [seen.names, float(max(wrong))]
 
@@ -111,6 +128,12 @@ def main() -> None:
         "convolution": measured(convolution, rand(SLOTS, CHANNELS, 3), torch.empty(BATCH, CHANNELS)),
         "gated delta": measured(
             gated_delta, rand(SLOTS, HEADS, SIZE, STATES), torch.empty(BATCH, 1, HEADS, SIZE)
+        ),
+        "kimi delta": measured(
+            kimi_delta, rand(SLOTS, HEADS, SIZE, STATES), torch.empty(1, BATCH, HEADS, SIZE)
+        ),
+        "convolution with a result": measured(
+            filled_convolution, rand(SLOTS, CHANNELS, 3), torch.empty(BATCH, CHANNELS)
         ),
     }))  # fmt: skip
 

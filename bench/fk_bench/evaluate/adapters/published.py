@@ -525,6 +525,8 @@ def _gated_linear_attention(make: Modules) -> Callable[..., Any]:
         gate = g if g.dim() == 3 else (g.expand(len(v), -1) if g.dim() == 1 else g)[..., None].expand_as(k)
         packed = (t.contiguous()[None] for t in (q, k, v, gate))
         first = begin(state, slots, fresh, state.dtype)
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(len(slots) + 1, device=q.device)
         out, last = make(q.device)(
             *packed, scale=scale, initial_state=first, output_final_state=True, cu_seqlens=cu_seqlens.long()
         )

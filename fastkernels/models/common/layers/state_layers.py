@@ -49,6 +49,7 @@ from fastkernels.overrides.recurrence.ssd import ssd
 from fastkernels.overrides.rope.vllm import get_rope
 
 MakeNorm = Callable[[Norm, int], nn.Module]
+Tail = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]  # cu_seqlens, slots and fresh of a step
 LEAST_DECAY = -math.exp(-0.5)  # the logarithm of RWKV-7's smallest decay
 
 
@@ -103,7 +104,7 @@ class Stateful(nn.Module):
     keeps: StateSpec
     states: dict[str, torch.Tensor] | None = None
 
-    def bound_states(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+    def bound_states(self) -> tuple[dict[str, torch.Tensor], Tail]:
         """The states, and what ops read of the step's batch."""
         m, states = get_forward_context(), self.states
         if states is None or m.state_slots is None or m.fresh is None:
@@ -111,7 +112,7 @@ class Stateful(nn.Module):
                 f"{type(self).__name__} has no state: set states = {{name: tensor [slots, ...]}} as `keeps` declares"
                 " them, and state_slots and fresh of the step's AttentionMetadata"
             )
-        return states, (m.cu_seqlens_q, m.state_slots, m.fresh)
+        return states, (None if m.decode_only else m.cu_seqlens_q, m.state_slots, m.fresh)
 
 
 class StateLayer(Stateful):
@@ -122,10 +123,10 @@ class StateLayer(Stateful):
     def _keep(self, channels: int, kernel: int, state: tuple[int, ...], swapped: bool = False) -> None:
         self.keeps = StateSpec(
             {"conv": ((channels, kernel - 1), None), "recurrent": (state, torch.float32)},
-            frozenset({"recurrent"} if swapped else ()),
+            frozenset({"conv", "recurrent"} if swapped else {"conv"}),
         )  # fmt: skip
 
-    def _bound(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _bound(self) -> tuple[torch.Tensor, torch.Tensor, Tail]:
         """The states of the convolution and the recurrence, and what ops read of the step's batch."""
         states, batch = self.bound_states()
         return states["conv"], states["recurrent"], batch
@@ -142,7 +143,7 @@ class Conv(nn.Module):
         self.weight = vector(parts, kernel, what=f"{what}, kernel {kernel}", dtype=None)
         self.bias = vector(parts, what=what, dtype=None, fill=0.0) if bias else None
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, state: torch.Tensor, batch: Tail) -> torch.Tensor:
         """x: [T, channels] to the same."""
         return causal_conv1d(x, self.weight, self.bias, state, *batch, self.activation)
 
@@ -293,11 +294,13 @@ class GatedDeltaLayer(StateLayer):
         conv, recurrent, batch = self._bound()
         qkv, z, beta, dt = self.in_proj(hidden_states)[0].split(self.sizes, dim=-1)
         q, k, v = self.conv1d(qkv, conv, batch).split(self.conv_sizes, dim=-1)
-        decay, beta = delta_gates(dt, beta, self.A, self.dt_bias)
-        beta = beta if a.rate_scale == 1.0 else beta * a.rate_scale
+        gates: tuple[torch.Tensor, ...] = (self.A, self.dt_bias)
+        if a.rate_scale != 1.0:
+            dt, beta = delta_gates(dt, beta, *gates)
+            beta, gates = beta * a.rate_scale, ()
         y = gated_delta_rule(
             q.unflatten(-1, (-1, a.key_size)), k.unflatten(-1, (-1, a.key_size)),
-            v.unflatten(-1, (-1, a.value_size)), decay, beta, recurrent, *batch, a.key_size**-0.5, True,
+            v.unflatten(-1, (-1, a.value_size)), dt, beta, recurrent, *batch, a.key_size**-0.5, True, *gates,
         )  # fmt: skip
         y = self.norm(y, z.unflatten(-1, (-1, a.value_size)))
         return self.out_proj(y.flatten(-2))[0]
@@ -346,7 +349,7 @@ class ShortConvLayer(StateLayer):
         )
         self.conv1d = Conv([part], a.kernel, a.bias, f"{a.channels} channels", "none")
         self.out_proj = VllmRowParallelLinear(a.channels, hidden, bias=a.bias, prefix=f"{prefix}.out_proj")
-        self.keeps = StateSpec({"conv": ((part.own, a.kernel - 1), None)})
+        self.keeps = StateSpec({"conv": ((part.own, a.kernel - 1), None)}, frozenset({"conv"}))
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         states, batch = self.bound_states()
@@ -391,8 +394,8 @@ class KimiDeltaLayer(StateLayer):
         f, g = self.fg_a_proj(hidden_states)[0].chunk(2, dim=-1)
         steps = self.f_b_proj(f)[0].unflatten(-1, by_head)
         bias = self.dt_bias.unflatten(-1, by_head)
-        decay, beta = delta_gates(steps, self.b_proj(hidden_states)[0], self.A, bias)
-        y = kda(q, k, v, decay, beta, recurrent, *batch, by_head[1] ** -0.5, True)
+        beta = self.b_proj(hidden_states)[0]
+        y = kda(q, k, v, steps, beta, recurrent, *batch, by_head[1] ** -0.5, True, self.A, bias)
         y = self.o_norm(y, self.g_b_proj(g)[0].unflatten(-1, by_head))
         return self.o_proj(y.flatten(-2))[0]
 

@@ -36,6 +36,7 @@ from fastkernels.overrides.recurrence.kernels.problem import (
     LINEAR,
     PAIR,
     Problem,
+    sequence_at,
     softplus,
     strides,
 )
@@ -307,10 +308,8 @@ def _between_kernel(
     keys = tl.arange(0, BLOCK_K)
     cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = keys < K, cols < V
-    start = tl.load(cu_ptr + i).to(tl.int64)
-    end = tl.load(cu_ptr + i + 1).to(tl.int64)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    start, count, slot, known = sequence_at(i, cu_ptr, slots_ptr, fresh_ptr)
+    end = start + count
     state_at = state_ptr + slot * s_s + h * s_h + keys[:, None] * s_k + cols[None, :] * s_v
     inside = key[:, None] & value[None, :]
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)  # [K, V]
@@ -459,9 +458,14 @@ def _tile_between(p: Problem) -> tuple[int, int, int]:
     return min(64 if wide else 32, most), 3 if deep else 2, 4
 
 
+def in_chunks(p: Problem) -> bool:
+    """Whether prompts run in chunks, rather than token by token as decodes and short sequences do."""
+    return p.v.shape[0] >= LEAST * p.sizes[0]
+
+
 def way_of(p: Problem) -> Callable[[Problem, torch.Tensor], None]:
-    """Prompts run in chunks, decodes and short sequences token by token: shapes alone decide."""
-    if p.v.shape[0] < LEAST * p.sizes[0]:
+    """The kernels of a problem: shapes alone decide."""
+    if not in_chunks(p):
         return recurrent.run
     return linear_chunks.run if linear_chunks.supports(p) else run
 

@@ -20,6 +20,7 @@ from fastkernels.overrides.recurrence.kernels.problem import (
     LINEAR,
     STEP,
     Problem,
+    slot_at,
     softplus,
     strides,
 )
@@ -100,12 +101,11 @@ def linear_kernel(
     cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = keys < K, cols < V
     inside = key[:, None] & value[None, :]
-    slot = tl.load(slots_ptr + i).to(tl.int64)
+    slot, known = slot_at(i, slots_ptr, fresh_ptr)
     state_at = state_ptr + slot * s_s + h * s_h + keys[:, None] * s_k + cols[None, :] * s_v
     if PART != 0:
         segment_at = segment_ptr + (piece.to(tl.int64) * H + h) * K * V + keys[:, None] * V + cols[None, :]
     if PART == 0:
-        known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
         s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)  # [K, V]
     elif PART == 1:
         s = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
@@ -175,8 +175,7 @@ def _join_kernel(
     inside = at < K * V
     start = tl.load(cu_ptr + i)
     end = tl.load(cu_ptr + i + 1)
-    slot = tl.load(slots_ptr + i).to(tl.int64)
-    known = (slot > 0) & (tl.load(fresh_ptr + i) == 0)
+    slot, known = slot_at(i, slots_ptr, fresh_ptr)
     state_at = state_ptr + slot * s_s + h * s_h + at // V * s_k + at % V * s_v
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)
     piece = (start // SEGMENT + i).to(tl.int64)

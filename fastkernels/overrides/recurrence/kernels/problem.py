@@ -28,11 +28,13 @@ class Problem:
     v          [T, H, V]
     g          [T, H], [T, H, K] or [H]: the logarithm of the decay. For STEP the step sizes [T, H] before the softplus
     state      [S, H, K, V], of any strides
+    cu_seqlens, fresh  None: one token of each sequence; no sequence begins
     rule       LINEAR writes k v^T; DELTA k (beta (v - S^T k))^T; PAIR k v^T + b (S^T a)^T with S before the decay;
                STEP dt k v^T, with a decay of exp(dt rate), and adds skip * v to the output
     beta       [T, H]
     a, b       [T, H, K]
-    rate, bias, skip, low, high   of STEP: [H], and the limits of dt
+    rate, bias, skip, low, high   of STEP: [H], and the limits of dt. With `rate`, g and beta of DELTA are the inputs
+               of `delta_gates`, as are rate [H], bias [H] or [H, K], logarithm and low
     """
 
     q: T
@@ -40,9 +42,9 @@ class Problem:
     v: T
     g: T
     state: T
-    cu_seqlens: T
+    cu_seqlens: T | None
     slots: T
-    fresh: T
+    fresh: T | None
     rule: int
     scale: float = 1.0
     normalize: bool = False
@@ -54,6 +56,7 @@ class Problem:
     skip: T | None = None
     low: float = 0.0
     high: float = float("inf")
+    logarithm: bool = False
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -83,7 +86,41 @@ def unsupported(*rows: T | None, others: tuple[T | None, ...] = (), keys: int = 
 
 
 @triton.jit
+def slot_at(i, slots_ptr, fresh_ptr):
+    # The slot of sequence i, and whether it has the sequence's state.
+    slot = tl.load(slots_ptr + i).to(tl.int64)
+    known = slot > 0
+    if fresh_ptr is not None:
+        known = known & (tl.load(fresh_ptr + i) == 0)
+    return slot, known
+
+
+@triton.jit
+def sequence_at(i, cu_ptr, slots_ptr, fresh_ptr):
+    # The first row of sequence i, its number of tokens, and slot_at. Without borders it has one token.
+    start = i.to(tl.int64)
+    count = 1
+    if cu_ptr is not None:
+        start = tl.load(cu_ptr + i).to(tl.int64)
+        count = (tl.load(cu_ptr + i + 1) - start).to(tl.int32)
+    slot, known = slot_at(i, slots_ptr, fresh_ptr)
+    return start, count, slot, known
+
+
+@triton.jit
 def softplus(x):
     # log(1 + e) is 0 in float32 for the smallest steps.
     e = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(e < 1e-3, e * (1.0 - 0.5 * e), tl.log(1.0 + e))
+
+
+@triton.jit
+def log_decay(dt, rate, low, LOGARITHM: tl.constexpr, BOUNDED: tl.constexpr):
+    # The decay of `delta_gates`, as a logarithm.
+    if LOGARITHM:
+        rate = -tl.exp(rate)
+    if BOUNDED:
+        g = low / (1.0 + tl.exp(rate * dt))
+    else:
+        g = rate * softplus(dt)
+    return g
