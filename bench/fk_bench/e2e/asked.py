@@ -280,6 +280,8 @@ class Asked:
                     comparison.wait()
                     ready.append(comparison)
                     comparison.took["start"] = time.monotonic() - began
+                    parts = ", ".join(f"{n[8:]} {s:.0f}" for n, s in comparison.start_seconds().items())
+                    print(f"{comparison.model}: start in seconds: {parts}", file=sys.stderr)
                 except HostFailed as error:
                     errors[comparison.model] = str(error)
                     comparison.stop()

@@ -116,12 +116,12 @@ def placed(
 
     Raises ValueError for a task, media or loads that the model has not.
     """
-    from fk_bench.e2e.processors import with_processor
+    from fk_bench.e2e.processors import completed
 
     config = config_of(path)
     _check_task(model, config, task, media)
-    if media:
-        path = with_processor(model, path, folder, random)
+    if media or task == EMBED:
+        path = completed(model, path, folder, bool(media), random)
     place = place_of(model, path, config, media)
     for load in loads:
         _check_front(load, place, media)

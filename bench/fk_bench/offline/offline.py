@@ -107,7 +107,7 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         # Its processors need a tokenizer. Media that no request has are not tried out at the start.
         settings |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits(media, options["gpu"])}
     if embeds(options):
-        settings |= {"runner": "pooling", "num_gpu_blocks_override": None}
+        settings |= {"runner": "pooling", "num_gpu_blocks_override": None, "skip_tokenizer_init": False}
     if options["load_format"] == "dummy":
         settings["worker_extension_cls"] = "fk_bench.offline.random_weights.VllmWorker"
     llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
