@@ -14,7 +14,7 @@ from fastkernels.verify import phases
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e.loads import Kind, Load
-from fk_bench.e2e.media import Media, Place
+from fk_bench.e2e.media import Media, MediaPlace
 from fk_bench.e2e.ratios import COMMAND, ENGINE, STATES, summary, throughput_of, undo_rows
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of_answer, too_little_cached
 from fk_bench.e2e.startup import logged_parts
@@ -54,7 +54,7 @@ class Comparison:
 
     def __init__(
         self, model: str, host: str, python: str, settings: dict[str, Any], folder: Path, timeout: float,
-        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str], place: Place, media: Media,
+        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str], place: MediaPlace, media: Media,
         engine: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.host, self.python, self.settings, self.folder = model, host, python, settings, folder

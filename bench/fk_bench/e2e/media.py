@@ -92,7 +92,7 @@ NO_MEDIA = Media()
 
 
 @dataclass(frozen=True)
-class Place:
+class MediaPlace:
     """What the media of a request are in one model.
 
     front     token ids in front of the text: for each image a placeholder, and what is around it
@@ -109,7 +109,7 @@ class Place:
 
 def placed(
     model: str, path: str, folder: Path, loads: Sequence[Load], task: str, media: Media, random: bool
-) -> tuple[str, Place]:  # fmt: skip
+) -> tuple[str, MediaPlace]:  # fmt: skip
     """The folder of a model, with its processor if requests have media, and what these are in a prompt.
 
     path    its folder; folder: of the run, for a processor that is generated if the weights are random
@@ -168,14 +168,14 @@ def _readers(kind: str) -> list[Any]:
     return [m for m in models().values() if kind in m.arch.media]
 
 
-def place_of(model: str, path: str, config: Any, media: Media) -> Place:
+def place_of(model: str, path: str, config: Any, media: Media) -> MediaPlace:
     """What the media of a request are in this model, whose processor is in the folder `path`.
 
     Raises ValueError for more media than the model or its processor takes.
     """
     vocab = int(config.vocab_size)
     if not media:
-        return Place(texts=vocab)
+        return MediaPlace(texts=vocab)
     if media.audio:
         return _audio(model, config, media, vocab)
     side, processor = media.side, _image_processor(model, Path(path))
@@ -191,17 +191,17 @@ def place_of(model: str, path: str, config: Any, media: Media) -> Place:
     around = [int(i) for name in AROUND if (i := getattr(config, name, None)) is not None]
     each = (around[0], token, around[1]) if len(around) == 2 else (token,)
     special = [*around, token, *_specials(config, vocab)]
-    return Place(each * media.images, media.images * (own - 1), 0, min(special))
+    return MediaPlace(each * media.images, media.images * (own - 1), 0, min(special))
 
 
-def _audio(model: str, config: Any, media: Media, vocab: int) -> Place:
+def _audio(model: str, config: Any, media: Media, vocab: int) -> MediaPlace:
     states = int(config.max_source_positions)
     most = 2 * states * HOP / RATE
     if media.audio > most:
         raise ValueError(
             f"--audio {media.audio:g}: {model} reads at most {most:g} s of audio with a prompt: give --audio {most:g}"
         )
-    return Place(states=states, texts=vocab)
+    return MediaPlace(states=states, texts=vocab)
 
 
 def _specials(config: Any, vocab: int) -> list[int]:
@@ -221,7 +221,7 @@ def _image_processor(model: str, folder: Path) -> Any:
         raise ValueError(f"the image processor of {model} in {folder} cannot be used: {why}") from error
 
 
-def _check_front(load: Load, place: Place, media: Media) -> None:
+def _check_front(load: Load, place: MediaPlace, media: Media) -> None:
     """Raise ValueError for a load whose prompt has no room for the marks of its images next to text."""
     shortest = min(filter(None, (load.input_len, load.arriving_input)))
     if len(place.front) >= shortest:

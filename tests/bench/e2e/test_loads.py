@@ -15,7 +15,7 @@ from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import Asked, measure_one
 from fk_bench.e2e.comparison import Extent
 from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, Kind, Load, held_tokens, parse_loads, room_for
-from fk_bench.e2e.media import Place
+from fk_bench.e2e.media import MediaPlace
 from fk_bench.e2e.ratios import COMMAND, summary, undo_rows, undo_verdict
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 from fk_bench.offline.host import make_row
@@ -63,7 +63,7 @@ def test_cached_prompts_are_prefixes_of_each_other() -> None:
     """The longest load fills the cache for the others; only what is not cached is new in a run."""
     loads = [Load.parse(text) for text in ("2x64@100+8", "1x128@100+8", "2x100@50+8", "3x10+5")]
     assert held_tokens(loads) == [128, 64]
-    one = Prompts("m", loads, Place(texts=1000))
+    one = Prompts("m", loads, MediaPlace(texts=1000))
     assert list(map(len, one.held)) == [128, 64]
     assert one.of(loads[0], "a") == [one.held[0][:64], one.held[1]] == one.of(loads[0], "b")
     half = [one.of(loads[2], seed) for seed in "ab"]

@@ -16,7 +16,7 @@ from fk_bench.e2e import asked, patch_compare, sharing
 from fk_bench.e2e.asked import Asked, graph_sizes
 from fk_bench.e2e.comparison import Extent
 from fk_bench.e2e.loads import EMBED, Kind, Load, parse_loads
-from fk_bench.e2e.media import NO_MEDIA, Media, Place, placed
+from fk_bench.e2e.media import NO_MEDIA, Media, MediaPlace, placed
 from fk_bench.e2e.model_configs import sizes_of
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary, undo_rows
 from fk_bench.e2e.runs import Prompts, metrics_of
@@ -114,7 +114,7 @@ def test_requests_per_second_are_compared() -> None:
 
 
 def test_prompts_begin_with_marks_of_their_images() -> None:
-    place, media = Place((7, 8, 9), 15, 0, 500), Media(1, 64)
+    place, media = MediaPlace((7, 8, 9), 15, 0, 500), Media(1, 64)
     load = Load.parse("2x12+4/1x10+2")
     work = Prompts("m", [load], place, media).work(load, "a")
     prompts = [*work["prompts"], *work["later"]["prompts"]]
@@ -170,7 +170,7 @@ def test_image_has_the_tokens_of_the_models_processor(configs: Path) -> None:
     marks = (151652, 151655, 151653)
     for model, features in (("qwen2-vl-7b", 37 * 37), ("qwen3-vl-8b", 32 * 32)):
         path, place = placed(model, sizes_of(model, configs), configs, [], "generate", Media(2, 1024), True)
-        assert place == Place(2 * marks, 2 * (features - 1), 0, 151652)
+        assert place == MediaPlace(2 * marks, 2 * (features - 1), 0, 151652)
         assert (Path(path) / "tokenizer.json").is_file()
     _, place = placed(
         "whisper-large-v3",
@@ -181,7 +181,7 @@ def test_image_has_the_tokens_of_the_models_processor(configs: Path) -> None:
         Media(audio=30),
         True,
     )
-    assert place == Place(states=1500, texts=51866)
+    assert place == MediaPlace(states=1500, texts=51866)
 
 
 def test_prompt_without_room_for_text_is_refused(configs: Path) -> None:
@@ -261,7 +261,7 @@ def test_recurrent_models_have_room_for_every_load(name: str, tmp_path: Path) ->
     """Two engines on an H200, with a state for each sequence; 64 of 1,024 tokens and 4 of 16,384."""
     loads, _ = parse_loads("1x2048+128,64x1024+128,4x16384+128")
     path = sizes_of(name, tmp_path)
-    assert not any(asked.too_long(name, path, load, Place()) for load in loads)
+    assert not any(asked.too_long(name, path, load, MediaPlace()) for load in loads)
     tokens = sharing.kv_tokens([(64, 1152), (4, 16512)], 16528)
     one = sharing.need(name, path, "bfloat16", tokens, True, None, 64)
     alone = sharing.need(name, path, "bfloat16", tokens, True, None, 1)
