@@ -178,7 +178,7 @@ def place_of(model: str, path: str, config: Any, media: Media) -> MediaPlace:
         return MediaPlace(texts=vocab)
     if media.audio:
         return _audio(model, config, media, vocab)
-    side, processor = media.side, _image_processor(model, Path(path))
+    side, processor = media.side, _image_processor(model, path)
     most = (getattr(processor, "size", None) or {}).get("longest_edge")
     if most and side * side > most:
         raise ValueError(
@@ -211,9 +211,12 @@ def _specials(config: Any, vocab: int) -> list[int]:
     return [i for i in found if isinstance(i, int) and 0 <= i < vocab]
 
 
-def _image_processor(model: str, folder: Path) -> Any:
+def _image_processor(model: str, path: str) -> Any:
     from transformers import AutoImageProcessor
 
+    from fastkernels.models.common.checkpoints.weights import resolve
+
+    folder = resolve(path)
     try:
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:

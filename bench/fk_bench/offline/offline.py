@@ -90,6 +90,8 @@ def limits(media: dict[str, Any], gpu: bool) -> dict[str, Any]:
 
 
 def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
+    # Of a recurrent model without a limit of its context vLLM assumes 2,048 tokens. Others were checked before.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     from vllm import LLM, SamplingParams
 
     ended("imports")
