@@ -148,8 +148,8 @@ def _check_task(model: str, config: Any, task: str, media: Media) -> None:
         if given and kind not in kinds:
             flag, what = ("--images", "images") if kind == "image" else ("--audio", "audio")
             own = f"reads {' and '.join(kinds)}" if kinds else "reads text only"
-            known = ", ".join(dict.fromkeys(m.arch.names[0] for m in _readers(kind)))
-            raise ValueError(f"{flag}: {model} {own}, and takes no {what}; models that do: {known}")
+            others = ", ".join(m.arch.names[0] for m in _readers(kind))
+            raise ValueError(f"{flag}: {model} {own}, and takes no {what}; models that do: {others}")
     if kinds == ("audio",) and not media.audio:
         raise ValueError(f"{model} reads audio with every prompt: give its seconds, as in --audio 30")
 
