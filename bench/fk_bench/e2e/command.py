@@ -186,8 +186,8 @@ def e2e_command(
                 "--task embed, --images and --audio need --loads, as in --loads 32x512 and --loads 8x64+32"
             )
         plan, presets = parse_loads(loads, task) if loads else ([], frozenset())
-        for host in names:
-            media.check(host, task, plan)
+        for name in names:
+            media.check(name, task, plan)
         if candidate is not None:
             from_directory(candidate, blocks=names == ["fastkernels"])
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:

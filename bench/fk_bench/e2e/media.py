@@ -64,15 +64,8 @@ class Media:
 
     def check(self, host: str, task: str, loads: Sequence[Load]) -> None:
         """Raise ConfigError for what cannot be measured with media, or with another task than generating."""
-        flag = (
-            f"--task {EMBED}"
-            if task == EMBED
-            else "--images"
-            if self.images
-            else "--audio"
-            if self.audio
-            else ""
-        )
+        flags = {f"--task {EMBED}": task == EMBED, "--images": self.images, "--audio": self.audio}
+        flag = next((name for name, given in flags.items() if given), "")
         if flag and host == "sglang":
             raise ConfigError(f"{flag} is for --host vllm: SGLang is measured with texts that it continues")
         if self and task == EMBED:
@@ -93,7 +86,7 @@ NO_MEDIA = Media()
 
 @dataclass(frozen=True)
 class MediaPlace:
-    """What the media of a request are in one model.
+    """The media of a request in one model.
 
     front     token ids in front of the text: for each image a placeholder, and what is around it
     features  tokens of a prompt for its media, more than `front` has
@@ -169,7 +162,7 @@ def _readers(kind: str) -> list[Any]:
 
 
 def place_of(model: str, path: str, config: Any, media: Media) -> MediaPlace:
-    """What the media of a request are in this model, whose processor is in the folder `path`.
+    """The media of a request in this model, whose processor is in the folder `path`.
 
     Raises ValueError for more media than the model or its processor takes.
     """

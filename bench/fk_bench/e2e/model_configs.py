@@ -15,8 +15,8 @@ LAYERS = "num_hidden_layers", "n_layer", "n_layers"
 
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
-    """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder
-    or file with a config.json, or a hub id, of which only the config is fetched.
+    """(name, config as transformers has it) of a public model, its first layers as in jamba-v0.1:8, an architecture's
+    short name (default sizes), a folder or file with a config.json, or a hub id, of which only the config is fetched.
 
     quantized  allow quantized weights
 
@@ -30,6 +30,12 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
         found = _public(public)
         _check_generates(model, found.architectures[0])
         return public, found
+    whole, layers = first_layers(model)
+    if layers is not None:
+        from fastkernels.models.common.configs import shrunk
+
+        _, found = load_config(whole)
+        return model, shrunk.config_of(_cut(model, shrunk.fields(found), layers))
     if model in models() and not path.exists():
         kind = models()[model].arch.model_type
         _check_generates(model, models()[model].arch.names[0])

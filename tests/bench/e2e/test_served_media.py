@@ -17,7 +17,7 @@ from fk_bench.e2e.asked import Asked, graph_sizes
 from fk_bench.e2e.comparison import Extent
 from fk_bench.e2e.loads import EMBED, Kind, Load, parse_loads
 from fk_bench.e2e.media import NO_MEDIA, Media, MediaPlace, placed
-from fk_bench.e2e.model_configs import sizes_of
+from fk_bench.e2e.model_configs import load_config, sizes_of
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary, undo_rows
 from fk_bench.e2e.runs import Prompts, metrics_of
 from fk_bench.e2e.startup import logged_parts
@@ -216,6 +216,7 @@ def test_commands_refuse_what_cannot_be_measured(tmp_path: Path, monkeypatch: py
         (["--graph-sizes", "few"], "'few': give all or loads"),
         (["--loads", "8x512"], "8x512 has no output tokens"),
         (["--audio", "0"], "seconds above 0"),
+        (["--graph-sizes", "loads", "--engine-args", '{"compilation_config": 3}'], "that is an object"),
     ):
         done = fk_bench_here(COMMAND, "qwen2.5-0.5b", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, args
@@ -252,6 +253,8 @@ def test_first_layers_of_a_model_are_labelled(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             sizes_of(name, tmp_path)
+    name, config = load_config("llama-3.1-8b:3")
+    assert name == "llama-3.1-8b:3" and config.num_hidden_layers == 3 and config.hidden_size == 4096
     assert sizes_of("no-model:4", tmp_path) == "no-model:4"
 
 
