@@ -37,9 +37,19 @@ TINY: dict[str, Callable[[Path], Path]] = {
     "whisper": lambda folder: make_tiny_whisper(folder, d_model=64, decoder_attention_heads=2),
     "xlm_roberta": lambda folder: make_tiny_bert(folder, cls="XLMRobertaModel", **_BERT),
     "bert": lambda folder: make_tiny_bert(folder, **_BERT),
-    "mamba2": lambda folder: make_tiny(folder, "mamba2", dtype="float32", intermediate_size=128),
+    "mamba2": lambda folder: without_limit(
+        make_tiny(folder, "mamba2", dtype="float32", intermediate_size=128)
+    ),
     "qwen3_next": lambda folder: make_tiny(folder, "qwen3_next"),
 }
+
+
+def without_limit(folder: Path) -> Path:
+    """A config as the public ones: without a limit of the context."""
+    fields = json.loads((folder / "config.json").read_text())
+    fields.pop("max_position_embeddings")
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
 
 
 def config_alone(kind: str, folder: Path) -> Path:
