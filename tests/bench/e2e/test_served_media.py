@@ -40,7 +40,9 @@ TINY: dict[str, Callable[[Path], Path]] = {
     "mamba2": lambda folder: without_limit(
         make_tiny(folder, "mamba2", dtype="float32", intermediate_size=128)
     ),
-    "qwen3_next": lambda folder: make_tiny(folder, "qwen3_next"),
+    "qwen3_next": lambda folder: make_tiny(
+        folder, "qwen3_next", linear_key_head_dim=32, linear_value_head_dim=32
+    ),
 }
 
 
