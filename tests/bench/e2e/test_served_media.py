@@ -41,7 +41,7 @@ TINY: dict[str, Callable[[Path], Path]] = {
         make_tiny(folder, "mamba2", dtype="float32", intermediate_size=128)
     ),
     "qwen3_next": lambda folder: make_tiny(
-        folder, "qwen3_next", linear_key_head_dim=32, linear_value_head_dim=32
+        folder, "qwen3_next", linear_key_head_dim=128, linear_value_head_dim=128
     ),
 }
 
