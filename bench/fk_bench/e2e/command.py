@@ -307,11 +307,11 @@ def _cache(model: str, dtype: str, task: str, tokens: int, sequences: int) -> di
         return {"kv_tokens": None, "kv_bytes": sharing.NO_CACHE}
     from fastkernels.models.common.checkpoints.weights import resolve
 
-    try:
-        need = sharing.need(model, str(resolve(model)), dtype, tokens, False, sequences=sequences)
-    except ValueError:  # a model that only the host has
+    folder = str(resolve(model))
+    if not sharing.is_recurrent(folder, dtype):
         return {"kv_tokens": tokens}
-    return {"kv_tokens": None, "kv_bytes": need.kv} if need.states else {"kv_tokens": tokens}
+    need = sharing.need(model, folder, dtype, tokens, False, sequences=sequences)
+    return {"kv_tokens": None, "kv_bytes": need.kv}
 
 
 def _fitting(
