@@ -26,7 +26,7 @@ from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent
 from fk_bench.e2e.loads import BLOCK, EMBED, GENERATE, Load, room_for
-from fk_bench.e2e.media import NO_MEDIA, Media, Place, placed
+from fk_bench.e2e.media import NO_MEDIA, Media, MediaPlace, placed
 from fk_bench.e2e.ratios import COMMAND
 from fk_bench.offline.host import HostFailed, make_row
 
@@ -47,7 +47,7 @@ class Prepared(NamedTuple):
 
     path: str
     loads: list[Load]
-    place: Place
+    place: MediaPlace
     need: sharing.Need | None
 
 
@@ -172,7 +172,7 @@ class Asked:
     def _over(self, one: sharing.Need, room: int) -> bool:
         return (1 + self.with_engine) * (one.weights + one.kv) > room
 
-    def _need(self, model: str, path: str, loads: Sequence[Load], place: Place) -> sharing.Need:
+    def _need(self, model: str, path: str, loads: Sequence[Load], place: MediaPlace) -> sharing.Need:
         most = most_requests(loads)
         own = room_for(loads) + most * (place.features + place.states)
         block = 16 if self.gpu else BLOCK  # the hosts' blocks
@@ -181,7 +181,7 @@ class Asked:
             model, path, self.dtype, tokens, self.gpu, 1 if self.kv_cache_dtype == "fp8" else None, most
         )
 
-    def _too_large(self, model: str, path: str, loads: Sequence[Load], limit: int, place: Place) -> str:
+    def _too_large(self, model: str, path: str, loads: Sequence[Load], limit: int, place: MediaPlace) -> str:
         """Why the last of these loads does not fit into the KV cache of an engine that has the GPU alone, or ''."""
         import fastkernels
 
@@ -280,6 +280,8 @@ class Asked:
                     comparison.wait()
                     ready.append(comparison)
                     comparison.took["start"] = time.monotonic() - began
+                    parts = ", ".join(f"{n[8:]} {s:.0f}" for n, s in comparison.start_seconds().items())
+                    print(f"{comparison.model}: start in seconds: {parts}", file=sys.stderr)
                 except HostFailed as error:
                     errors[comparison.model] = str(error)
                     comparison.stop()
@@ -359,11 +361,11 @@ def graph_sizes(loads: Sequence[Load]) -> list[int]:
     return sorted(found) or [1]
 
 
-def _longest(loads: Sequence[Load], place: Place) -> int:
+def _longest(loads: Sequence[Load], place: MediaPlace) -> int:
     return max((load.longest for load in loads), default=0) + place.features + 16
 
 
-def longest_of(path: str, loads: Sequence[Load], place: Place) -> int:
+def longest_of(path: str, loads: Sequence[Load], place: MediaPlace) -> int:
     """The max_model_len of an engine for these loads: with some room, if the model's context has it."""
     return min(_longest(loads, place), context_of(path) or sys.maxsize)
 
@@ -377,7 +379,7 @@ def context_of(path: str) -> int | None:
     return length.longest(build.load_config(weights.resolve(path)))
 
 
-def too_long(model: str, path: str, load: Load, place: Place) -> str:
+def too_long(model: str, path: str, load: Load, place: MediaPlace) -> str:
     """Why a load does not fit into the model's context, or ''."""
     limit, longest = context_of(path), load.longest + place.features
     if limit is None or longest <= limit:

@@ -21,7 +21,7 @@ from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
 from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, TASKS, Load, parse_loads, room_for
-from fk_bench.e2e.media import Media, Place, placed
+from fk_bench.e2e.media import Media, MediaPlace, placed
 from fk_bench.e2e.model_configs import sizes_of
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of_answer, too_little_cached
 from fk_bench.offline.host import (
@@ -186,8 +186,8 @@ def e2e_command(
                 "--task embed, --images and --audio need --loads, as in --loads 32x512 and --loads 8x64+32"
             )
         plan, presets = parse_loads(loads, task) if loads else ([], frozenset())
-        for host in names:
-            media.check(host, task, plan)
+        for name in names:
+            media.check(name, task, plan)
         if candidate is not None:
             from_directory(candidate, blocks=names == ["fastkernels"])
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
@@ -244,18 +244,18 @@ def e2e_command(
         from fk_bench.e2e.asked import longest_of
 
         try:
-            model, place = placed(model, model, folder, plan, task, media, load_format == "dummy")
+            model, media_place = placed(model, model, folder, plan, task, media, load_format == "dummy")
         except ValueError as error:
             fail(str(error))
-        plan = _fitting(model, plan, presets, place)
+        plan = _fitting(model, plan, presets, media_place)
         counts = tuple(load.requests + load.arriving for load in plan)
-        longest = longest_of(model, plan, place)
-        room = room_for(plan) + max(counts) * (place.features + place.states)
+        longest = longest_of(model, plan, media_place)
+        room = room_for(plan) + max(counts) * (media_place.features + media_place.states)
         kv_tokens = sharing.kv_tokens([(1, room)], longest)
     else:
         longest = input_len + output_len + 16
         kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
-        place = Place(texts=vocab_size(model))
+        media_place = MediaPlace(texts=vocab_size(model))
     with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
     runs = [(name, files) for name in names for files in (None, *with_them)]
     dtype = machine.fast_dtype() if dtype == "auto" else dtype
@@ -274,12 +274,12 @@ def e2e_command(
             held = started[-1].answer(timeout)["kv_tokens"]
             if settings["kv_tokens"] is not None:
                 _check_size(started[-1].lane, held, kv_tokens)
-        for row in _loaded(started, settings, plan, rounds, seed, place, media, timeout):
+        for row in _loaded(started, settings, plan, rounds, seed, media_place, media, timeout):
             made.append(row)
             rows.append(folder / "rows.jsonl", [row])
         for count in () if plan else counts:
             for r in range(-1, rounds):  # round -1 is the warm-up
-                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, place.texts)
+                prompts = prompts_of(f"{seed} {count} {r}", count, input_len, media_place.texts)
                 for host in started:
                     found = host.generate(prompts, output_len, timeout)
                     if r >= 0:
@@ -307,15 +307,15 @@ def _cache(model: str, dtype: str, task: str, tokens: int, sequences: int) -> di
         return {"kv_tokens": None, "kv_bytes": sharing.NO_CACHE}
     from fastkernels.models.common.checkpoints.weights import resolve
 
-    try:
-        need = sharing.need(model, str(resolve(model)), dtype, tokens, False, sequences=sequences)
-    except ValueError:  # a model that only the host has
+    folder = str(resolve(model))
+    if not sharing.is_recurrent(folder, dtype):
         return {"kv_tokens": tokens}
-    return {"kv_tokens": None, "kv_bytes": need.kv} if need.states else {"kv_tokens": tokens}
+    need = sharing.need(model, folder, dtype, tokens, False, sequences=sequences)
+    return {"kv_tokens": None, "kv_bytes": need.kv}
 
 
 def _fitting(
-    model: str, loads: Sequence[Load], presets: Collection[Load], place: Place
+    model: str, loads: Sequence[Load], presets: Collection[Load], place: MediaPlace
 ) -> list[Load]:  # fmt: skip
     """The loads that fit the model's context. Those of a preset that do not are skipped; others end the command."""
     from fk_bench.e2e.asked import too_long
@@ -334,7 +334,7 @@ def _fitting(
 
 def _loaded(
     started: Sequence[HostProcess], settings: dict[str, Any], loads: Sequence[Load], rounds: int, seed: int,
-    place: Place, media: Media, timeout: float,
+    place: MediaPlace, media: Media, timeout: float,
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of the loads, in rounds over the hosts; the first one warms up, and fills the prefix cache."""
     prompts = Prompts(str(seed), loads, place, media)

@@ -14,9 +14,10 @@ from fastkernels.verify import phases
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e.loads import Kind, Load
-from fk_bench.e2e.media import Media, Place
+from fk_bench.e2e.media import Media, MediaPlace
 from fk_bench.e2e.ratios import COMMAND, ENGINE, STATES, summary, throughput_of, undo_rows
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of_answer, too_little_cached
+from fk_bench.e2e.startup import logged_parts
 from fk_bench.offline.host import HostProcess, make_row
 
 TRACED = 16  # decode steps of a traced run
@@ -53,7 +54,7 @@ class Comparison:
 
     def __init__(
         self, model: str, host: str, python: str, settings: dict[str, Any], folder: Path, timeout: float,
-        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str], place: Place, media: Media,
+        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str], place: MediaPlace, media: Media,
         engine: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.model, self.host, self.python, self.settings, self.folder = model, host, python, settings, folder
@@ -61,6 +62,7 @@ class Comparison:
         self.engine_settings = engine
         self._repeats, self._seed, self._case = dict[Load, int](), 0, dict[str, Any]()
         self.took: dict[str, float] = {}  # seconds of each part of the measurement
+        self._starts: list[tuple[HostProcess, dict[str, Any]]] = []
         self.process: HostProcess | None = None
         self.engine: HostProcess | None = None
         self.versions = machine.interpreter(python).versions
@@ -78,7 +80,18 @@ class Comparison:
         """Wait until the processes are ready. Raises HostFailed."""
         for process in (self.process, self.engine):
             if process is not None:
-                process.answer(self.timeout)
+                self._starts.append((process, process.answer(self.timeout)))
+
+    def start_seconds(self) -> dict[str, float]:
+        """The seconds of the parts of the first starts: up to the engine, and those that a host's log tells."""
+        found = dict[str, float]()
+        for process, first in self._starts:
+            last = process.started
+            for name, end in first["ends"]:
+                found[f"start_s {process.name} {name}"], last = end - last, end
+            parts = logged_parts(process.log.read_text(errors="replace"))
+            found |= {f"start_s {process.name}'s {part}": took for part, took in parts.items()}
+        return found
 
     def stop(self) -> None:
         for process in (self.process, self.engine):
@@ -121,6 +134,7 @@ class Comparison:
             yield self._row({**where, "state": "undo"}, metrics, intervals=intervals)
         seconds = {f"seconds {part}": took for part, took in self.took.items()}
         self.took["total"] = time.monotonic() - began + self.took.get("start", 0.0)
+        seconds |= self.start_seconds()
         yield self._row({"state": "end"}, {"seconds": self.took["total"], **seconds})
 
     def _block(

@@ -42,7 +42,7 @@ def gains(found: Iterable[Row]) -> list[Gain]:
     """The gains in rows of patch-compare, sorted; of each model, chip, host and load those of the newest run."""
     runs: dict[tuple[str, str, str, str], dict[str, list[Row]]] = {}
     for row in found:
-        if row.command == ratios.COMMAND and row.case.get("load") and _fair(row) and _usual_cache(row):
+        if row.command == ratios.COMMAND and row.case.get("load") and _fair(row) and _usual(row):
             key = (row.subject.model or "", _chip(row), str(row.subject.host), row.case["load"])
             runs.setdefault(key, {}).setdefault(row.run_id, []).append(row)
     made = []
@@ -92,8 +92,10 @@ def _fair(row: Row) -> bool:
     return "routing" in row.case or not any("experts" in name for name in fields)
 
 
-def _usual_cache(row: Row) -> bool:
-    return bool(row.case.get("kv_cache_dtype", "auto") == "auto")
+def _usual(row: Row) -> bool:
+    """Whether the KV cache has the host's default type, and requests are text alone."""
+    media = row.case.get("images") or row.case.get("audio")
+    return row.case.get("kv_cache_dtype", "auto") == "auto" and not media
 
 
 def _chip(row: Row) -> str:

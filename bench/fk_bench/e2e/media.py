@@ -64,15 +64,8 @@ class Media:
 
     def check(self, host: str, task: str, loads: Sequence[Load]) -> None:
         """Raise ConfigError for what cannot be measured with media, or with another task than generating."""
-        flag = (
-            f"--task {EMBED}"
-            if task == EMBED
-            else "--images"
-            if self.images
-            else "--audio"
-            if self.audio
-            else ""
-        )
+        flags = {f"--task {EMBED}": task == EMBED, "--images": self.images, "--audio": self.audio}
+        flag = next((name for name, given in flags.items() if given), "")
         if flag and host == "sglang":
             raise ConfigError(f"{flag} is for --host vllm: SGLang is measured with texts that it continues")
         if self and task == EMBED:
@@ -92,8 +85,8 @@ NO_MEDIA = Media()
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the media of a request are in one model.
+class MediaPlace:
+    """The media of a request in one model.
 
     front     token ids in front of the text: for each image a placeholder, and what is around it
     features  tokens of a prompt for its media, more than `front` has
@@ -109,19 +102,19 @@ class Place:
 
 def placed(
     model: str, path: str, folder: Path, loads: Sequence[Load], task: str, media: Media, random: bool
-) -> tuple[str, Place]:  # fmt: skip
+) -> tuple[str, MediaPlace]:  # fmt: skip
     """The folder of a model, with its processor if requests have media, and what these are in a prompt.
 
     path    its folder; folder: of the run, for a processor that is generated if the weights are random
 
     Raises ValueError for a task, media or loads that the model has not.
     """
-    from fk_bench.e2e.processors import with_processor
+    from fk_bench.e2e.processors import completed
 
     config = config_of(path)
     _check_task(model, config, task, media)
-    if media:
-        path = with_processor(model, path, folder, random)
+    if media or task == EMBED:
+        path = completed(model, path, folder, bool(media), random)
     place = place_of(model, path, config, media)
     for load in loads:
         _check_front(load, place, media)
@@ -148,8 +141,8 @@ def _check_task(model: str, config: Any, task: str, media: Media) -> None:
         if given and kind not in kinds:
             flag, what = ("--images", "images") if kind == "image" else ("--audio", "audio")
             own = f"reads {' and '.join(kinds)}" if kinds else "reads text only"
-            known = ", ".join(dict.fromkeys(m.arch.names[0] for m in _readers(kind)))
-            raise ValueError(f"{flag}: {model} {own}, and takes no {what}; models that do: {known}")
+            others = ", ".join(m.arch.names[0] for m in _readers(kind))
+            raise ValueError(f"{flag}: {model} {own}, and takes no {what}; models that do: {others}")
     if kinds == ("audio",) and not media.audio:
         raise ValueError(f"{model} reads audio with every prompt: give its seconds, as in --audio 30")
 
@@ -168,17 +161,17 @@ def _readers(kind: str) -> list[Any]:
     return [m for m in models().values() if kind in m.arch.media]
 
 
-def place_of(model: str, path: str, config: Any, media: Media) -> Place:
-    """What the media of a request are in this model, whose processor is in the folder `path`.
+def place_of(model: str, path: str, config: Any, media: Media) -> MediaPlace:
+    """The media of a request in this model, whose processor is in the folder `path`.
 
     Raises ValueError for more media than the model or its processor takes.
     """
     vocab = int(config.vocab_size)
     if not media:
-        return Place(texts=vocab)
+        return MediaPlace(texts=vocab)
     if media.audio:
         return _audio(model, config, media, vocab)
-    side, processor = media.side, _image_processor(model, Path(path))
+    side, processor = media.side, _image_processor(model, path)
     most = (getattr(processor, "size", None) or {}).get("longest_edge")
     if most and side * side > most:
         raise ValueError(
@@ -191,17 +184,17 @@ def place_of(model: str, path: str, config: Any, media: Media) -> Place:
     around = [int(i) for name in AROUND if (i := getattr(config, name, None)) is not None]
     each = (around[0], token, around[1]) if len(around) == 2 else (token,)
     special = [*around, token, *_specials(config, vocab)]
-    return Place(each * media.images, media.images * (own - 1), 0, min(special))
+    return MediaPlace(each * media.images, media.images * (own - 1), 0, min(special))
 
 
-def _audio(model: str, config: Any, media: Media, vocab: int) -> Place:
+def _audio(model: str, config: Any, media: Media, vocab: int) -> MediaPlace:
     states = int(config.max_source_positions)
     most = 2 * states * HOP / RATE
     if media.audio > most:
         raise ValueError(
             f"--audio {media.audio:g}: {model} reads at most {most:g} s of audio with a prompt: give --audio {most:g}"
         )
-    return Place(states=states, texts=vocab)
+    return MediaPlace(states=states, texts=vocab)
 
 
 def _specials(config: Any, vocab: int) -> list[int]:
@@ -211,9 +204,12 @@ def _specials(config: Any, vocab: int) -> list[int]:
     return [i for i in found if isinstance(i, int) and 0 <= i < vocab]
 
 
-def _image_processor(model: str, folder: Path) -> Any:
+def _image_processor(model: str, path: str) -> Any:
     from transformers import AutoImageProcessor
 
+    from fastkernels.models.common.checkpoints.weights import resolve
+
+    folder = resolve(path)
     try:
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -221,7 +217,7 @@ def _image_processor(model: str, folder: Path) -> Any:
         raise ValueError(f"the image processor of {model} in {folder} cannot be used: {why}") from error
 
 
-def _check_front(load: Load, place: Place, media: Media) -> None:
+def _check_front(load: Load, place: MediaPlace, media: Media) -> None:
     """Raise ValueError for a load whose prompt has no room for the marks of its images next to text."""
     shortest = min(filter(None, (load.input_len, load.arriving_input)))
     if len(place.front) >= shortest:

@@ -11,12 +11,10 @@ from fastkernels.models.common.descriptions.registry import architectures, by_ar
 from fk_bench.core.hub import ModelError
 from fk_bench.core.model_names import PUBLIC, check_name, first_layers, public_name, unknown
 
-LAYERS = "num_hidden_layers", "n_layer", "n_layers"
-
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
-    """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder
-    or file with a config.json, or a hub id, of which only the config is fetched.
+    """(name, config as transformers has it) of a public model, its first layers as in jamba-v0.1:8, an architecture's
+    short name (default sizes), a folder or file with a config.json, or a hub id, of which only the config is fetched.
 
     quantized  allow quantized weights
 
@@ -30,6 +28,12 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
         found = _public(public)
         _check_generates(model, found.architectures[0])
         return public, found
+    whole, layers = first_layers(model)
+    if layers is not None:
+        from fastkernels.models.common.configs import shrunk
+
+        _, found = load_config(whole)
+        return model, shrunk.config_of(_cut(model, shrunk.fields(found), layers))
     if model in models() and not path.exists():
         kind = models()[model].arch.model_type
         _check_generates(model, models()[model].arch.names[0])
@@ -75,19 +79,16 @@ def _public(name: str) -> Any:
 
 def _cut(model: str, fields: dict[str, Any], layers: int) -> dict[str, Any]:
     """The fields of a config with the first layers only, of its text model if it has one within."""
+    from fastkernels.models.common.configs import shrunk
+
     if isinstance(fields.get("text_config"), dict):
         return {**fields, "text_config": _cut(model, fields["text_config"], layers)}
-    names = [name for name in LAYERS if isinstance(fields.get(name), int)]
+    names = [name for name in shrunk.LAYERS if isinstance(fields.get(name), int)]
     if not names:
-        raise ModelError(f"{model!r}: its config has no number of layers ({', '.join(LAYERS)})")
-    before = fields[names[0]]
-    if layers > before:
-        raise ModelError(f"{model!r}: the model has {before} layers")
-    made = {k: v[:layers] if isinstance(v, list) and len(v) == before else v for k, v in fields.items()}
-    if isinstance(linear := made.get("linear_attn_config"), dict):  # numbers of layers, from 1
-        kept = {k: [n for n in v if n <= layers] for k, v in linear.items() if isinstance(v, list)}
-        made["linear_attn_config"] = {**linear, **kept}
-    return {**made, names[0]: layers}
+        raise ModelError(f"{model!r}: its config has no number of layers ({', '.join(shrunk.LAYERS)})")
+    if layers > fields[names[0]]:
+        raise ModelError(f"{model!r}: the model has {fields[names[0]]} layers")
+    return shrunk.first(fields, names[0], layers)
 
 
 def _check_generates(model: str, architecture: str) -> None:

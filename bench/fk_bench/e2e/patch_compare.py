@@ -233,6 +233,10 @@ def patch_compare_command(
             )
         places = chosen_gpus(gpus, machine.machine().gpus) if gpus else []
         extra = json_object("--engine-args", engine_args)
+        if graph_sizes != "all" and not isinstance(extra.get("compilation_config", {}), dict):
+            raise ConfigError(
+                "--graph-sizes loads needs a compilation_config of --engine-args that is an object"
+            )
         interpreter = machine.absolute(python or sys.executable)
         if models:
             _check_installed(host, interpreter)

@@ -1,4 +1,4 @@
-"""Processors of models whose weights are random: files that a folder with a config.json alone lacks.
+"""Processors and tokenizers of models with random weights: files that a folder with a config.json alone lacks.
 
 Sizes of an image and its patches are those of the public checkpoints. The tokenizer knows bytes and the tokens of
 media, at the ids that the config has: prompts are token ids, and the hosts only look the names of these up.
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# {model type: (class of the processor, least and most pixels of an image, mean and deviation of a channel)}
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5] * 3, [0.5] * 3
+WHISPER = "whisper"
+# {model type: (class of the processor, least and most pixels of an image, mean and deviation of a channel)}
 VISION: dict[str, tuple[str, int, int, tuple[list[float], list[float]]]] = {
     "qwen2_vl": ("Qwen2VL", 56 * 56, 3584 * 3584, CLIP),
     "qwen2_5_vl": ("Qwen2_5_VL", 56 * 56, 3584 * 3584, CLIP),
@@ -26,34 +27,42 @@ NAMES = {  # {field of a config: its token}
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
 FILE = "preprocessor_config.json"
+OF_MEDIA, OF_TEXT = (FILE, "processor_config.json"), ("tokenizer.json", "tokenizer_config.json")
 
 
-def with_processor(model: str, path: str, folder: Path, random: bool) -> str:
-    """The folder of the model with its processor: `path`, or one in `folder` with generated files.
+def completed(model: str, path: str, folder: Path, media: bool, random: bool) -> str:
+    """The folder of a model that has what hosts need: `path`, or one in `folder` with generated files.
 
-    Raises ValueError for a folder without a processor that needs one of its own.
+    media   a processor is needed; else a tokenizer is enough
+    random  the weights are random: files may be generated
+
+    Raises ValueError for a folder that lacks a processor of a kind that is not known here.
     """
     own = Path(path)
-    if not own.is_dir() or any((own / name).is_file() for name in (FILE, "processor_config.json")):
+    if not own.is_dir() or any((own / name).is_file() for name in (OF_MEDIA if media else OF_TEXT)):
         return path
     kind = json.loads((own / "config.json").read_text()).get("model_type")
-    if not random or (kind not in VISION and kind != "whisper"):
+    if not random or (media and kind not in VISION and kind != WHISPER):
+        missing = FILE if media else OF_TEXT[0]
         raise ValueError(
-            f"{model} has no {FILE}, which its media need: give a checkpoint's folder with its processor, or with"
-            f" random weights a model of type {', '.join((*VISION, 'whisper'))}"
+            f"{model} has no {missing}, which the host needs: give a whole checkpoint's folder, or --load-format dummy"
+            f" and for media a model of type {', '.join((*VISION, WHISPER))}"
         )
-    made = folder / "with-processor" / own.name
+    made = folder / "completed" / own.name
     made.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(own / "config.json", made / "config.json")
-    write(made)
+    if media:
+        _write_processor(made)
+    else:
+        _tokenizer(made, {})
     return str(made)
 
 
-def write(folder: Path) -> None:
+def _write_processor(folder: Path) -> None:
     """Write the processor's files next to config.json."""
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
-    if kind == "whisper":
+    if kind == WHISPER:
         _json(folder / FILE, _extractor(config))
         _tokenizer(folder, {})
         return

@@ -38,8 +38,12 @@ def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def shown_model(row: Row) -> str:
-    """The model of a row, with the type of its KV cache if that is not the host's default."""
+    """The model of a row, with its requests' media, and the type of its KV cache if that is not the host's default."""
     model, dtype = row.subject.model or "", row.case.get("kv_cache_dtype", "auto")
+    if row.case.get("images"):
+        model += f", images {row.case['images']}"
+    if row.case.get("audio"):
+        model += f", audio {row.case['audio']:g} s"
     return model if dtype == "auto" else f"{model}, KV cache {dtype}"
 
 

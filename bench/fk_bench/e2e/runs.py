@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fk_bench.e2e.loads import Kind, Load, held_tokens
-from fk_bench.e2e.media import Media, Place
+from fk_bench.e2e.media import Media, MediaPlace
 from fk_bench.e2e.ratios import FIRST_SECONDS, INPUT, LATENCY, OUTPUT, REQUESTS
 from fk_bench.offline.host import prompts_of
 
@@ -27,7 +27,7 @@ class Prompts:
     Media are new in every run: each host draws them from the run's seed.
     """
 
-    def __init__(self, seed: str, loads: Sequence[Load], place: Place, media: Media | None = None):
+    def __init__(self, seed: str, loads: Sequence[Load], place: MediaPlace, media: Media | None = None):
         self.vocab, self.front, self.media = place.texts, list(place.front), media
         vocab = self.vocab
         self.held = [
@@ -72,7 +72,7 @@ def too_little_cached(load: Load, number: int, metrics: Mapping[str, float]) -> 
 
 
 def metrics_of_answer(
-    answer: Mapping[str, Any], load: Load, place: Place
+    answer: Mapping[str, Any], load: Load, place: MediaPlace
 ) -> tuple[dict[str, float], str]:  # fmt: skip
     """As metrics_of, of an answer of offline.py, with the time in which the host read the media of a request."""
     found, problem = metrics_of(answer["arrivals"], load, answer["sent"], answer["cached"], place.features)

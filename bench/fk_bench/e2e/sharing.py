@@ -75,7 +75,7 @@ def need(
     wide = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     activations = BATCHED_TOKENS * wide * 2 + SAMPLED * config.vocab_size * 10
     rest = FIXED + activations if gpu else FIXED_CPU
-    if _encodes(config):
+    if _runner(config) == "Encode":  # which keeps nothing between steps
         blank = build.skeleton(Path(path), config, getattr(torch, dtype))
         return Need(model, build.weight_bytes(blank), tokens, NO_CACHE, rest)
     plan = fastkernels.plan(path, dtype)
@@ -88,12 +88,25 @@ def need(
     return Need(model, plan.weight_bytes, tokens, kv + states, rest, states)
 
 
-def _encodes(config: Any) -> bool:
-    """Whether the model is an encoder, which keeps nothing between steps."""
+def is_recurrent(path: str, dtype: str) -> bool:
+    """Whether sequences of the model keep a recurrent state. path: a folder with its config.json"""
+    import fastkernels
+    from fastkernels.models.common.plans import build
+
+    if _runner(build.load_config(Path(path))) != "Generate":
+        return False
+    try:
+        return fastkernels.plan(path, dtype).state_bytes > 0
+    except ValueError:  # sizes of which there is no plan
+        return False
+
+
+def _runner(config: Any) -> str:
+    """The runner of the model's architecture; '' for one that only hosts have."""
     from fastkernels.models.common.descriptions.registry import by_architecture
 
     found = by_architecture().get((getattr(config, "architectures", None) or [""])[0])
-    return found is not None and found.arch.runner == "Encode"
+    return "" if found is None else found.arch.runner
 
 
 def kv_tokens(sizes: Iterable[tuple[int, int]], longest: int, block: int = 16) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -16,6 +17,16 @@ from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.offline.host import COMMAND, HostProcess, make_row, prompts_of, vocab_size
 
 FIRST, READY = "first_token_s", "ready_s"
+# {part of vLLM's start: the line of its log with the seconds}. The engine's contains those of the profile and graphs.
+LOGGED = {
+    "weights": r"Model loading took .* and ([\d.]+) seconds",
+    "processor": r"Multi-modal warmup completed in ([\d.]+)s",
+    "compile": r"torch\.compile took ([\d.]+) s in total",
+    "profile run": r"Initial profiling/warmup run took ([\d.]+) s",
+    "kernels": r"JIT kernel warmup finished in ([\d.]+)s",
+    "graphs": r"Graph capturing finished in ([\d.]+) secs",
+    "profile, cache and graphs": r"init engine .*? took ([\d.]+) s",
+}
 
 
 def measure_starts(
@@ -63,6 +74,12 @@ def phases(began: float, first: Mapping[str, Any], ready: float, token: float) -
     found["answer_s"] = ready - last  # until the first line has arrived
     found["request_s"] = token - ready
     return found
+
+
+def logged_parts(log: str) -> dict[str, float]:
+    """The seconds of the parts of a host's start that its log tells, by name; of several workers the longest."""
+    found = {part: re.findall(pattern, log) for part, pattern in LOGGED.items()}
+    return {part: max(map(float, times)) for part, times in found.items() if times}
 
 
 def _row(

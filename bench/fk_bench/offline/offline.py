@@ -90,6 +90,8 @@ def limits(media: dict[str, Any], gpu: bool) -> dict[str, Any]:
 
 
 def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
+    # Of a recurrent model without a limit of its context vLLM assumes 2,048 tokens. Others were checked before.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     from vllm import LLM, SamplingParams
 
     ended("imports")
@@ -107,7 +109,7 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         # Its processors need a tokenizer. Media that no request has are not tried out at the start.
         settings |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits(media, options["gpu"])}
     if embeds(options):
-        settings |= {"runner": "pooling", "num_gpu_blocks_override": None}
+        settings |= {"runner": "pooling", "num_gpu_blocks_override": None, "skip_tokenizer_init": False}
     if options["load_format"] == "dummy":
         settings["worker_extension_cls"] = "fk_bench.offline.random_weights.VllmWorker"
     llm = LLM(model=options["model"], **given(settings, options["engine_args"]))

@@ -88,17 +88,9 @@ ARCH = Architecture(
     unused=("pooler.*", "lm_head.*", "embeddings.position_ids"),
     public={
         "BAAI/bge-m3": {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "vocab_size": 250002,
-            "max_position_embeddings": 8194,
-            "type_vocab_size": 1,
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "pad_token_id": 1,
+            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+            "vocab_size": 250002, "max_position_embeddings": 8194, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
+            "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "position_embedding_type": "absolute",
         },
     },
-)
+)  # fmt: skip

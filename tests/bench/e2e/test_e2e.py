@@ -167,7 +167,9 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
         (["--candidate", "/no/such"], "there is no folder /no/such"),
         (["--startup", "--scheduler-only"], "--startup excludes --candidate"),
         (["--startup", "--loads", "prompts"], "--loads is for hosts of text"),
-        (["--loads", "8x5"], "'8x5' is not REQUESTSxINPUT"),
+        (["--loads", "8x5+"], "'8x5+' is not REQUESTSxINPUT"),
+        (["--loads", "8x5"], "8x5 has no output tokens"),
+        (["--images", "1x64"], "--task embed, --images and --audio need --loads"),
         (["--loads", "prompts", "--requests", "4"], "leave out --requests, or"),
         (
             ["--output-len", "8", "--input-len", "9", "--loads", "2x16+3"],

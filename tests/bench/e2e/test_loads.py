@@ -14,7 +14,8 @@ from fk_bench.e2e import asked, patch_compare, sharing
 from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import Asked, measure_one
 from fk_bench.e2e.comparison import Extent
-from fk_bench.e2e.loads import PRESETS, Kind, Load, held_tokens, parse_loads, room_for
+from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, Kind, Load, held_tokens, parse_loads, room_for
+from fk_bench.e2e.media import MediaPlace
 from fk_bench.e2e.ratios import COMMAND, summary, undo_rows, undo_verdict
 from fk_bench.e2e.runs import Prompts, first_run, metrics_of, too_little_cached
 from fk_bench.offline.host import make_row
@@ -49,7 +50,7 @@ def test_malformed_load_is_refused(text: str) -> None:
 
 def test_presets_are_declared_lists() -> None:
     for name, text in PRESETS.items():
-        loads, preset = parse_loads(name)
+        loads, preset = parse_loads(name, EMBED if name == "embed" else GENERATE)
         assert ",".join(map(str, loads)) == text and preset == set(loads)
     loads, preset = parse_loads("prompts, 1x512+16")
     assert [str(load) for load in loads] == [*PRESETS["prompts"].split(","), "1x512+16"]
@@ -62,7 +63,7 @@ def test_cached_prompts_are_prefixes_of_each_other() -> None:
     """The longest load fills the cache for the others; only what is not cached is new in a run."""
     loads = [Load.parse(text) for text in ("2x64@100+8", "1x128@100+8", "2x100@50+8", "3x10+5")]
     assert held_tokens(loads) == [128, 64]
-    one = Prompts("m", loads, 1000)
+    one = Prompts("m", loads, MediaPlace(texts=1000))
     assert list(map(len, one.held)) == [128, 64]
     assert one.of(loads[0], "a") == [one.held[0][:64], one.held[1]] == one.of(loads[0], "b")
     half = [one.of(loads[2], seed) for seed in "ab"]
@@ -144,12 +145,13 @@ def test_arrivals_are_sent_after_tokens_of_the_first_request() -> None:
         "later": {"prompts": [[3], [4]], "output_len": 3, "after": [2, 4]},
     }  # fmt: skip
     requests, engine = requests_of(work), Engine()
-    _step(engine, requests, lambda prompt: prompt, lambda tokens: tokens)
+    read = pytest.fail  # there are no media
+    _step(engine, requests, lambda request: request.prompt, lambda tokens: tokens, read)
     assert engine.sent == [(1, 0), (2, 0), (3, 2), (4, 4)]
     assert [len(r.tokens) for r in requests] == [6, 6, 3, 3] and [r.cached for r in requests] == [3] * 4
     assert 0 <= requests[0].at <= requests[2].at <= requests[2].tokens[0]
     alone = [Sent([1], 2), Sent([2], 1, after=9)]  # the first one ends before
-    _step(Engine(), alone, lambda prompt: prompt, lambda tokens: tokens)
+    _step(Engine(), alone, lambda request: request.prompt, lambda tokens: tokens, read)
     assert [len(r.tokens) for r in alone] == [2, 1]
 
 

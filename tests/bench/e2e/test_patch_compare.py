@@ -35,7 +35,7 @@ def test_missing_token_is_noticed() -> None:
     assert metrics_of([[0.1], []], LOAD) == ({}, INCOMPLETE)
 
 
-@pytest.mark.parametrize("text", ["8", "0x5+5", "8x512", "8x512+-1", "ax1+1"])
+@pytest.mark.parametrize("text", ["8", "0x5+5", "8x512@90", "8x512+-1", "ax1+1"])
 def test_malformed_load_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="8x512"):
         Load.parse(text)

@@ -103,8 +103,16 @@ def short(given: Mapping[str, Any], layers: int) -> dict[str, Any]:
     count = max(layers, 2)
     if not name or made[name] <= count or made.get("num_kv_shared_layers"):
         return made
-    before = made[name]
-    made = {k: v[:count] if isinstance(v, list) and len(v) == before else v for k, v in made.items()}
+    return first(made, name, count)
+
+
+def first(given: Mapping[str, Any], name: str, count: int) -> dict[str, Any]:
+    """The fields of a model with its first layers. name: the field of LAYERS that it has"""
+    before = given[name]
+    made = {k: v[:count] if isinstance(v, list) and len(v) == before else v for k, v in given.items()}
+    if isinstance(linear := made.get("linear_attn_config"), dict):  # Kimi Linear's numbers of layers, from 1
+        kept = {k: [n for n in v if n <= count] for k, v in linear.items() if isinstance(v, list)}
+        made["linear_attn_config"] = {**linear, **kept}
     return {**made, name: count}
 
 

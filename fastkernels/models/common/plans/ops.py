@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.models.common.configs import config as config_file
-from fastkernels.models.common.configs import timm_config
+from fastkernels.models.common.configs import shrunk, timm_config
 from fastkernels.models.common.descriptions.registry import by_architecture, describe, find, load, models
 from fastkernels.models.common.plans import build
 
@@ -40,7 +40,8 @@ def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     if "text_config" in sizes:
         sizes["text_config"] = {**sizes["text_config"], "num_hidden_layers": _layers(whole)}
     else:
-        sizes[found.arch.sizes.get("num_hidden_layers", "num_hidden_layers")] = _layers(whole)
+        name = found.arch.sizes.get("num_hidden_layers", "num_hidden_layers")
+        sizes = shrunk.first({name: getattr(whole, name, None), **sizes}, name, _layers(whole))
     config = config_file.of_type(found.arch.model_type, names, sizes)
     return build.skeleton(Path(), config, dtype)
 
