@@ -120,11 +120,12 @@ def test_a_batch_equals_single_requests(bert: Path) -> None:
         np.testing.assert_allclose(alone.outputs.data, output.outputs.data, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 7])
 def test_short_texts_padded_for_a_graph_equal_plain_ones(
     bert: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    prompts, sizes = [[5, 6, 7], list(range(4, 60)), [9], list(range(4, 8))][:count], []
+    prompts = [[5, 6, 7], list(range(4, 60)), [9], list(range(4, 8)), *([7] * n for n in (2, 9, 1))]
+    prompts, sizes = prompts[:count], []
     llm = LLM(str(bert), device="cpu")
     expected = [o.outputs.data for o in llm.encode(prompts)]
 
@@ -135,13 +136,15 @@ def test_short_texts_padded_for_a_graph_equal_plain_ones(
     monkeypatch.setattr(llm.llm_engine.runner, "graphs", at_once)
     for own, plain in zip(llm.encode(prompts), expected, strict=True):
         np.testing.assert_allclose(own.outputs.data, plain, atol=1e-5)
-    tokens = {1: 16, 3: 64, 4: 64}[count]
-    assert sizes == [[count + 1 + (count < 4), tokens, tokens]]
+    tokens = {1: 16, 3: 64, 4: 64, 5: 80, 7: 80}[count]
+    bounds = {1: 3, 3: 5, 4: 5, 5: 10, 7: 10}[count]  # of 8 texts and the zeros, for more than 4
+    assert sizes == [[bounds, tokens, tokens]]
 
 
 def test_many_and_long_texts_are_not_padded(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(bert), device="cpu")
     monkeypatch.setattr(encode, "TEXT_TOKENS", (16, 32))
+    monkeypatch.setattr(encode, "TEXT_ROWS", 4)
     monkeypatch.setattr(llm.llm_engine.runner, "graphs", lambda *given: pytest.fail("a graph"))
     assert len(llm.embed([[5, 6]] * 5)) == 5
     assert len(llm.embed([list(range(4, 20))] * 3)) == 3
@@ -154,10 +157,11 @@ def test_graph_of_texts_equals_plain_steps(bert: Path) -> None:
         LLM(str(bert), device="cuda", dtype="float32") as llm,
         LLM(str(bert), device="cuda", dtype="float32", enforce_eager=True) as plain,
     ):
-        for given in (prompts, [p[::-1] for p in prompts], prompts[:1], prompts[:1]):
+        more = prompts * 3
+        for given in (prompts, [p[::-1] for p in prompts], prompts[:1], prompts[:1], more, more[::-1]):
             found = [o.outputs.data for o in llm.embed(given)]
             np.testing.assert_allclose(found, [o.outputs.data for o in plain.embed(given)], atol=1e-4)
-        assert llm.llm_engine.runner.graphs.replays == 2
+        assert llm.llm_engine.runner.graphs.replays == 3
 
 
 @pytest.mark.slow

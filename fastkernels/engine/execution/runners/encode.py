@@ -29,13 +29,16 @@ from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.interfaces.detector import Detector
 from fastkernels.models.common.interfaces.segmenter import ImageSegmenter
+from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
-# A step of a few short texts waits for launches of kernels, and runs in a CUDA graph, padded to one of these numbers of
-# tokens: four in each octave.
-TEXT_ROWS, TEXT_GRAPHS = 4, 128
-TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 9) for part in (4, 5, 6, 7)), 2048}))
+# A step of short texts waits for launches of kernels. It runs in a CUDA graph, padded to one of these numbers of tokens,
+# four in each octave, and more than EXACT_ROWS texts to a power of two. Above TEXT_WORK, tokens times the square of the
+# hidden size, a step keeps the GPU busy without a graph.
+TEXT_ROWS, TEXT_GRAPHS, TEXT_WORK = 64, 128, 10_000_000_000
+TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 12) for part in (4, 5, 6, 7)), 1 << 14}))
+EXACT_ROWS = 4
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend", "speculative_config")
 
 
@@ -177,22 +180,24 @@ class Encode(Runner):
         self, arrays: Sequence[np.ndarray], starts: np.ndarray, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """The hidden states of texts. arrays [T]: their ids, positions and types."""
-        few = self.graphs is not None and len(starts) <= TEXT_ROWS + 1 and starts[-1] <= TEXT_TOKENS[-1]
-        if not few or metadata.key_rows is not None:
+        rows, tokens = len(starts) - 1, int(starts[-1])
+        few = rows <= TEXT_ROWS and tokens <= TEXT_TOKENS[-1]
+        short = few and tokens * self.hf_config.hidden_size**2 <= TEXT_WORK
+        if self.graphs is None or not short or metadata.key_rows is not None:
             return self.model(*map(self._to_device, arrays))
         arrays, bounds = padded(arrays, starts)
-        size = len(arrays[0])
+        longest = len(arrays[0]) if rows <= EXACT_ROWS else next_power_of_2(metadata.max_seqlen_q)
 
         def compute(bounds: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
             context = replace(
-                metadata, cu_seqlens_q=bounds, seq_lens=bounds.diff(), max_seqlen_q=size, max_seqlen_k=size,
+                metadata, cu_seqlens_q=bounds, seq_lens=bounds.diff(), max_seqlen_q=longest, max_seqlen_k=longest,
                 slot_mapping=bounds.new_empty(0), block_table=bounds.new_empty(len(bounds) - 1, 0),
             )  # fmt: skip
             with forward_context(context):
                 return self.model(*given)
 
         given = [self._to_device(bounds, np.int32), *map(self._to_device, arrays)]
-        return self.graphs("texts", compute, given)[: starts[-1]]
+        return self.graphs(("texts", longest), compute, given)[:tokens]
 
     def _head(
         self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor
@@ -225,11 +230,15 @@ class Encode(Runner):
 
 
 def padded(arrays: Sequence[np.ndarray], starts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Arrays [T] with zeros up to the next of TEXT_TOKENS, and the bounds of the sequences: the zeros are one more."""
+    """Arrays [T] with zeros up to the next of TEXT_TOKENS, and the bounds of the sequences: the zeros are one more.
+
+    More than EXACT_ROWS sequences get empty ones up to a power of two, next to the zeros.
+    """
+    rows = len(starts) - 1
     size = next(n for n in TEXT_TOKENS if n >= starts[-1])
-    if size == starts[-1]:
-        return list(arrays), starts
-    return [np.pad(a, (0, size - len(a))) for a in arrays], np.append(starts, size)
+    wanted = rows + (size > starts[-1]) if rows <= EXACT_ROWS else next_power_of_2(rows) + 1
+    bounds = np.concatenate((starts, np.full(wanted - rows, size)))
+    return [np.pad(a, (0, size - len(a))) for a in arrays], bounds
 
 
 @dataclass(frozen=True)
