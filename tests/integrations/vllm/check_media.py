@@ -106,15 +106,31 @@ def test_vision_tower_is_patched_and_undone(kind, engine, tmp_path):
     assert generate(llm, PROMPTS) == stock
 
 
+MERGERS = {"qwen2_vl": 1, "qwen2_5_vl": 1, "qwen3_vl": 3}  # Qwen3-VL: two of layers within (deepstack)
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_mergers_are_patched_and_undone(kind, engine, tmp_path):
+    llm = engine(make_tiny_vlm(tmp_path / kind, kind, **TOWERS[kind][0]), max_model_len=256)
+    stock = generate(llm, PROMPTS)
+    report = fastkernels.patch(llm, ops=["patch_merger"])
+    check_same(generate(llm, PROMPTS), stock)
+    check_proved(report, {"patch_merger": MERGERS[kind]})
+    report.undo()
+    assert generate(llm, PROMPTS) == stock
+
+
 def test_whisper_is_patched_and_undone(engine, tmp_path):
     model = make_tiny_whisper(tmp_path / "whisper", d_model=64, decoder_attention_heads=2)
     llm = engine(model, max_model_len=96)
     prompts = [{"prompt": "<unk>ab", "multi_modal_data": {"audio": (tone(i, 0.9), RATE)}} for i in range(2)]
     stock = generate(llm, prompts)
     assert stock[0] != stock[1]
-    report = fastkernels.patch(llm, ops=OPS)
+    report = fastkernels.patch(llm, ops=[*OPS, "attention"])
     check_same(generate(llm, prompts), stock)
     check_proved(report, {"attention_dense": 2, "layer_norm": 15})
+    (attention,) = [row for row in report.rows if row.op == "attention"]
+    assert "4 unsupported" in attention.reason and "packed for the CPU's own kernels" in attention.reason
     report.undo()
     assert generate(llm, prompts) == stock
 
