@@ -380,10 +380,7 @@ def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
             found = module(**grouped(given))
         made.append([tuple(t.shape) for t in (found if isinstance(found, tuple) else (found,))])
     one, two = made
-    return [
-        tuple(_size_of(a, b) for a, b in zip(*pair, strict=True))
-        for pair in zip(one, two, strict=True)
-    ]
+    return [tuple(_size_of(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(one, two, strict=True)]
 
 
 def _size_of(one: int, two: int) -> int | str:

@@ -79,7 +79,8 @@ def check(model: str) -> tuple[str, ...]:
 SHAPED = {
     "flux": "diffusion_block", "sdxl": "diffusion_block", "hunyuan_video": "diffusion_block", "oasis": "mlp",
     "dp3": "policy_block", "pi0": "mlp", "ptv3": "mlp", "yolov10": "conv_block", "rtdetrv2": "conv_block",
-    "qwen3_vl": "vision_merger_1", "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block", "openfold3": "pair_update",
+    "qwen3_vl": "vision_merger_1", "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block",
+    "openfold3": "pair_update",
 }  # fmt: skip
 
 

@@ -343,7 +343,10 @@ class VllmQwen2VisionPatchMerger(PatchMerger):
 
 
 class VllmQwen3VisionPatchMerger(PatchMerger):
-    """Qwen3_VisionPatchMerger: as VllmQwen2VisionPatchMerger; use_postshuffle_norm: a norm of whole blocks (deepstack)."""
+    """Qwen3_VisionPatchMerger: as VllmQwen2VisionPatchMerger.
+
+    use_postshuffle_norm: a norm of whole blocks, as of layers within the tower (deepstack)
+    """
 
     parts = NAMED
 
@@ -360,7 +363,9 @@ class VllmQwen3VisionPatchMerger(PatchMerger):
         super().__init__()
         self.hidden_size = wide = context_dim * spatial_merge_size**2
         self.use_postshuffle_norm = use_postshuffle_norm
-        self.norm = (norm_layer or partial(nn.LayerNorm, eps=EPS))(wide if use_postshuffle_norm else context_dim)
+        self.norm = (norm_layer or partial(nn.LayerNorm, eps=EPS))(
+            wide if use_postshuffle_norm else context_dim
+        )
         self.linear_fc1 = _inner((wide, wide), quant_config, f"{prefix}.linear_fc1", False)
         self.act_fn = nn.GELU()
         self.linear_fc2 = _inner((wide, d_model), quant_config, f"{prefix}.linear_fc2", True)

@@ -66,7 +66,9 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
     impl = getattr(module, "impl", None)
     host_class: Any = type(impl)
     cross = is_cross(module)
-    backend = host_class.__base__ if cross and impl is not None else host_class  # the layer's own subclass stores keys
+    backend = (
+        host_class.__base__ if cross and impl is not None else host_class
+    )  # the layer's own subclass stores keys
     found = f"{backend.__module__}:{backend.__qualname__}"
     if found != FLASH_ATTN:
         note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
@@ -258,7 +260,9 @@ def _cross(host: type) -> type:
             seq_lens, table = seq_lens[rows], table[rows]
         q = query[:n]
         caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        attention_decode.into(output[:n].view(q.shape), q, *caches, seq_lens, table, m.max_seq_len, self.scale)
+        attention_decode.into(
+            output[:n].view(q.shape), q, *caches, seq_lens, table, m.max_seq_len, self.scale
+        )
         return output
 
     body = {"forward": forward, "__module__": host_class.__module__}
