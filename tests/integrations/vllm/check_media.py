@@ -140,7 +140,7 @@ def test_whisper_is_patched_and_undone(engine, tmp_path):
     check_same(generate(llm, prompts), stock)
     check_proved(report, {"attention_dense": 2, "layer_norm": 15})
     (row,) = [row for row in report.rows if row.op == "attention"]
-    assert "4 unsupported" in row.reason and "packed for the CPU's own kernels" in row.reason
+    assert "6 unsupported" in row.reason and "packed for the CPU's own kernels" in row.reason
     report.undo()
     assert generate(llm, prompts) == stock
 
