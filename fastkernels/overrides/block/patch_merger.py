@@ -14,10 +14,8 @@ from torch import nn
 from fastkernels.core import assemble
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.activation.gelu import gelu
-from fastkernels.overrides.linear.linear import UnquantizedLinearMethod
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 from fastkernels.overrides.linear.modules import autocasts, changed, plain_linear
-from fastkernels.overrides.linear.parallel_linear import Column
 
 EPS = 1e-6
 
@@ -81,9 +79,9 @@ def _is_plain(layer: Any, x: torch.Tensor) -> bool:
     method = getattr(layer, "quant_method", None)
     if method is None:
         return plain_linear(layer, x) and layer.bias is not None
-    column = isinstance(layer, Column) or type(layer).__name__ == "ColumnParallelLinear"
-    kind: Any = type(method)
-    unquantized = isinstance(method, UnquantizedLinearMethod) or kind.__name__ == "UnquantizedLinearMethod"
+    kind: Any = type(method)  # by name: a file for a fork has no class of ours
+    column = type(layer).__name__ in ("ColumnParallelLinear", "VllmColumnParallelLinear")
+    unquantized = kind.__name__ in ("UnquantizedLinearMethod", "VllmUnquantizedLinearMethod")
     if hasattr(kind, "fastkernels"):  # a patch's: the op `linear` computes the product
         return False
     if not column or not unquantized or layer.gather_output or layer.skip_bias_add or changed(layer):
