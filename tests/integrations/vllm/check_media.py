@@ -145,7 +145,7 @@ def test_whisper_is_patched_and_undone(engine, tmp_path):
     assert generate(llm, prompts) == stock
 
 
-def test_cross_attention_of_flash_attention_is_swapped_and_undone():
+def test_cross_attention_with_flash_attention_is_undone():
     """The layer of a GPU, whose backend imports on a CPU; its KV cache is NHD in memory."""
     layer = CrossAttention.__new__(CrossAttention)
     torch.nn.Module.__init__(layer)
