@@ -636,8 +636,8 @@ def _sources(step: AttentionMetadata) -> CrossMetadata:
     lengths = step.cu_seqlens_q.diff()
     tables, lens = (t.repeat_interleave(lengths, 0) for t in (step.block_table, step.seq_lens))
     padding = len(step.slot_mapping) - len(lens)  # tokens without a sequence see no state
-    padded = (torch.cat((t, t.new_zeros(padding, *t.shape[1:]))) for t in (tables, lens))
-    return CrossMetadata(*padded, step.max_seqlen_k)
+    tables, lens = (torch.cat((t, t.new_zeros(padding, *t.shape[1:]))) for t in (tables, lens))
+    return CrossMetadata(tables, lens, step.max_seqlen_k)
 
 
 def _unread(module: nn.Module) -> set[str]:
