@@ -18,6 +18,7 @@ import os
 import pickle
 import secrets
 import socket
+import stat
 import struct
 import threading
 import time
@@ -119,6 +120,8 @@ class Node:
             return f"is lost: {self} was stopped"
         if rank in self._ends:
             return f"of {self} {self._ends[rank]}"
+        if not ipaddress.ip_address(self._channel.there).is_loopback:
+            _end_connections(self._channel.there)
         return f"is lost: {self} has ended" if self._lost else f"is lost: {self} has closed its connection"
 
     def early_end(self) -> tuple[int, str]:
@@ -290,6 +293,18 @@ class Gathering:
         answer = {"refused": refused}
         with contextlib.suppress(OSError):
             channel.send({**answer, "proof": proof(nonce, answer)})
+
+
+def _end_connections(address: str) -> None:
+    """End this process's connections to a machine. One that has vanished closes none, and gloo would wait for it."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and sock.getpeername()[0].removeprefix("::ffff:") == address:
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], node: str) -> str:
