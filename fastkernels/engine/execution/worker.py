@@ -93,9 +93,10 @@ def join(runner: Any, rendezvous: str | tuple[str, int], interface: str | None =
         where: Any = f"file://{rendezvous}" if isinstance(rendezvous, str) else _store(*rendezvous)
         if config.data_parallel_size > 1:
             sharing = parallel.init_sharing(runner.rank, size, where, device, tensor=tensor)
-            most = choose_experts(sharing) if runner.shares_experts else -1
-            if most > 0 and not runner.rank:
-                log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
+            limits = choose_experts(sharing) if runner.shares_experts else {}
+            if limits and not runner.rank:
+                said = ", ".join(f"{op} up to {most >> 10} KiB" for op, most in limits.items())
+                log.info("tokens to experts: our kernels are faster and are used: %s", said)
         else:
             parallel.init(runner.rank, size, where, device)
     most = choose(parallel.communicator(parallel.TP)) if tensor > 1 else -1
