@@ -40,7 +40,7 @@ SAMPLES, SAMPLE = 16, 4096  # blocks of a file of weights that are compared, and
 
 
 def about(config: EngineConfig, folder: Path) -> dict[str, Any]:
-    """What the nodes of an engine must have in common."""
+    """The facts that the nodes of an engine must have in common."""
     given = dict(config.speculative_config or {})
     draft = given.pop("model", None)
     options = {name: value for name, value in asdict(config).items() if name not in OWN}

@@ -183,7 +183,7 @@ class Gathering:
     """Node 0 while it waits for the connections of all other nodes."""
 
     def __init__(self, config: EngineConfig, about: Mapping[str, Any]):
-        """about: what the nodes must have in common. Raises OSError if the port cannot be used."""
+        """about: the facts that the nodes must have in common. Raises OSError if the port cannot be used."""
         self._config, self._about = config, about
         self._sock = _listen(config.master_addr, config.master_port)
         self.address: str = self._sock.getsockname()[0]
@@ -191,7 +191,7 @@ class Gathering:
         self._channels: dict[tuple[int, str], Channel] = {}  # by rank and kind
         if not os.environ.get(KEY) and not ipaddress.ip_address(self.address).is_loopback:
             log.warning(
-                "whoever reaches %s:%d may join as a node: set %s to the same secret on all nodes, or use a private"
+                "any process that reaches %s:%d can join as a node: set %s to the same secret on all nodes, or use a private"
                 " network", self.address, config.master_port, KEY,
             )  # fmt: skip
 
@@ -308,7 +308,7 @@ def _end_connections(address: str) -> None:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], node: str) -> str:
-    """What a node has other than node 0, as a message; '' if there is nothing."""
+    """A message with the first difference of a node from node 0; '' if there is none."""
     for name, value in json.loads(json.dumps(ours)).items():
         found = theirs.get(name)
         if found == value:

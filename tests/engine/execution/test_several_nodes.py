@@ -11,11 +11,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
@@ -273,3 +275,91 @@ def test_address_gives_its_interface() -> None:
     }
     for address, name in named.items():
         assert nodes.interface_of(address) == name
+
+
+NETWORK = """
+ip link set lo up && unshare -n sleep 600 & other=$!
+sleep 1
+ip link add here type veth peer name there netns $other
+ip addr add 10.9.0.1/24 dev here && ip link set here up
+nsenter -t $other -n sh -c "ip link set lo up; ip addr add 10.9.0.2/24 dev there; ip link set there up"
+nsenter -t $other -n "$0" -c "$1" "$2" 1 & node=$!
+"$0" -c "$1" "$2" 0
+wait $node
+kill $other
+"""
+NODE = """
+import os, sys, threading
+from fastkernels import LLM, SamplingParams
+made = dict(device="cpu", dtype="float32", num_blocks=40, nnodes=2, node_rank=int(sys.argv[2]), tensor_parallel_size=2)
+try:
+    with LLM(sys.argv[1], master_addr="10.9.0.1", **made) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        print("tokens", llm.generate([[7]], params, use_tqdm=False)[0].outputs[0].token_ids, flush=True)
+        threading.Timer(1, os.system, ["ip link set here down"]).start()
+        while True:
+            llm.generate([[7]], params, use_tqdm=False)
+except RuntimeError as error:
+    print("error", error, flush=True)
+"""
+
+
+def can_make_networks() -> bool:
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        return False
+    return subprocess.run(["unshare", "-nm", "ip", "link"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_cut_cable_ends_both_nodes(tiny: Path, greedy: Any) -> None:
+    """Each node has a network of its own; without the cable no connection is closed."""
+    if not can_make_networks():
+        pytest.skip("needs the right to make networks, and ip")
+    command = ["unshare", "-nm", "bash", "-c", NETWORK, sys.executable, NODE, str(tiny)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert f"tokens {greedy(tiny, [7], 8)}" in done.stdout, done.stderr
+    errors = sorted(line for line in done.stdout.splitlines() if line.startswith("error"))
+    assert errors == [
+        "error rank 0 has ended the engine: node 0 (10.9.0.1) has ended",
+        "error rank 1 is lost: node 1 (10.9.0.2) has ended",
+    ]
+
+
+SERVE = "from fk_bench.cli import main; main()"
+
+
+@pytest.mark.slow
+def test_server_over_two_nodes_and_its_end(tiny: Path, greedy: Any) -> None:
+    port, front = free_port(), free_port()
+    options = [
+        "serve", str(tiny), "--device", "cpu", "--dtype", "float32", "--num-blocks", "40", "--nnodes", "2",
+        "--tensor-parallel-size", "2", "--master-addr", NODE_0, "--master-port", str(port), "--port", str(front),
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVE, *options, "--node-rank", str(rank)], stderr=subprocess.PIPE
+        )
+        for rank in (1, 0)
+    ]
+    request = {"model": str(tiny), "prompt": [7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    try:
+        until = time.monotonic() + 300
+        while True:
+            try:
+                answer = httpx.post(
+                    f"http://127.0.0.1:{front}/v1/completions",
+                    json=request | {"return_token_ids": True},
+                    timeout=120,
+                )
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < until and processes[1].poll() is None
+                time.sleep(0.2)
+        assert answer.json()["choices"][0]["token_ids"] == greedy(tiny, [7], 8)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
