@@ -191,8 +191,8 @@ class Gathering:
         self._channels: dict[tuple[int, str], Channel] = {}  # by rank and kind
         if not os.environ.get(KEY) and not ipaddress.ip_address(self.address).is_loopback:
             log.warning(
-                "any process that reaches %s:%d can join as a node: set %s to the same secret on all nodes, or use a private"
-                " network", self.address, config.master_port, KEY,
+                "any process that reaches %s:%d can join as a node: set %s to the same secret on all nodes, or use a"
+                " private network", self.address, config.master_port, KEY,
             )  # fmt: skip
 
     def workers(self) -> list[RemoteWorker]:
@@ -249,7 +249,10 @@ class Gathering:
 
     def _accept(self, seconds: float) -> None:
         """Let a connection in, if it is of another node. Raises ValueError for a node that differs."""
-        channel = Channel(self._sock.accept()[0])
+        try:
+            channel = Channel(self._sock.accept()[0])
+        except OSError:  # it has already left
+            return
         nonce = secrets.token_hex(16)
         try:
             channel.limit(seconds)
