@@ -278,7 +278,8 @@ def test_address_gives_its_interface() -> None:
 
 
 NETWORK = """
-ip link set lo up && unshare -n sleep 600 & other=$!
+ip link set lo up
+unshare -n sleep 600 & other=$!
 sleep 1
 ip link add here type veth peer name there netns $other
 ip addr add 10.9.0.1/24 dev here && ip link set here up
