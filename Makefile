@@ -10,7 +10,7 @@ comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo demo-vision test test-slow test-newest bench-h200 lint docs format clean
+.PHONY: setup demo demo-vision test test-slow soak test-newest bench-h200 lint docs format clean
 setup:
 	@$(PYTHON) tests/support/environments.py own vllm sglang
 
@@ -31,6 +31,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu"
+
+# 10,000 collectives of random sizes with late ranks, about 10 minutes
+soak: setup
+	$(BIN)/python -m pytest -n 0 tests/overrides/collective/test_collectives.py -k soak
 
 # what depends on other packages: hosts in this process, the server, models, the command line
 NEWEST := tests/integrations/in_process tests/integrations/test_transformers.py tests/engine/http tests/engine/structured \

@@ -17,7 +17,8 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ SPINS, LOOK_S, NAP_S = 400, 0.02, 5e-5
 _LOCK = struct.Struct("hh4xqqi4x")  # struct flock
 _ARRIVED, _LEFT = 0, 1  # words of a rank
 _CLOSED, _FAILED = 1, 2  # values of _LEFT
+_node: ContextVar[int] = ContextVar("node", default=0)
 
 
 class CollectiveError(RuntimeError):
@@ -472,10 +474,20 @@ def _opened(path: str, key: str) -> int:
     return -1
 
 
+@contextlib.contextmanager
+def on_node(number: int) -> Iterator[None]:
+    """Join groups as a rank of this node of an engine. Ranks of two nodes share no memory, also on one machine."""
+    token = _node.set(number)
+    try:
+        yield
+    finally:
+        _node.reset(token)
+
+
 def _machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            return f"{file.read().strip()}/{_node.get()}"
     except OSError:
         return ""
 

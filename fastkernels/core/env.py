@@ -125,7 +125,8 @@ class Environment:
                 (default: ~/.cache/fastkernels)
     interpret   TRITON_INTERPRET=1       a variable of Triton: run its kernels on the CPU
 
-    `fk-bench serve` reads FASTKERNELS_API_KEY, the key that clients must send (as --api-key).
+    `fk-bench serve` reads FASTKERNELS_API_KEY, the key that clients must send (as --api-key). Nodes
+    of our engine read FASTKERNELS_NODE_KEY, a secret that must be the same on all of them.
     """
 
     enabled: bool = False

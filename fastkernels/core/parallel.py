@@ -114,15 +114,15 @@ def build_as(rank: int, size: int, experts: int = 1, data: tuple[int, int] = (0,
 def init(
     rank: int,
     size: int,
-    init_method: str = "env://",
+    init_method: str | dist.Store = "env://",
     device: str = "cpu",
     timeout: float = TIMEOUT_S,
     memory: int | None = None,
 ) -> None:
     """Join a torch.distributed group of `size` processes (unless this process is in one) and bind it.
 
-    device: 'cuda' (or 'cuda:1') takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group.
-    timeout: seconds that a rank may be late in a collective before the others raise. memory: as in Communicator.
+    device: 'cuda' (or 'cuda:1') takes NCCL, 'cpu' gloo. init_method: as in torch.distributed.init_process_group, or a
+    store. timeout: seconds that a rank may be late in a collective before the others raise. memory: as in Communicator.
     Raises ValueError where an existing process group has another rank or size.
     """
     if size == 1:
@@ -133,7 +133,12 @@ def init(
 
 
 def init_sharing(
-    rank: int, size: int, init_method: str, device: str = "cpu", timeout: float = TIMEOUT_S, tensor: int = 1
+    rank: int,
+    size: int,
+    init_method: str | dist.Store,
+    device: str = "cpu",
+    timeout: float = TIMEOUT_S,
+    tensor: int = 1,
 ) -> Communicator:
     """The same for data-parallel ranks of `tensor` neighbouring processes each. Returns the group `ep`.
 
@@ -157,16 +162,17 @@ def _own_group(rank: int, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return next(group for group, part in zip(made, parts, strict=True) if rank in part)
 
 
-def _enter(rank: int, size: int, init_method: str, device: str, timeout: float) -> None:
+def _enter(rank: int, size: int, init_method: str | dist.Store, device: str, timeout: float) -> None:
     """Join the process group of torch.distributed, unless this process is in it."""
     if not dist.is_initialized():
         cuda = device.startswith("cuda")
         # With an index NCCL connects now instead of in the first collective, which may be inside a graph capture.
         now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}
+        name = "init_method" if isinstance(init_method, str) else "store"
+        more: dict[str, Any] = {name: init_method, **now}
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=init_method, rank=rank, world_size=size,
-            timeout=timedelta(seconds=timeout), **now,
-        )  # fmt: skip
+            "nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout), **more
+        )
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         found = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         raise ValueError(f"torch.distributed is already initialized as {found}, not as rank {rank} of {size}")

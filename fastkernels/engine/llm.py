@@ -15,6 +15,7 @@ from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
 from fastkernels.engine.execution import threads
+from fastkernels.engine.execution.follow import Followed, follow
 from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig
@@ -48,10 +49,16 @@ class LLM:
 
     Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
     for invalid values and for a model that does not fit, and WorkerDied if a worker ends.
+
+    With nnodes from 2 on, each node makes one. On node 0 it has the engine. On the others it returns when that has
+    ended, or raises why, and cannot be used.
     """
 
     def __init__(self, model: str, **config: Any):
-        self.llm_engine: Any = make_engine(EngineConfig(model=str(model), **config))
+        made = EngineConfig(model=str(model), **config)
+        if made.node_rank:
+            follow(made)
+        self.llm_engine: Any = Followed(made) if made.node_rank else make_engine(made)
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 BATCH = "batch"
-Shapes = Mapping[str, tuple[int | str, ...]]  # of the parameters of `forward`; NAME.0 and NAME.1 of a pair
+# Of the parameters of `forward`; NAME.0 and NAME.1 of a pair. A size that grows with the batch is BATCH or "N*batch".
+Shapes = Mapping[str, tuple[int | str, ...]]
 IMAGE, FRAMES, TEXT, SIDE, HORIZON = (
     4096,
     9600,
@@ -83,6 +84,14 @@ def _image(module: Any, small: bool) -> Shapes:
 def _stage(module: Any, small: bool) -> Shapes:
     width = module.blocks[0].layernorm_before.weight.shape[0]
     return {"x": (BATCH, 2 * _side(small), 2 * _side(small), width)}
+
+
+def _patches(module: Any, small: bool) -> Shapes:
+    """Patches of an image, those of a block one after the other."""
+    norm = getattr(module, "ln_q", None) or module.norm
+    in_block = module.wide // getattr(module, "channels", len(norm.weight))
+    blocks = SMALL_TOKENS if small else IMAGE // in_block
+    return {"hidden": (f"{blocks * in_block}*{BATCH}", module.wide // in_block)}
 
 
 def _rows(name: str, *more: str) -> Callable[[Any, bool], Shapes]:
@@ -187,6 +196,7 @@ def _pairformer(module: Any, small: bool) -> Shapes:
     return {"s": singles["s"], **pairs}
 
 
+_QWEN = "fastkernels.models.multimodal"
 # {class of our models or of diffusers' drop-ins: its block}
 SHAPED: dict[str, Shaped] = {
     "DiffusersFluxTransformerBlock": Shaped("diffusion_block", _flux),
@@ -197,6 +207,9 @@ SHAPED: dict[str, Shaped] = {
     "fastkernels.models.robotics.dp3:ConditionalResidualBlock1D": Shaped("policy_block", _film),
     "fastkernels.models.robotics.pi0:GemmaMLP": Shaped("mlp", _rows("x")),
     "fastkernels.models.geometry.ptv3:MLP": Shaped("mlp", _points),
+    f"{_QWEN}.qwen2_vl:Qwen2VisionPatchMerger": Shaped("merger", _patches),
+    f"{_QWEN}.qwen2_5_vl:Qwen2_5_VisionPatchMerger": Shaped("merger", _patches),
+    f"{_QWEN}.qwen3_vl:Qwen3VisionPatchMerger": Shaped("merger", _patches),
     "fastkernels.models.vision.yolov10:SCDown": Shaped("conv_block", _image),
     "fastkernels.models.vision.yolov10:SPPF": Shaped("conv_block", _image),
     "fastkernels.models.vision.yolov10:PSA": Shaped("conv_block", _image),
@@ -344,6 +357,14 @@ def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def per_sample(size: int | str) -> int | None:
+    """How much of a size one sample of the batch has; None: the size does not grow with the batch."""
+    if isinstance(size, int):
+        return None
+    count, star, _ = size.partition("*")
+    return int(count) if star else 1
+
+
 def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
     """The shapes of the outputs, by runs of a module on device 'meta' with one sample and with two."""
     entry = shaped(module)
@@ -352,17 +373,21 @@ def outputs(module: nn.Module, small: bool) -> list[tuple[int | str, ...]]:
     for batch in (1, 2):
         given = {}
         for name, dims in shapes.items():
-            sizes = [batch if d == BATCH else int(d) for d in dims]
+            sizes = [int(d) if (n := per_sample(d)) is None else n * batch for d in dims]
             dtype = torch.bool if name in entry.masks else torch.bfloat16
             given[name] = torch.empty(sizes, dtype=dtype, device="meta")
         with torch.no_grad():
             found = module(**grouped(given))
         made.append([tuple(t.shape) for t in (found if isinstance(found, tuple) else (found,))])
     one, two = made
-    return [
-        tuple(BATCH if b == 2 * a == 2 else a for a, b in zip(*pair, strict=True))
-        for pair in zip(one, two, strict=True)
-    ]
+    return [tuple(_size_of(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(one, two, strict=True)]
+
+
+def _size_of(one: int, two: int) -> int | str:
+    """A size that is `one` for one sample and `two` for two."""
+    if one == two:
+        return one
+    return BATCH if one == 1 else f"{one}*{BATCH}"
 
 
 def shaped(module: nn.Module) -> Shaped | None:

@@ -90,6 +90,50 @@ def test_vllm_reads_and_writes_the_hosts_layout(queries: list[int], window: int)
     assert (output[-3:] == 7.0).all()
 
 
+class CrossImpl(HostImpl):
+    """Stores keys and values of an encoder's states, as vLLM's CrossAttentionImpl does in its forward."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Any, value: Any, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        rows = kv_cache.transpose(1, 2)[slot_mapping // BLOCK, slot_mapping % BLOCK]
+        rows = torch.cat((key[: len(rows)], value[: len(rows)]), -1)
+        kv_cache.transpose(1, 2)[slot_mapping // BLOCK, slot_mapping % BLOCK] = rows
+
+
+@BATCHES
+def test_vllm_cross_attention_sees_all_states(queries: list[int]) -> None:
+    batch, impl = Batch(queries), attention._cross(CrossImpl)()
+    kv_cache, metadata, output = vllm(CrossImpl(), batch)
+    layer = SimpleNamespace(kv_sharing_target_layer_name=None)
+    parts = zip(batch.query.split(queries), batch.keys, batch.values, strict=True)
+    expected = torch.cat([
+        torch.nn.functional.scaled_dot_product_attention(
+            *(t.double().transpose(0, 1) for t in part), enable_gqa=True
+        ).transpose(0, 1).float()
+        for part in parts
+    ])  # fmt: skip
+    padded = torch.cat([batch.query, torch.zeros(3, HEADS, D)])
+    for key, value in ((None, None), (torch.cat(batch.keys), torch.cat(batch.values))):
+        metadata.slot_mapping = torch.cat(batch.slots)
+        if key is not None:
+            kv_cache.fill_(float("nan"))
+        assert impl.forward(layer, padded, key, value, kv_cache, metadata, output) is output
+        torch.testing.assert_close(output[:-3], expected, atol=1e-5, rtol=1e-5)
+        assert (output[-3:] == 7.0).all()
+
+
+def test_vllm_cross_attention_on_an_fp8_cache_falls_back() -> None:
+    host = type("Marked", (Stock,), {"kv_cache_dtype": "fp8"})
+    batch, impl = Batch([1, 1, 1]), attention._cross(host)()
+    kv_cache, metadata, output = vllm(CrossImpl(), batch)
+    attention_decode.reset()
+    layer = SimpleNamespace(kv_sharing_target_layer_name=None)
+    impl.forward(layer, batch.query, None, None, kv_cache, metadata, output)
+    assert (output == -1).all() and attention_decode.fallbacks == {"a KV cache in FP8": 1}
+    attention_decode.reset()
+
+
 class Stock(HostImpl):
     """A host class whose own forward leaves a mark."""
 

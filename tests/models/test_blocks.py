@@ -79,7 +79,8 @@ def check(model: str) -> tuple[str, ...]:
 SHAPED = {
     "flux": "diffusion_block", "sdxl": "diffusion_block", "hunyuan_video": "diffusion_block", "oasis": "mlp",
     "dp3": "policy_block", "pi0": "mlp", "ptv3": "mlp", "yolov10": "conv_block", "rtdetrv2": "conv_block",
-    "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block", "openfold3": "pair_update",
+    "qwen3_vl": "vision_merger_1", "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block",
+    "openfold3": "pair_update",
 }  # fmt: skip
 
 
@@ -96,6 +97,16 @@ def test_blocks_of_other_runners_equal_their_references(model: str) -> None:
 def test_our_blocks_equal_their_references(model: str) -> None:
     names = check(model)
     assert len(names) >= 3
+
+
+@pytest.mark.slow
+def test_cross_attention_is_a_block_of_its_own() -> None:
+    names = check("whisper")
+    assert {"whisper.cross_attention", "whisper.decoder_layer"} <= {*names}
+    spec = registry.get("whisper.cross_attention")
+    unread = {a.name for a in spec.arguments if a.name.startswith(("k_proj.", "v_proj."))}
+    assert spec.level == 2 and len(unread) == 3
+    assert all(a.bytes == "0" for a in spec.arguments if a.name in unread)
 
 
 def test_masks_of_blocks_are_ones_and_no_activations() -> None:
@@ -127,6 +138,7 @@ def test_blocks_of_a_tower_have_names_of_their_own() -> None:
             "vision_attention",
             "vision_mlp",
             "vision_encoder_layer",
+            "vision_merger",
         )
     }
     assert blocks.of(text).declined == {"model": "it reads images or audio, which no step of tokens gives"}

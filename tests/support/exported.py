@@ -477,6 +477,10 @@ def attention_dense(ns: Any) -> list[Any]:
             layer = filled(JointAttentionLayer() if "attention_mask" in more else AttentionLayer())
             found.append(getattr(ns, name)()(layer, x, **more))
         return found
+    if ns.host == "sglang":
+        qkv, starts = [randn(10, 3, 8) + i for i in range(3)], torch.tensor([0, 4, 10])
+        (cls,) = (getattr(ns, name) for name in ns.classes)
+        return [cls(8, 3, 3)(*qkv, bsz=2), cls(8, 3, 3, flatten_batch=True)(*qkv, bsz=1, cu_seqlens=starts)]
     if ns.host == "vllm":
         qkv, starts = [randn(2, 5, 24) + i for i in range(3)], torch.tensor([0, 4, 10])
         made = [getattr(ns, name)(3, 8) for name in ns.classes]
@@ -540,6 +544,16 @@ def rope_nd(ns: Any) -> list[Any]:
 def group_norm(ns: Any) -> list[Any]:
     block = filled(ns.ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=6, groups=4))
     return [block(randn(2, 8, 5, 3), randn(2, 6))]
+
+
+def patch_merger(ns: Any) -> list[Any]:
+    config = SimpleNamespace(hidden_size=12, spatial_merge_size=2, out_hidden_size=10)
+    found = []
+    for name in ns.classes:
+        cls = getattr(ns, name)
+        made = cls(config) if "config" in inspect.signature(cls).parameters else cls(10, 12)
+        found.append(filled(made)(randn(8, 12)))
+    return found
 
 
 def patch_embedding(ns: Any) -> list[Any]:
@@ -847,8 +861,8 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {
-    "gated_gelu_mlp": gated_gelu_mlp
-}
+    "gated_gelu_mlp": gated_gelu_mlp, "patch_merger": patch_merger,
+}  # fmt: skip
 EXERCISES |= {
     op: partial(recurrence, op=op)
     for op in (

@@ -664,16 +664,19 @@ VLMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_tiny_vlm(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
+def make_tiny_vlm(
+    folder: str | Path, kind: str, seed: int = 0, tower: dict[str, Any] | None = None, **fields: Any
+) -> Path:
     """A random float32 checkpoint of VLMS in `folder`: an image has one token for 8 x 8 pixels.
 
-    fields: of the text model
+    tower: fields of the vision model; fields: of the text model
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import transformers
 
     prefix, text, vision = VLMS[kind]
+    vision = {**vision, **(tower or {})}
     ids = {name.strip("<|>").replace("pad", "token") + "_id": i for name, i in VISION_TOKENS.items()}
     ids = {name if "token" in name else name.replace("_id", "_token_id"): i for name, i in ids.items()}
     cls = getattr(transformers, f"{prefix}ForConditionalGeneration")

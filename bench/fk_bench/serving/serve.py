@@ -180,6 +180,21 @@ class EngineOptions:
             " tensor-parallel-size GPUs"
         ),
     ] = DEFAULT.data_parallel_size
+    nnodes: Annotated[
+        int, typer.Option(help="machines that the ranks are on; run the command on each of them")
+    ] = DEFAULT.nnodes
+    node_rank: Annotated[
+        int, typer.Option(help="this machine: 0 serves, and 1 and more run their ranks for it")
+    ] = DEFAULT.node_rank
+    master_addr: Annotated[str, typer.Option(help="address of node 0 that the other nodes reach")] = (
+        DEFAULT.master_addr
+    )
+    master_port: Annotated[int, typer.Option(help="port on which node 0 waits for the other nodes")] = (
+        DEFAULT.master_port
+    )
+    dist_timeout: Annotated[float, typer.Option(help="seconds that a node may come late")] = (
+        DEFAULT.dist_timeout
+    )
     limit_mm_per_prompt: Annotated[
         str | None,
         typer.Option(help="JSON of the media of a prompt, such as '{\"image\": 4}' (default: 999)"),
@@ -227,6 +242,8 @@ def serve(
     /v1/structures.
     """
     from fastkernels.core.registry import UnknownName
+    from fastkernels.engine.execution.follow import follow
+    from fastkernels.engine.execution.ranks import WorkerDied
     from fastkernels.engine.http import process
     from fastkernels.models.common.checkpoints.weights import CheckpointError
 
@@ -240,9 +257,11 @@ def serve(
         }
         server_config = ServerConfig(**{**asdict(server), **lists})
         config = EngineConfig(**engine_fields(model, engine))
+        if config.node_rank:
+            return follow(config, server_config.drain_timeout)
         with process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)
-    except (CheckpointError, UnknownName, ValueError, OSError) as error:
+    except (CheckpointError, UnknownName, ValueError, OSError, WorkerDied) as error:
         typer.echo(f"fk-bench serve: {error}", err=True)
         raise typer.Exit(1) from error
     if status:

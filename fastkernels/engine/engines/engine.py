@@ -237,6 +237,10 @@ class Engine(ABC):
 
 def make_engine(config: EngineConfig) -> Engine:
     """The engine for this model, as its model file names it. Raises what Engine raises."""
+    if config.node_rank:
+        raise ValueError(
+            f"node_rank {config.node_rank} has no engine of its own: use LLM or `fk-bench serve` there"
+        )
     opened = Checkpoint.open(config)
     kind = RUNNERS[opened.runner]
     if not kind.engine:

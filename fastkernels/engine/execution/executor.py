@@ -1,4 +1,4 @@
-"""Run steps on all ranks: the runner of this process, and those of worker processes.
+"""Run steps on all ranks: the runner of this process, and those of worker processes here and on other nodes.
 
 Rank 0 is in this process. It sends each step to every worker, then launches it itself. With tensor parallelism workers
 do not answer steps: all ranks gather the same logits and draw the same noise, and so sample the same tokens. An error
@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fastkernels.core import parallel
+from fastkernels.engine.execution import follow, nodes
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.forward.startup import Phases
 from fastkernels.engine.execution.ranks import Ranks, Worker, WorkerDied
@@ -106,7 +108,10 @@ class Executor:
 
 
 class TensorParallelExecutor(Executor):
-    """Rank 0 in this process, the others in worker processes that end with this process or with the engine."""
+    """Rank 0 in this process, the others in worker processes that end with this process or with the engine.
+
+    With several nodes those of the other nodes are started there: see nodes.py.
+    """
 
     def __init__(self, config: EngineConfig, folder: Path, hf_config: Any, phases: Phases):
         if dist.is_initialized():
@@ -114,9 +119,8 @@ class TensorParallelExecutor(Executor):
                 "this process is already in a torch.distributed group, and an engine of several ranks needs its own:"
                 " shut down the other engine first, or use another process"
             )
-        size = config.num_ranks
         cpu = (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
-        threads = max(1, torch.get_num_threads() // size) if cpu else None
+        threads = max(1, torch.get_num_threads() // config.ranks_per_node) if cpu else None
         self._ready = False
         self._ranks = Ranks(torch.get_num_threads())
         self._end = weakref.finalize(self, self._ranks.close)
@@ -128,23 +132,61 @@ class TensorParallelExecutor(Executor):
                 executor.on_failure()
 
         try:
-            for rank in range(1, size):
-                self._ranks.start(Setup(config, folder, hf_config, rank, threads))
+            made = Setup(config, folder, hf_config, 0, threads)
+            self._start(made)
             self._ranks.watch(tell)
-            self.runner = self._ranks.runner = build_runner(
-                Setup(config, folder, hf_config, 0, threads), phases
-            )
+            self.runner = self._ranks.runner = build_runner(made, phases)
             with self._together():
                 for worker in self._ranks.workers:
                     worker.receive()  # it has loaded
-            self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
+            self._join()
             phases.mark("ranks")  # all ranks have loaded and joined the group
             self.call("choose_kernels")
             self.call("bind", min(self.call("num_fitting_blocks")))
-        except BaseException:
+        except BaseException as error:
+            self._ranks.tell_nodes(_described(error))
             self.shutdown()
             raise
         self._ready = True
+
+    def _start(self, setup: Setup) -> None:
+        """Start the workers of this node, and wait for those of the others."""
+        config = setup.config
+        gathering = None
+        if config.nnodes > 1:
+            gathering = nodes.Gathering(config, follow.about(config, setup.folder))
+        try:
+            for rank in range(1, config.ranks_per_node):
+                self._ranks.start(replace(setup, rank=rank))
+            if gathering is not None:
+                self._address = gathering.address
+                for worker in gathering.workers():
+                    worker.begin(replace(setup, rank=worker.rank))
+                    self._ranks.workers.append(worker)
+                self._ranks.nodes = list(gathering.nodes.values())
+        except BaseException as error:
+            if gathering is not None:
+                gathering.cancel(_described(error))
+            raise
+        finally:
+            if gathering is not None:
+                gathering.close()
+
+    def _join(self) -> None:
+        """Join the process group in all ranks."""
+        if not self._ranks.nodes:
+            self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
+            return
+        with nodes.free_port(self._address) as sock:
+            port: int = sock.getsockname()[1]
+            self._ranks.store = dist.TCPStore(
+                self._address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(sock.fileno()),
+            )
+        self.call(join, (self._address, port), nodes.interface_of(self._address))
 
     def launch(self, step: Any) -> Any:
         with self._together():
@@ -190,7 +232,7 @@ class TensorParallelExecutor(Executor):
                 self.shutdown()
                 raise ranks.failure from ranks.failure.__cause__
             trace = traceback.format_exc()
-            ranks.kill()
+            ranks.kill(_described(error))
             self.shutdown()
             if not self._ready or not isinstance(error, Exception):
                 raise
@@ -294,13 +336,19 @@ class _Checked:
             self._own.sample(masks)
 
 
+def _described(error: BaseException) -> str:
+    """An error for the other nodes, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
-    size, experts = config.num_ranks, config.expert_parallel_size
+    size, experts = config.ranks_per_node, config.expert_parallel_size
     gpus, model = torch.cuda.device_count(), config.model
     name = _sizes(config)
     if config.device != "cpu" and 0 < gpus < size:
-        raise ValueError(f"{name} needs {size} GPUs, and there are {gpus}")
+        here = " on each node" if config.nnodes > 1 else ""
+        raise ValueError(f"{name} needs {size} GPUs{here}, and there are {gpus}")
     try:
         checks.check_ranks(hf_config, config.tensor_parallel_size, config.expert_groups)
         with as_rank(config, 0):

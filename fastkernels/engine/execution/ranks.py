@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,23 +48,12 @@ class WorkerDied(RuntimeError):
             self.__cause__ = WorkerTraceback(trace)
 
 
-class Worker:
-    """The process of one rank, and this process's ends of its two socket pairs (see worker.py)."""
+class Worker(ABC):
+    """The process of a rank, and this process's ends of its two connections (see worker.py)."""
 
-    def __init__(self, setup: Setup):
-        self.rank = setup.rank
-        (ours, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if setup.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(setup.threads)
-        fds = theirs.fileno(), their_life.fileno()
-        # Not multiprocessing, so that user scripts need no `if __name__ == "__main__"`.
-        command = [sys.executable, "-c", MAIN, *map(str, fds)]
-        self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
-        theirs.close()
-        their_life.close()
-        self.commands, self.life = Connection(ours.detach()), Connection(life.detach())
-        self.commands.send_bytes(pickle.dumps(setup))
+    rank: int
+    commands: Connection
+    life: Connection
 
     def receive(self) -> Any:
         """Wait for the result of a call. Raises EOFError if the worker ends instead."""
@@ -75,15 +65,89 @@ class Worker:
             reason, trace = self.life.recv()
         except (EOFError, OSError):
             reason = trace = ""
-        try:
-            code = self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+        return self._ended(reason, trace)
+
+    @abstractmethod
+    def _ended(self, reason: str, trace: str) -> WorkerDied:
+        """Wait for its end. reason, trace: what it wrote, empty if it was killed."""
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether it has ended. Does not wait; safe in any thread."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it, even if it is stuck in a collective."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until it has ended, after `commands` was closed; kill it if it does not."""
+
+
+class LocalWorker(Worker):
+    """A worker that this process starts, on its machine."""
+
+    def __init__(self, setup: Setup):
+        self.rank = setup.rank
+        (ours, theirs), (life, their_life) = socket.socketpair(), socket.socketpair()
+        self.process = start((theirs.fileno(), their_life.fileno()), setup.threads)
+        theirs.close()
+        their_life.close()
+        self.commands, self.life = Connection(ours.detach()), Connection(life.detach())
+        self.commands.send_bytes(pickle.dumps(setup))
+
+    def _ended(self, reason: str, trace: str) -> WorkerDied:
+        code = ended(self.process)
         if trace:
             return WorkerDied(self.rank, f"failed: {reason}", trace)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return WorkerDied(self.rank, f"(pid {self.process.pid}) {how}")
+        return WorkerDied(self.rank, f"(pid {self.process.pid}) {how_ended(code)}")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> None:
+        ended(self.process)
+
+
+def start(
+    fds: tuple[int, int], threads: int | None, *more: str, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start a worker with the file descriptors of its connections. more: arguments of worker.main."""
+    made = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    if threads is not None:
+        made["OMP_NUM_THREADS"] = str(threads)
+    # Not multiprocessing, so that user scripts need no `if __name__ == "__main__"`.
+    command = [sys.executable, "-c", MAIN, *map(str, fds), *more]
+    return subprocess.Popen(command, pass_fds=fds, env=made, stdin=subprocess.DEVNULL)
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """The status of a process that should end by itself; it is killed if it does not."""
+    try:
+        return process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def how_ended(code: int) -> str:
+    """The status of a process in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+class Node(Protocol):
+    """Another machine of the engine; see nodes.py."""
+
+    def end(self, reason: str = "") -> None:
+        """Tell it to end its ranks, and why. Only the first call counts; safe in any thread."""
+
+    def close(self) -> None:
+        """Wait until it has ended them."""
 
 
 class Ranks:
@@ -91,10 +155,12 @@ class Ranks:
 
     def __init__(self, threads: int):
         self.workers: list[Worker] = []
+        self.nodes: Sequence[Node] = ()  # the others, if there are several
         self.failure: WorkerDied | None = None
         self.failed = threading.Event()
         # A process group reads its rendezvous file for its whole life.
         self.scratch = tempfile.TemporaryDirectory(prefix="fastkernels-")
+        self.store: dist.TCPStore | None = None  # with several nodes, instead of such a file
         self._threads = threads  # of this process, to be restored
         self._closing = False
         self._watcher: threading.Thread | None = None
@@ -105,10 +171,10 @@ class Ranks:
         """A rank whose process has ended. Asks the kernel, so it does not wait for the watcher."""
         if self.failure is not None:
             return self.failure.rank
-        return next((w.rank for w in self.workers if w.process.poll() is not None), None)
+        return next((w.rank for w in self.workers if w.has_ended), None)
 
     def start(self, setup: Setup) -> None:
-        self.workers.append(Worker(setup))
+        self.workers.append(LocalWorker(setup))
 
     def watch(self, tell: Callable[[], None]) -> None:
         """Start watching the workers; call `tell` when the first one dies."""
@@ -121,32 +187,38 @@ class Ranks:
         alive: dict[Any, Worker] = {worker.life: worker for worker in self.workers}
         while alive:
             for life in wait(list(alive)):
-                death = alive.pop(life).death()
+                worker = alive.pop(life)
+                death = None if self._closing else worker.death()
                 life.close()  # type: ignore[union-attr]
-                if not self._closing:
+                if death is not None and not self._closing:
                     self._closing, self.failure = True, death
-                    self.kill()
+                    self.kill(str(death))
                     self.failed.set()
                     _leave_collectives()
                     tell()
 
-    def kill(self) -> None:
+    def kill(self, reason: str) -> None:
         """Kill the workers, which may be stuck in a collective. gloo collectives in rank 0 then fail."""
         self._closing = True
+        self.tell_nodes(reason)
         for worker in self.workers:
-            worker.process.kill()
+            worker.kill()
+
+    def tell_nodes(self, reason: str) -> None:
+        """Tell the other nodes why the engine ends."""
+        for node in self.nodes:
+            node.end(reason)
 
     def close(self) -> None:
         """End the workers, and leave the process group."""
         self._closing = True
+        self.tell_nodes("" if self.failure is None else str(self.failure))
         for worker in self.workers:
             worker.commands.close()  # an idle worker ends on this
         for worker in self.workers:
-            try:
-                worker.process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            worker.wait()
+        for node in self.nodes:
+            node.close()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(GRACE)
         if self.runner is not None:  # its graphs hold the NCCL communicator: with them its end would hang
@@ -158,7 +230,8 @@ class Ranks:
         parallel.reset()
         torch.set_num_threads(self._threads)
         self.scratch.cleanup()
-        self.workers = []
+        self.store = None
+        self.workers, self.nodes = [], ()
 
 
 def _leave_collectives() -> None:

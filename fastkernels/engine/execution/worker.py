@@ -1,9 +1,10 @@
 """The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
-main() gets the file descriptors of two socket pairs as arguments. The first, `commands`, carries a Setup, then steps,
-which are not answered, and calls, which are. The first process of a data-parallel rank answers COLLECT with the result
-of its oldest step; after FORGET it has none. The second, `life`, closes when the other side ends, which ends the
-worker; a worker that fails writes its error there as (one line, traceback).
+main() gets the file descriptors of two sockets as arguments, and on another node than rank 0's the model there. The
+first socket, `commands`, carries a Setup, then steps, which are not answered, and calls, which are. The first process
+of a data-parallel rank answers COLLECT with the result of its oldest step; after FORGET it has none. The second,
+`life`, closes when the other side ends, which ends the worker; a worker that fails writes its error there as (one line,
+traceback).
 """
 
 from __future__ import annotations
@@ -69,30 +70,50 @@ def as_rank(config: EngineConfig, rank: int) -> AbstractContextManager[None]:
     return parallel.build_as(place, config.tensor_parallel_size, config.expert_groups, data)
 
 
-def join(runner: Any, rendezvous: str) -> None:
-    """Join the process group: NCCL on CUDA, gloo on the CPU. rendezvous: path of a file that does not exist yet.
+def join(runner: Any, rendezvous: str | tuple[str, int], interface: str | None = None) -> None:
+    """Join the process group: NCCL on CUDA, gloo on the CPU.
+
+    rendezvous  path of a file that does not exist yet; with several nodes, host and port of rank 0's store
+    interface   with several nodes: of the network between them, if the node's variables do not name one; None: any
 
     On GPUs, ours is then measured against NCCL, and used for the messages for which it is faster. Data-parallel ranks
     form the groups of those that share experts.
     """
     from fastkernels.core import parallel
+    from fastkernels.core.communicator import on_node
     from fastkernels.overrides.collective.measure import choose, choose_experts
 
-    # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead. gloo may use
-    # the loopback: all ranks are on this machine.
-    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", GLOO_SOCKET_IFNAME="lo"):
-        size, where = runner.config.num_ranks, f"file://{rendezvous}"
-        tensor, device = runner.config.tensor_parallel_size, str(runner.device)
-        if runner.config.data_parallel_size > 1:
+    config = runner.config
+    # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead.
+    alone = isinstance(rendezvous, str)
+    reached = {"GLOO_SOCKET_IFNAME": "lo"} if alone else interfaces(interface)
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", **reached}
+    with _environment(**variables), on_node(runner.rank // config.ranks_per_node):
+        size, tensor, device = config.num_ranks, config.tensor_parallel_size, str(runner.device)
+        where: Any = f"file://{rendezvous}" if isinstance(rendezvous, str) else _store(*rendezvous)
+        if config.data_parallel_size > 1:
             sharing = parallel.init_sharing(runner.rank, size, where, device, tensor=tensor)
-            most = choose_experts(sharing) if runner.shares_experts else -1
-            if most > 0 and not runner.rank:
-                log.info("tokens to experts: our kernels are faster up to %d KiB, and are used", most >> 10)
+            limits = choose_experts(sharing) if runner.shares_experts else {}
+            if limits and not runner.rank:
+                said = ", ".join(f"{op} up to {most >> 10} KiB" for op, most in limits.items())
+                log.info("tokens to experts: our kernels are faster and are used: %s", said)
         else:
             parallel.init(runner.rank, size, where, device)
     most = choose(parallel.communicator(parallel.TP)) if tensor > 1 else -1
     if most > 0 and not runner.rank:
         log.info("all-reduce: ours is faster than NCCL up to %d KiB, and is used", most >> 10)
+
+
+def interfaces(name: str | None) -> dict[str, str]:
+    """The variables with which gloo and NCCL use this network interface."""
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+def _store(host: str, port: int) -> Any:
+    """A client of rank 0's store."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(host, port, is_master=False)
 
 
 COLLECT, FORGET = "collect", "forget"
@@ -155,8 +176,10 @@ def _environment(**values: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _serve(commands: Connection) -> None:
-    setup = pickle.loads(commands.recv_bytes())
+def _serve(commands: Connection, model: str | None) -> None:
+    setup: Setup = pickle.loads(commands.recv_bytes())
+    if model is not None:
+        setup = replace(setup, folder=Path(model), config=replace(setup.config, model=model))
     runner = build_runner(setup)
     keep_objects()
     commands.send(None)
@@ -199,7 +222,7 @@ def main() -> None:
     logging.getLogger("fastkernels").setLevel(logging.ERROR)  # rank 0 logs the same
     threading.Thread(target=_end_with_parent, args=(life, os.getppid()), daemon=True).start()
     try:
-        _serve(commands)
+        _serve(commands, sys.argv[3] if len(sys.argv) > 3 else None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # rank 0 has closed the socket
     except BaseException as error:

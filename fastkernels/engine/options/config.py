@@ -48,6 +48,11 @@ class EngineConfig:
                             with data-parallel ranks, of all ranks (default: data_parallel_size)
     data_parallel_size      ranks with requests of their own, which share the experts of a mixture: each has the other
                             layers, max_num_seqs sequences and a KV cache, on tensor_parallel_size GPUs or processes
+    nnodes                  machines that these ranks are on, with equal numbers of neighbouring ranks
+    node_rank               of this machine: node 0 has the engine, the others run their ranks for it
+    master_addr             address of node 0 that the other nodes reach
+    master_port             TCP port on which node 0 waits for the other nodes
+    dist_timeout            seconds that a node may come late
     max_logprobs            upper limit of logprobs and prompt_logprobs of a request; -1: no limit
     seed                    of dummy weights, and of the seeds of requests without one
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
@@ -88,6 +93,11 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     data_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    dist_timeout: float = 600.0
     max_logprobs: int = 20
     seed: int = 0
     load_format: str = "auto"
@@ -114,7 +124,7 @@ class EngineConfig:
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
             "tensor_parallel_size", "expert_parallel_size", "data_parallel_size", "max_pixels", "max_steps",
-            "max_images", "max_frames", "max_characters",
+            "max_images", "max_frames", "max_characters", "nnodes",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -145,6 +155,7 @@ class EngineConfig:
                 f"expert_parallel_size {self.expert_parallel_size} does not divide tensor_parallel_size"
                 f" {self.tensor_parallel_size}: it groups those ranks"
             )
+        self._check_nodes()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}:"
@@ -157,9 +168,33 @@ class EngineConfig:
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
+    def ranks_per_node(self) -> int:
+        """The ranks on each machine: node n has those from n * ranks_per_node on."""
+        return self.num_ranks // self.nnodes
+
+    @property
     def expert_groups(self) -> int:
         """The groups of tensor-parallel ranks that have different experts."""
         return max(1, self.expert_parallel_size // self.data_parallel_size)
+
+    def _check_nodes(self) -> None:
+        """Raise ValueError for nodes that cannot have the ranks."""
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of tensor_parallel_size"
+                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has as many"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            most = f"0 to {self.nnodes - 1}" if self.nnodes > 1 else "0"
+            raise ValueError(
+                f"node_rank {self.node_rank} is not possible with nnodes {self.nnodes}: it must be {most}"
+            )
+        if not 1 <= self.master_port <= 65535:
+            raise ValueError(f"master_port {self.master_port} is not a port: it must be 1 to 65535")
+        if not self.master_addr:
+            raise ValueError("master_addr is empty: it must be an address of node 0")
+        if not 0 < self.dist_timeout < float("inf"):
+            raise ValueError(f"dist_timeout {self.dist_timeout} is not a number of seconds above 0")
 
     def _check_data_parallel(self) -> None:
         """Raise ValueError for groups of experts that data-parallel ranks cannot have."""

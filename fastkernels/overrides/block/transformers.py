@@ -1,7 +1,9 @@
-"""The gated MLPs of transformers' Llama, Gemma and Phi-3, and of the models that copy them."""
+"""The gated MLPs of transformers' Llama, Gemma and Phi-3 and of the models that copy them; mergers of Qwen's towers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.gated_gelu_mlp import ERF, TANH, GatedGeluMLP
 from fastkernels.overrides.block.gated_mlp import check_activation
+from fastkernels.overrides.block.patch_merger import EPS, IN_MLP, NAMED, PatchMerger, merge, unlike
 from fastkernels.overrides.block.two_linears import side_by_side
 from fastkernels.overrides.linear.modules import changed
 from fastkernels.overrides.linear.unlike import not_linear, not_silu
+from fastkernels.overrides.norm.transformers import TransformersLlamaRMSNorm
 
 
 class TransformersLlamaMLP(nn.Module):
@@ -177,6 +181,63 @@ class TransformersGemmaMLP(GatedGeluMLP):
         return self.down_proj(gelu_and_mul(side_by_side(x, self.gate_proj, self.up_proj), approximate))
 
 
+class TransformersPatchMerger(PatchMerger):
+    """PatchMerger of Qwen2-VL: patches x [P, context_dim] to [P / spatial_merge_size^2, dim]."""
+
+    parts = IN_MLP
+    normalizes: Callable[..., nn.Module] = nn.LayerNorm
+
+    def __init__(self, dim: int, context_dim: int, spatial_merge_size: int = 2) -> None:
+        super().__init__()
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.ln_q = type(self).normalizes(context_dim, eps=EPS)
+        self.mlp = nn.Sequential(nn.Linear(wide, wide), nn.GELU(), nn.Linear(wide, dim))
+
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(IN_MLP, module)
+
+    supports = needs_host
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, IN_MLP, x)
+
+
+class TransformersQwen2_5_VLPatchMerger(TransformersPatchMerger):
+    """Qwen2_5_VLPatchMerger, also of Qwen2.5-Omni: as TransformersPatchMerger, with RMSNorm."""
+
+    normalizes = TransformersLlamaRMSNorm
+
+
+class TransformersQwen3VLVisionPatchMerger(PatchMerger):
+    """Qwen3VLVisionPatchMerger: as TransformersPatchMerger; use_postshuffle_norm: a norm of whole blocks (deepstack).
+
+    config: hidden_size, spatial_merge_size and out_hidden_size.
+    """
+
+    parts = NAMED
+
+    def __init__(self, config, use_postshuffle_norm=False) -> None:
+        super().__init__()
+        self.hidden_size = wide = config.hidden_size * config.spatial_merge_size**2
+        self.use_postshuffle_norm = use_postshuffle_norm
+        self.norm = nn.LayerNorm(wide if use_postshuffle_norm else config.hidden_size, eps=EPS)
+        self.linear_fc1 = nn.Linear(wide, wide)
+        self.act_fn = nn.GELU()
+        self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
+
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(NAMED, module)
+
+    supports = needs_host
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, NAMED, x)
+
+
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -194,6 +255,11 @@ def _target(model: str, name: str, cls: str) -> Target:
     return Target("transformers", f"transformers.models.{model}.modeling_{model}:{name}", cls, "module")
 
 
+_MERGERS = (
+    ("qwen2_vl", "PatchMerger"), ("qwen2_5_vl", "Qwen2_5_VLPatchMerger"), ("qwen3_vl", "Qwen3VLVisionPatchMerger"),
+)  # fmt: skip
+_MERGER_NOTE = "Off by default: not measured in transformers."
+
 TARGETS = {
     "gated_mlp": (
         *(_target(model, f"{prefix}MLP", "TransformersLlamaMLP") for model, prefix in _MODELS),
@@ -203,4 +269,8 @@ TARGETS = {
         _target("granitemoeshared", "GraniteMoeSharedMLP", "TransformersGraniteMoeSharedMLP"),
     ),
     "gated_gelu_mlp": (_target("gemma", "GemmaMLP", "TransformersGemmaMLP"),),
+    "patch_merger": tuple(
+        replace(_target(model, name, f"Transformers{name}"), default=False, note=_MERGER_NOTE)
+        for model, name in _MERGERS
+    ),
 }

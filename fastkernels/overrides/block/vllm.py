@@ -1,7 +1,9 @@
-"""vLLM's MLP, attention blocks and decoder layers of Llama, Qwen3 and Mixtral."""
+"""vLLM's MLP, attention blocks and decoder layers of Llama, Qwen3 and Mixtral; mergers of Qwen's vision towers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +25,11 @@ from fastkernels.overrides.block.decoder_layer import (
     run_layer,
 )
 from fastkernels.overrides.block.gated_mlp import PackedMLP, check_activation
+from fastkernels.overrides.block.patch_merger import EPS, IN_MLP, NAMED, PatchMerger, merge, unlike
 from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention, sliding_window
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 from fastkernels.overrides.linear.vllm import (
+    VllmColumnParallelLinear,
     VllmMergedColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmRowParallelLinear,
@@ -301,13 +305,99 @@ class VllmMixtralDecoderLayer(SparseDecoderLayer):
         return self._run(hidden_states, residual, positions=positions)
 
 
+def _inner(sizes: tuple[int, int], quant_config: Any, prefix: str, last: bool) -> nn.Module:
+    cls = VllmRowParallelLinear if last else VllmColumnParallelLinear
+    return cls(*sizes, bias=True, quant_config=quant_config, prefix=prefix)
+
+
+class VllmQwen2VisionPatchMerger(PatchMerger):
+    """Qwen2VisionPatchMerger, and Qwen2.5-VL's: patches x [P, context_dim] to [P / spatial_merge_size^2, d_model]."""
+
+    parts = IN_MLP
+
+    def __init__(
+        self,
+        d_model: int,
+        context_dim: int,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        spatial_merge_size: int = 2,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.ln_q = (norm_layer or partial(nn.LayerNorm, eps=EPS))(context_dim)
+        first = _inner((wide, wide), quant_config, f"{prefix}.mlp.0", False)
+        second = _inner((wide, d_model), quant_config, f"{prefix}.mlp.2", True)
+        self.mlp = nn.ModuleList([first, nn.GELU(), second])
+
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(IN_MLP, module)
+
+    supports = needs_host
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, IN_MLP, x)
+
+
+class VllmQwen3VisionPatchMerger(PatchMerger):
+    """Qwen3_VisionPatchMerger: as VllmQwen2VisionPatchMerger.
+
+    use_postshuffle_norm: a norm of whole blocks, as of layers within the tower (deepstack)
+    """
+
+    parts = NAMED
+
+    def __init__(
+        self,
+        d_model: int,
+        context_dim: int,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        spatial_merge_size: int = 2,
+        use_postshuffle_norm: bool = False,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.use_postshuffle_norm = use_postshuffle_norm
+        self.norm = (norm_layer or partial(nn.LayerNorm, eps=EPS))(
+            wide if use_postshuffle_norm else context_dim
+        )
+        self.linear_fc1 = _inner((wide, wide), quant_config, f"{prefix}.linear_fc1", False)
+        self.act_fn = nn.GELU()
+        self.linear_fc2 = _inner((wide, d_model), quant_config, f"{prefix}.linear_fc2", True)
+
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(NAMED, module)
+
+    supports = needs_host
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, NAMED, x)
+
+
 _MODELS = "vllm.model_executor.models"
 _QWEN3 = f"{_MODELS}.qwen3:Qwen3DecoderLayer"
 _MLP_NOTE = "by default the host's own layers stay and only silu_and_mul between them is ours"
 _LAYER_NOTE = "by default the host's attention and MLP stay and only the norms are ours"
 _MIXTRAL_NOTE = "it only calls its parts, which are patched one by one"
 
+_MERGERS = (
+    ("qwen2_vl:Qwen2VisionPatchMerger", "VllmQwen2VisionPatchMerger"),
+    ("qwen2_5_vl:Qwen2_5_VisionPatchMerger", "VllmQwen2VisionPatchMerger"),
+    ("qwen3_vl:Qwen3_VisionPatchMerger", "VllmQwen3VisionPatchMerger"),
+)
+
 TARGETS = {
+    "patch_merger": tuple(
+        Target("vllm", f"{_MODELS}.{path}", ours, "module", default=False, note="Off by default: not measured in vLLM.")
+        for path, ours in _MERGERS
+    ),
     "gated_mlp": (
         Target("vllm", f"{_MODELS}.llama:LlamaMLP", "VllmLlamaMLP", "module", default=False, note=_MLP_NOTE),
     ),

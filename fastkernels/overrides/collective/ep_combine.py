@@ -130,7 +130,7 @@ def _unsupported(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> st
 def _measured(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> str | None:
     """For groups in which these kernels were measured, see measure.choose_experts."""
     size = parallel.communicator(group).size
-    return not_measured(x.nbytes // size, group) or _unsupported(x, source, group)
+    return not_measured("ep_combine", x.nbytes // size, group) or _unsupported(x, source, group)
 
 
 ep_combine = define(

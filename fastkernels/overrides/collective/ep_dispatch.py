@@ -283,12 +283,12 @@ def _measured(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> str | None:
     """For groups in which these kernels were measured, see measure.choose_experts."""
-    return not_measured(x.nbytes, group) or not_launched(x, topk_ids, topk_weights, group)
+    return not_measured("ep_dispatch", x.nbytes, group) or not_launched(x, topk_ids, topk_weights, group)
 
 
-def not_measured(nbytes: int, group: str) -> str | None:
-    """Why the kernels of experts are not used for so many bytes of a rank's tokens."""
-    if nbytes > parallel.communicator(group).faster.get("ep_dispatch", -1):
+def not_measured(op: str, nbytes: int, group: str) -> str | None:
+    """Why the kernel of an op is not used for so many bytes of a rank's tokens, as they are sent."""
+    if nbytes > parallel.communicator(group).faster.get(op, -1):
         return ForOthers("not measured to be faster in this group")
     return None
 

@@ -93,6 +93,15 @@ def _unsupported(
     return fp8_refusal(x.device) or plain.not_launched(x, topk_ids, topk_weights, group, block)
 
 
+def _measured(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, block: int = 128,
+    group: str = "tp",
+) -> str | None:  # fmt: skip
+    """For groups in which this kernel was measured, see measure.choose_experts."""
+    reason = plain.not_measured("ep_dispatch_fp8", x.numel(), group)
+    return reason or _unsupported(x, topk_ids, topk_weights, num_experts, block, group)
+
+
 def _fake(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, block: int = 128,
     group: str = "tp",
@@ -113,6 +122,7 @@ ep_dispatch_fp8 = define(
     " str group=\"tp\") -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     providers=(
+        Provider("measured", _triton, supports=_measured),
         Provider("composed", _composed, devices=exchange.BOTH),
         Provider("triton", _triton, supports=_unsupported),
         Provider("reference", _reference, devices=exchange.BOTH),

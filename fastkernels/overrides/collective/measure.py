@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from fastkernels.core.communicator import Communicator
 from fastkernels.overrides.collective import words
 
 SIZES = tuple(4096 << i for i in range(12))  # bytes of the measured messages: 4 KiB to 8 MiB
-EXPERT_SIZES = tuple(
-    4096 << i for i in range(0, 9, 2)
-)  # bytes of a rank's tokens, each compiled: 4 KiB to 1 MiB
-CHANNELS, EXPERTS = 2048, 8  # of such a token
+# Bytes of a rank's tokens, 4 KiB to 1 MiB. A kernel is compiled for each.
+EXPERT_SIZES = tuple(4096 << i for i in range(0, 9, 2))
+EXPERT_OPS = ("ep_dispatch", "ep_dispatch_fp8", "ep_combine")
+CHANNELS, EXPERTS, BLOCK = 2048, 8, 128  # of such a token, and channels of a scale
 CALLS, ROUNDS = 20, 9
 MARGIN = 0.98  # of the other's time, which ours must not exceed
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -126,46 +127,50 @@ def _prepared(
     return replay
 
 
-def choose_experts(made: Communicator) -> int:
-    """As `choose`, for ep_dispatch and ep_combine against their composed providers; bytes of a rank's tokens."""
+def choose_experts(made: Communicator) -> dict[str, int]:
+    """As `choose`, for each op of EXPERT_OPS against its composed provider.
+
+    Returns the limits of those for which ours is faster: bytes that a rank's tokens have as they are sent.
+    """
     if made.device.type != "cuda" or made.size == 1 or made.connect() is not None:
-        return -1
-    dispatch, combine = (
-        {p.name: p for p in registry.get(name).op.providers} for name in ("ep_dispatch", "ep_combine")
-    )
+        return {}
+    limits = {}
+    for name in EXPERT_OPS:
+        providers = {p.name: p for p in registry.get(name).op.providers}
+        supports = providers["triton"].supports
+        assert supports is not None
+        sizes = [size for size in EXPERT_SIZES if supports(*expert_arguments(name, size, made)) is None]
+        if not sizes:
+            continue
+        ours, theirs = (_calling(providers[provider].fn) for provider in ("triton", "composed"))
+        arguments = partial(expert_arguments, name, made=made)
+        times = _times(made, ours, theirs, contextlib.nullcontext, sizes, arguments)
+        most = limit(_slowest(made, times), sizes)
+        if most > 0:
+            limits[name] = most
+    made.faster.update(limits)
+    return limits
+
+
+def _calling(fn: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+    return lambda arguments: fn(*arguments)
+
+
+def expert_arguments(op: str, size: int, made: Communicator) -> list[Any]:
+    """Arguments of an op of EXPERT_OPS whose tokens of a rank have so many bytes as they are sent."""
+    itemsize = 1 if op == "ep_dispatch_fp8" else 2
+    tokens = max(1, size // (itemsize * CHANNELS))
+    width = size // (itemsize * tokens)
+    if op == "ep_combine":
+        every = made.size * tokens
+        rows = torch.ones(every, width, dtype=torch.bfloat16, device=made.device)
+        return [rows, torch.arange(every, dtype=torch.int32, device=made.device), made.name]
+    x = torch.ones(tokens, width, dtype=torch.bfloat16, device=made.device)
     experts = EXPERTS * made.size
-
-    def made_of(size: int) -> list[torch.Tensor]:
-        tokens = max(1, size // (2 * CHANNELS))
-        x = torch.ones(tokens, size // (2 * tokens), dtype=torch.bfloat16, device=made.device)
-        ids = torch.arange(tokens * EXPERTS, dtype=torch.int32, device=made.device) % experts
-        return [x, ids.view(tokens, EXPERTS), torch.ones(tokens, EXPERTS, device=made.device)]
-
-    def both(provider: str) -> Sum:
-        def run(tensors: Any) -> torch.Tensor:
-            rows, _, _, source = dispatch[provider].fn(*tensors, experts, made.name)
-            summed: torch.Tensor = combine[provider].fn(rows, source, made.name)
-            return summed
-
-        return run
-
-    def fits(size: int) -> bool:
-        x, ids, weights = made_of(size)
-        every = len(x) * made.size
-        rows, source = x.new_empty(every, x.shape[1]), ids.new_empty(every)
-        supports = dispatch["triton"].supports, combine["triton"].supports
-        assert supports[0] is not None and supports[1] is not None
-        return (
-            supports[0](x, ids, weights, experts, made.name) is None
-            and supports[1](rows, source, made.name) is None
-        )
-
-    sizes = [size for size in EXPERT_SIZES if fits(size)]
-    times = _times(made, both("triton"), both("composed"), contextlib.nullcontext, sizes, made_of)
-    most = limit(_slowest(made, times), sizes)
-    if most > 0:
-        made.faster["ep_dispatch"] = most
-    return most
+    ids = torch.arange(tokens * EXPERTS, dtype=torch.int32, device=made.device) % experts
+    weights = torch.ones(tokens, EXPERTS, device=made.device)
+    block = [BLOCK] if op == "ep_dispatch_fp8" else []
+    return [x, ids.view(tokens, EXPERTS), weights, experts, *block, made.name]
 
 
 def _slowest(made: Communicator, times: Times) -> Times:

@@ -54,6 +54,10 @@ class HostOp:
         """The object that runs the op for a layer, if the layer's own class does not; None for any other module."""
         return None
 
+    def serves(self, module: Any) -> bool:
+        """Whether a layer of another class than the target's is replaced in the same way."""
+        return False
+
     def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
         """Have a layer run ours; None, or why not.
 

@@ -25,15 +25,16 @@ def relatives(adapter: Adapter, op: str, model: Any) -> dict[Reason, int]:
     """{reason: modules} of modules that resemble a class of the op, and whose own class no target names.
 
     A subclass resembles the op of the class that it inherits from. A module without parts resembles the op with the
-    longest class name in its own name, else the family in `FAMILIES` of which its name contains a part.
+    longest class name in its own name, else the family in `FAMILIES` of which its name contains a part. Layers that
+    the host serves as those of a target (HostOp.serves) are none.
     """
     if model is None:
         return {}
     classes = _classes(adapter)
     found: Counter[Reason] = Counter()
-    for kind, modules in Counter(
-        (type(m), next(m.children(), None) is None) for m in model.modules()
-    ).items():
+    served = adapter.of(op).serves
+    others = (m for m in model.modules() if not served(m))
+    for kind, modules in Counter((type(m), next(m.children(), None) is None) for m in others).items():
         cls, leaf = kind
         theirs = cls.__module__.startswith(f"{adapter.host}.") and not hasattr(cls, "fastkernels")
         if not theirs or cls in classes:

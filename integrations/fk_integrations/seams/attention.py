@@ -15,8 +15,11 @@ class Attention(Seam):
     optional = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
-        """Layers of the class, or whose `impl` is of it."""
-        return [m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("impl")))]
+        """Layers of the class, or whose `impl` is of it, and those that the host serves in the same way."""
+        return [
+            m for m in adapter.modules(model)
+            if host_class in (type(m), type(vars(m).get("impl"))) or adapter.of(op).serves(m)
+        ]  # fmt: skip
 
     def swap(self, swap: Swap) -> Reason | None:
         return swap.adapter.of(swap.op).swap(swap.module, swap.ours, swap.journal, swap.by_table)

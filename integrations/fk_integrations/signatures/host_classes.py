@@ -30,6 +30,7 @@ LISTED: dict[str, tuple[str, ...]] = {
         ),
         *_in("vllm.model_executor.layers.logits_processor", "LogitsProcessor"),
         *_in("vllm.model_executor.layers.attention.attention", "Attention"),
+        *_in("vllm.model_executor.layers.attention.cross_attention", "create_cross_attention_backend"),
         *_in("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"),
         *_in("vllm.v1.attention.backends.mla.flashattn_mla", "FlashAttnMLAImpl"),
         *_in("vllm.v1.attention.backends.mla.flashmla", "FlashMLAImpl"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from functools import cache
 from typing import Any
@@ -36,6 +37,10 @@ def function_semantics(function: Any) -> str:
     return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
 
 
+# In models of images, the frequencies of three axes are put together first.
+_RETURNS_HALVES = re.compile(r"return torch\.cat\([(\[](\w+), \1[)\]], dim=-1\)")
+
+
 @cache
 def repeats(source: type) -> str:
     """The channels to which a class of rotary embeddings gives one frequency.
@@ -46,7 +51,7 @@ def repeats(source: type) -> str:
         code = inspect.getsource(source)
     except (OSError, TypeError):
         return ""
-    if "torch.cat((freqs, freqs), dim=-1)" in code:
+    if "torch.cat((freqs, freqs), dim=-1)" in code or _RETURNS_HALVES.search(code):
         return "halves"
     return "pairs" if "torch.repeat_interleave(freqs, 2, dim=-1)" in code else ""
 

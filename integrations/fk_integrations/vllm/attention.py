@@ -13,6 +13,8 @@ from fk_integrations.core import versions
 from fk_integrations.core.journal import Journal
 
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
+_CROSS = "vllm.model_executor.layers.attention.cross_attention"
+CROSS, CROSS_BACKEND = f"{_CROSS}:CrossAttention", f"{_CROSS}:create_cross_attention_backend"
 FP8 = "fp8", "fp8_e4m3"  # vLLM's names of a KV cache in e4m3
 NO_DECODE = "a batch with more than one token of a sequence"
 FP8_PROMPT = "a batch with more than one token of a sequence, on a KV cache in FP8"
@@ -30,6 +32,11 @@ def named_modules(model: Any) -> Iterator[tuple[str, Any]]:
         outside = vars(module).get("attention_instances")
         for i, layer in outside.items() if isinstance(outside, dict) else ():
             yield from layer.named_modules(seen, f"{name}.attention_instances.{i}".lstrip("."))
+
+
+def is_cross(module: Any) -> bool:
+    """Whether a layer attends to an encoder's states, whose keys and values are in its KV cache."""
+    return f"{type(module).__module__}:{type(module).__qualname__}" == CROSS
 
 
 def attention_shape(module: Any) -> tuple[Any, ...]:
@@ -57,18 +64,28 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
     by_table: see HostOp.swap. A captured graph replays the choice that was made at its capture.
     """
     impl = getattr(module, "impl", None)
-    found = f"{type(impl).__module__}:{type(impl).__qualname__}"
+    host_class: Any = type(impl)
+    cross = is_cross(module)
+    backend = (
+        host_class.__base__ if cross and impl is not None else host_class
+    )  # the layer's own subclass stores keys
+    found = f"{backend.__module__}:{backend.__qualname__}"
     if found != FLASH_ATTN:
         note = ": its KV cache is packed for the CPU's own kernels" if "cpu_attn" in found else ""
         return Reason(Kind.UNSUPPORTED, f"the attention backend is {found}, not {FLASH_ATTN}{note}")
     if any(name in vars(impl) for name in ("forward", "do_kv_cache_update")):
         return Reason(Kind.REPLACED, "the backend's forward was replaced by other code")
-    host_class: Any = type(impl)
-    reason = versions.unknown("vllm", version, FLASH_ATTN, host_class)
+    if cross and by_table:
+        return Reason(Kind.LEFT_TO_HOST, "cross attention is not measured: it is replaced on request")
+    reason = versions.unknown("vllm", version, FLASH_ATTN, backend)
+    if reason is None and cross:
+        reason = versions.unknown("vllm", version, CROSS_BACKEND, type(module))
     if reason is None and (text := _unsupported(module, impl, config)) is not None:
         reason = Reason(Kind.UNSUPPORTED, text)
     if reason is None:
-        journal.set_class(impl, _implementation(host_class, by_table, config.model_config.max_model_len))
+        most = config.model_config.max_model_len
+        made = _cross(host_class) if cross else _implementation(host_class, by_table, most)
+        journal.set_class(impl, made)
     return reason
 
 
@@ -77,7 +94,7 @@ def _unsupported(module: Any, impl: Any, config: Any) -> str | None:
     if mode is not None and mode.mixed_mode().name == "FULL":
         # Captured with one query per sequence and replayed for prefills, which only FlashAttention supports.
         return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
-    if impl.attn_type != "decoder":
+    if impl.attn_type != ("encoder_decoder" if is_cross(module) else "decoder"):
         return f"attention type {impl.attn_type!r} is not supported"
     if impl.kv_cache_dtype in FP8:
         if (text := _unsupported_scales(module, config)) is not None:
@@ -209,6 +226,59 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
 
     body = {"forward": forward, "do_kv_cache_update": do_kv_cache_update, "__module__": host_class.__module__}
     return type(host_class.__name__, (host_class,), body)
+
+
+@cache
+def _cross(host: type) -> type:
+    """A subclass of a cross attention layer's implementation: every query sees all states of its sequence's encoder.
+
+    The host's class stores keys and values of the states, which only the first step of a sequence has.
+    """
+    from fastkernels.overrides.attention.attention_decode import attention_decode
+
+    host_class: Any = host
+
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Any:  # fmt: skip
+        m = attn_metadata
+        reason = None if m is None else _unsupported_cross(self, layer, m, output_scale, output_block_scale)
+        if m is None or reason is not None:
+            if reason is not None:
+                attention_decode.note(reason)
+            return host_class.forward(
+                self, layer, query, key, value, kv_cache, m, output, output_scale, output_block_scale
+            )
+        if key is not None and value is not None:
+            host_class.do_kv_cache_update(self, layer, key, value, kv_cache, m.slot_mapping)
+        n = m.num_actual_tokens
+        seq_lens, table = m.seq_lens, m.block_table
+        if m.max_query_len != 1 or n != seq_lens.shape[0]:  # a row for each token of a prompt
+            tokens = torch.arange(n, device=query.device, dtype=m.query_start_loc.dtype)
+            rows = torch.searchsorted(m.query_start_loc[1:], tokens, right=True).clamp_max_(len(seq_lens) - 1)
+            seq_lens, table = seq_lens[rows], table[rows]
+        q = query[:n]
+        caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        attention_decode.into(
+            output[:n].view(q.shape), q, *caches, seq_lens, table, m.max_seq_len, self.scale
+        )
+        return output
+
+    body = {"forward": forward, "__module__": host_class.__module__}
+    return type(host_class.__name__, (host_class,), body)
+
+
+def _unsupported_cross(
+    impl: Any, layer: Any, metadata: Any, output_scale: Any, output_block_scale: Any
+) -> str | None:
+    if output_scale is not None or output_block_scale is not None:
+        return "fused quantization of the attention's output"
+    if getattr(metadata, "use_cascade", False):
+        return "cascade attention"
+    if layer is not None and layer.kv_sharing_target_layer_name is not None:
+        return "keys and values of another layer"
+    return "a KV cache in FP8" if impl.kv_cache_dtype in FP8 else None
 
 
 def _from_python(tensor: Any) -> bool:

@@ -38,6 +38,9 @@ class Attention(_OfWorker):
         most, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         return [(batch, context) for batch in BATCHES if batch <= most]
 
+    def serves(self, module: Any) -> bool:
+        return attention.is_cross(module)
+
     def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
         return attention.swap_attention(module, self.version, self.worker.vllm_config, journal, by_table)
 

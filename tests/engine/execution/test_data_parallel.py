@@ -35,6 +35,7 @@ from fastkernels.core import parallel
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution import ranks
 from fastkernels.engine.execution.executor import WorkerDied
+from fastkernels.engine.http.answers.metrics import Metrics
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.data_parallel import DataParallelCore, Schedulers
 from fastkernels.engine.scheduling.request import Request
@@ -90,6 +91,11 @@ def test_answers_equal_transformers(two: LLM, folder: Path, greedy: Any, count: 
 def test_ranks_have_half_of_the_experts_and_all_else(two: LLM) -> None:
     (experts, rows), second = two.llm_engine.executor.call(experts_of)
     assert (experts, rows) == second and experts == 3 and rows == (4 + 2 + 2) * 32
+
+
+def test_blocks_of_all_ranks_are_reported(two: LLM) -> None:
+    page = Metrics("model", two.llm_engine).text().decode()
+    assert re.search(r'cache_config_info{.*num_gpu_blocks="80"', page)
 
 
 def test_sequences_of_a_request_share_a_rank(two: LLM, folder: Path) -> None:

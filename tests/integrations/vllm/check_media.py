@@ -1,14 +1,24 @@
 """Models of images, audio and embeddings in vLLM: towers and cross attention, unpatched, patched and after undo."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import vllm
+from fk_integrations.core.journal import Journal
+from fk_integrations.vllm import attention
 from support.hosts.vllm_engine import make_llm
 from support.media_oracle import RATE, tone
 from support.tiny import IMAGE, make_tiny_bert, make_tiny_vlm, make_tiny_whisper
 from support.vlm_oracle import image, prompt
 from vllm import SamplingParams
+from vllm.model_executor.layers.attention.cross_attention import (
+    CrossAttention,
+    create_cross_attention_backend,
+)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 import fastkernels
 from fastkernels.core.reasons import Kind
@@ -106,17 +116,73 @@ def test_vision_tower_is_patched_and_undone(kind, engine, tmp_path):
     assert generate(llm, PROMPTS) == stock
 
 
+MERGERS = {"qwen2_vl": 1, "qwen2_5_vl": 1, "qwen3_vl": 3}  # Qwen3-VL: two of layers within (deepstack)
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_mergers_are_patched_and_undone(kind, engine, tmp_path):
+    llm = engine(make_tiny_vlm(tmp_path / kind, kind, **TOWERS[kind][0]), max_model_len=256)
+    stock = generate(llm, PROMPTS)
+    report = fastkernels.patch(llm, ops=["patch_merger"])
+    check_same(generate(llm, PROMPTS), stock)
+    check_proved(report, {"patch_merger": MERGERS[kind]})
+    report.undo()
+    assert generate(llm, PROMPTS) == stock
+
+
 def test_whisper_is_patched_and_undone(engine, tmp_path):
     model = make_tiny_whisper(tmp_path / "whisper", d_model=64, decoder_attention_heads=2)
     llm = engine(model, max_model_len=96)
     prompts = [{"prompt": "<unk>ab", "multi_modal_data": {"audio": (tone(i, 0.9), RATE)}} for i in range(2)]
     stock = generate(llm, prompts)
     assert stock[0] != stock[1]
-    report = fastkernels.patch(llm, ops=OPS)
+    report = fastkernels.patch(llm, ops=[*OPS, "attention"])
     check_same(generate(llm, prompts), stock)
     check_proved(report, {"attention_dense": 2, "layer_norm": 15})
+    (row,) = [row for row in report.rows if row.op == "attention"]
+    assert "6 unsupported" in row.reason and "packed for the CPU's own kernels" in row.reason
     report.undo()
     assert generate(llm, prompts) == stock
+
+
+def test_cross_attention_with_flash_attention_is_undone():
+    """The layer of a GPU, whose backend imports on a CPU; its KV cache is NHD in memory."""
+    layer = CrossAttention.__new__(CrossAttention)
+    torch.nn.Module.__init__(layer)
+    host = create_cross_attention_backend(FlashAttentionBackend).get_impl_cls()
+    layer.impl = impl = host.__new__(host)
+    layer.kv_sharing_target_layer_name = None
+    impl.attn_type, impl.kv_cache_dtype, impl.alibi_slopes, impl.sliding_window = (
+        "encoder_decoder", "auto", None, (-1, -1)
+    )  # fmt: skip
+    impl.head_size, impl.scale = 8, 8**-0.5
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=None), model_config=SimpleNamespace(max_model_len=64),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )  # fmt: skip
+    given = layer, vllm.__version__.partition("+")[0], config
+    journal = Journal()
+    assert attention.swap_attention(*given, journal, True).kind is Kind.LEFT_TO_HOST
+    assert attention.swap_attention(*given, journal, False) is None
+    generator = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn(5, 16, 2, 16, generator=generator).transpose(1, 2)
+    table, lengths = (
+        torch.tensor([[3, 1], [4, 2]], dtype=torch.int32),
+        torch.tensor([21, 9], dtype=torch.int32),
+    )
+    query, output = torch.randn(4, 4, 8, generator=generator), torch.empty(4, 4, 8)
+    metadata = SimpleNamespace(
+        num_actual_tokens=4, max_query_len=3, max_seq_len=21, query_start_loc=torch.tensor([0, 3, 4]),
+        seq_lens=lengths, block_table=table,
+    )  # fmt: skip
+    impl.forward(layer, query, None, None, kv_cache, metadata, output)
+    for i, rows in enumerate((slice(0, 3), slice(3, 4))):
+        states = kv_cache.transpose(1, 2)[table[i].long()].flatten(0, 1)[: lengths[i]]
+        q, k, v = (t.transpose(0, 1) for t in (query[rows], states[..., :8], states[..., 8:]))
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(output[rows], want.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    journal.undo()
+    assert type(impl) is host
 
 
 @pytest.mark.parametrize("cls", ["BertModel", "XLMRobertaModel"])

@@ -28,6 +28,7 @@ from support.kernels.op_cases import mismatch
 from fastkernels.core import parallel, registry
 from fastkernels.core.communicator import CollectiveError, Symmetric
 from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.collective import measure
 
 NAMES = registry.collective_names()
 SCRIPTS = Path(__file__).parents[2] / "support" / "kernels"
@@ -206,8 +207,8 @@ def test_calls_of_experts_that_differ_fail_in_all_ranks() -> None:
     assert "float32 [1, 2]" in mine[3] and "float32 [2, 2]" in mine[3]
 
 
-def test_kernels_of_experts_refuse_with_a_reason() -> None:
-    from fastkernels.overrides.collective import ep_combine, ep_dispatch
+def test_kernels_of_experts_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastkernels.overrides.collective import ep_combine, ep_dispatch, ep_dispatch_fp8
 
     comm = parallel.join("refusing", 0, 1)
     comm.size = 2
@@ -229,6 +230,18 @@ def test_kernels_of_experts_refuse_with_a_reason() -> None:
     assert measured.supports(*call) is None
     comm.faster["ep_dispatch"] = 63
     assert "not measured to be faster" in measured.supports(*call)
+    of_each = {"ep_dispatch_fp8": 2 * 128, "ep_combine": 2 * 2 * 128}  # bytes of two tokens, as they are sent
+    x, sent = torch.empty(2, 128, dtype=torch.bfloat16), torch.empty(4, 128, dtype=torch.bfloat16)
+    arguments = {
+        "ep_dispatch_fp8": (x, *call[1:4], 128, "refusing"),
+        "ep_combine": (sent, torch.arange(4, dtype=torch.int32), "refusing"),
+    }
+    monkeypatch.setattr(ep_dispatch_fp8, "fp8_refusal", lambda device: None)
+    for op, nbytes in of_each.items():
+        (measured,) = (p for p in registry.get(op).op.providers if p.name == "measured")
+        for limit in (nbytes - 1, nbytes):
+            comm.faster |= {"ep_dispatch": 1 << 20, op: limit}  # which is that of another payload
+            assert (measured.supports(*arguments[op]) is None) is (limit == nbytes)
     sources = torch.zeros(8192, dtype=torch.int32)
     for rows, width, what in (
         (8192, 8, "at most 4096"),
@@ -414,6 +427,14 @@ def test_soak(size: int, calls: int) -> None:
     """No hang and no wrong bit. A sum of two ranks has one order; of three, gloo's tolerance."""
     seed = random.SystemRandom().randrange(1 << 30)
     assert ranks.run(size, _soak, size, calls, seed, timeout=850) == [calls] * size, seed
+
+
+@pytest.mark.parametrize("op", measure.EXPERT_OPS)
+def test_measured_sizes_are_those_of_the_payload(op: str) -> None:
+    comm = parallel.join("sizes", 0, 1)
+    for size in measure.EXPERT_SIZES:
+        first = measure.expert_arguments(op, size, comm)[0]
+        assert size == first.numel() * (1 if op == "ep_dispatch_fp8" else first.element_size())
 
 
 def test_declarations_have_the_axes_of_their_references() -> None:

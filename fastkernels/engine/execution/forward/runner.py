@@ -41,7 +41,7 @@ class Runner(ABC):
     ):  # fmt: skip
         self.config, self.hf_config, self.rank = config, hf_config, rank
         self._phases = phases or Phases()
-        self.device = _device(config.device, rank)
+        self.device = _device(config.device, rank % config.ranks_per_node)
         if self.device.type == "cuda":
             compile_cache.prepare_triton()
         self._mark("device")

@@ -175,7 +175,9 @@ class Metrics:
         if not isinstance(scheduler, BudgetScheduler):  # whose requests have no cache
             cache = {
                 "block_size": self.engine.config.block_size,
-                "num_gpu_blocks": 0 if blocks is None else blocks.num_blocks,
+                "num_gpu_blocks": 0
+                if blocks is None
+                else blocks.num_blocks * self.engine.config.data_parallel_size,
                 "enable_prefix_caching": self.engine.config.enable_prefix_caching,
                 "cache_dtype": self.engine.config.kv_cache_dtype,
             }

@@ -19,14 +19,15 @@ import torch
 from torch import nn
 
 from fastkernels.core import assemble, dispatch, registry
-from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.core.forward_context import AttentionMetadata, CrossMetadata, forward_context
 from fastkernels.core.shapes import near, varied
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Target, Tensor, Tolerance, fan_in
 from fastkernels.core.spec import full as filled
 from fastkernels.models.common.descriptions.registry import find
 from fastkernels.models.common.layers.cnn import Folded
+from fastkernels.models.common.layers.cross import CrossAttention
 from fastkernels.models.common.plans.blocks import INPUTS, Block, caches_of, of, of_tower, states_of, text_of
-from fastkernels.models.shaped_blocks import BATCH, Shaped, grouped, outputs, shaped
+from fastkernels.models.shaped_blocks import BATCH, Shaped, grouped, outputs, per_sample, shaped
 from fastkernels.overrides.attention import cases as attention_cases
 from fastkernels.overrides.block import cases as layer_cases
 
@@ -72,6 +73,14 @@ def register_model(config: Any) -> tuple[str, tuple[str, ...]]:
 def _size(full: int, small: int) -> str:
     """A size as an expression over the axis `small`."""
     return str(full) if full == small else f"{full}+({small - full})*small"
+
+
+def _shaped_size(full: int | str, small: int | str) -> str:
+    """A size of a shaped block, which may grow with the batch."""
+    one, other = per_sample(full), per_sample(small)
+    if one is None or other is None:
+        return _size(int(full), int(small))
+    return BATCH if one == other == 1 else f"({_size(one, other)})*{BATCH}"
 
 
 def _shape(full: Sequence[int], small: Sequence[int]) -> str:
@@ -206,7 +215,8 @@ def spec(block: Block) -> OpSpec:
     if states:
         arguments += STATE_STEP
     weights = [_weight(block, n, p, own[n], experts) for n, p in full.named_parameters()]
-    arguments += weights
+    unread = _unread(full)
+    arguments += [replace(w, bytes="0") if w.name in unread else w for w in weights]
     tied = experts is not None
     out = [
         (block.structure(s).config.vocab_size if block.kind == "model" else _hidden(block, s),)
@@ -222,7 +232,7 @@ def spec(block: Block) -> OpSpec:
         outputs=(Tensor("out", f"tokens {_shape(*out)}"),),
         axes=_axes(block, ragged, [m for m, _ in caches.values()], [m for _, m in caches.values()], bool(states)),
         values=lambda call: _values(block, ragged, call),
-        flops=_flops(block, caches, weights, experts),
+        flops=_flops(block, caches, [w for w in weights if w.name not in unread], experts),
         vary=lambda case, rng: _vary(made, ragged, case, rng),
         build=lambda cls, args: _build(block, cls, args),
         targets=(_target(block),),
@@ -243,7 +253,7 @@ def _shaped_spec(block: Block, entry: Shaped) -> OpSpec:
     def tensors(pairs: Iterable[tuple[str, tuple[Any, ...], tuple[Any, ...]]]) -> list[Tensor]:
         made = []
         for name, one, other in pairs:
-            sizes = " ".join("batch" if a == BATCH else _size(a, b) for a, b in zip(one, other, strict=True))
+            sizes = " ".join(_shaped_size(a, b) for a, b in zip(one, other, strict=True))
             if name in (*entry.masks, *entry.ones):
                 made.append(Tensor(name, sizes, "bool" if name in entry.masks else "", values=_ones))
             else:
@@ -362,7 +372,7 @@ def _axes(
     axes |= {name: attention_cases.AXES[name] for name in names} | attention_cases.RAGGED
     first = inputs_of(block)[0]
     axes["padding"] = Axis.option(0, read=lambda a: len(getattr(a, first)) - int(a.cu_seqlens_q[-1]))
-    windows = [[m.window_left for m in ms] for ms in (full, small)]
+    windows = [[getattr(m, "window_left", -1) for m in ms] for ms in (full, small)]
     one = bool(windows[0]) and all(w >= 0 for w in windows[0])  # bytes and operations are lower bounds
     if one:
         least = min(windows[0]), min(windows[1])
@@ -599,6 +609,8 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
         step = (given[argument.name] for argument in attention_cases.STEP)
         slots, fresh = given.get("state_slots"), given.get("fresh")
         context = replace(AttentionMetadata(*step), state_slots=slots, fresh=fresh)
+        if any(isinstance(part, CrossAttention) for part in module.modules()):
+            context = replace(context, cross=_sources(context))
     passed = grouped({name: given[name] for name in names})
     if "residual" in inspect.signature(block.cls.forward).parameters and "residual" not in names:  # type: ignore[attr-defined]
         passed["residual"] = None
@@ -617,6 +629,24 @@ def _build(block: Block, cls: type, args: Sequence[Any]) -> Callable[[], Any]:
             return run()
 
     return call
+
+
+def _sources(step: AttentionMetadata) -> CrossMetadata:
+    """The cached sequences of a step, as the states of an encoder that each of their tokens attends to."""
+    lengths = step.cu_seqlens_q.diff()
+    tables, lens = (t.repeat_interleave(lengths, 0) for t in (step.block_table, step.seq_lens))
+    padding = len(step.slot_mapping) - len(lens)  # tokens without a sequence see no state
+    tables, lens = (torch.cat((t, t.new_zeros(padding, *t.shape[1:]))) for t in (tables, lens))
+    return CrossMetadata(tables, lens, step.max_seqlen_k)
+
+
+def _unread(module: nn.Module) -> set[str]:
+    """The parameters that no step reads: they make keys and values of an encoder's states, which are in the cache."""
+    return {
+        f"{path}.{part}.{name}".lstrip(".")
+        for path, m in module.named_modules() if isinstance(m, CrossAttention)
+        for part in ("k_proj", "v_proj") for name, _ in m.get_submodule(part).named_parameters()
+    }  # fmt: skip
 
 
 def _reference(block: Block, args: list[Any]) -> Any:

@@ -28,8 +28,8 @@ from fastkernels.models.common.plans import build
 from fastkernels.models.shaped_blocks import outputs, shaped
 
 LEVELS = {
-    "attention": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2, "pair_update": 2,
-    "pair_block": 3, "encoder_layer": 3, "decoder_layer": 3,
+    "attention": 2, "cross_attention": 2, "merger": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2,
+    "pair_update": 2, "pair_block": 3, "encoder_layer": 3, "decoder_layer": 3,
     "diffusion_block": 3, "policy_block": 3, "model": 4,
 }  # fmt: skip
 # Parameters of `forward` that a step gives: {name: what it is}
@@ -242,6 +242,7 @@ ATTENTION, MLP = ("self_attn", "attention", "attn", "self_attention"), ("mlp", "
 def _parts(layer: nn.Module) -> dict[str, str]:
     """{name of a module of the layer: kind}."""
     own = getattr(layer, "parts", None)  # a description may rename them
+    cross = getattr(layer, "cross", None)
     attention, mlp = own if isinstance(own, tuple) else (None, None)
     found: dict[str, str] = {}
     for name, module in layer.named_children():
@@ -249,6 +250,8 @@ def _parts(layer: nn.Module) -> dict[str, str]:
             found[name] = (
                 "recurrence" if isinstance(getattr(module, "keeps", None), StateSpec) else "attention"
             )
+        elif isinstance(cross, tuple) and name == cross[0]:
+            found[name] = "cross_attention"
         elif name == mlp or (own is None and name in MLP):
             found[name] = "mixture" if _is_mixture(module) else "mlp"
     return found
@@ -310,8 +313,6 @@ def _unsupported(structure: Structure, path: str) -> str | None:
         return "its runner gives it other inputs than a step of tokens"
     if not path and find(structure.config.architectures[0]).arch.media:
         return "it reads images or audio, which no step of tokens gives"
-    if any(type(m).__name__ == "CrossAttention" for m in module.modules()):
-        return "it attends to an encoder's states, which no step of tokens gives"
     takes = [p for p in inspect.signature(cls.forward).parameters.values() if p.name != "self"]  # type: ignore[attr-defined]
     config = getattr(structure.config, "vision_config", structure.config)
     if not isinstance(getattr(config, "num_attention_heads", None), int) and not states_of(structure.model):
