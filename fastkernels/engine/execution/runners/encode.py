@@ -33,9 +33,9 @@ from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recsys.maxsim import maxsim
 
 Task: TypeAlias = tuple[str, bool]
-# A step of short texts waits for launches of kernels. It runs in a CUDA graph, padded to one of these numbers of tokens,
-# four in each octave, and more than EXACT_ROWS texts to a power of two. Above TEXT_WORK, tokens times the square of the
-# hidden size, a step keeps the GPU busy without a graph.
+# A step of short texts waits for launches of kernels. It runs in a CUDA graph, padded to one of these numbers of
+# tokens, four in each octave, and more than EXACT_ROWS texts to a power of two. Above TEXT_WORK, tokens times the
+# square of the hidden size, a step keeps the GPU busy without a graph.
 TEXT_ROWS, TEXT_GRAPHS, TEXT_WORK = 64, 128, 10_000_000_000
 TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 12) for part in (4, 5, 6, 7)), 1 << 14}))
 EXACT_ROWS = 4
