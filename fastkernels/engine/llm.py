@@ -480,13 +480,13 @@ class LLM:
     def _run(self, prompts: Sequence[Any], params: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
-        if len(prompts) > 1 and (engine.inputs in READERS or any(map(_has_media, prompts))):
-            with ThreadPoolExecutor(
-                min(len(prompts), THREADS), initializer=threads.use_one, initargs=(engine.runner.device,)
-            ) as pool:
-                prompts = list(pool.map(engine.read, prompts, params))
-        # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
-        with threads.one(engine.runner.device):
+        with threads.one(engine.runner.device):  # new threads have the number of the last one that set it
+            if len(prompts) > 1 and (engine.inputs in READERS or any(map(_has_media, prompts))):
+                with ThreadPoolExecutor(
+                    min(len(prompts), THREADS), initializer=threads.use_one, initargs=(engine.runner.device,)
+                ) as pool:
+                    prompts = list(pool.map(engine.read, prompts, params))
+            # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
             requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
         return self._complete(requests, use_tqdm)
 

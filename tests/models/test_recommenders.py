@@ -87,6 +87,19 @@ def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:
             torch.testing.assert_close(found, left.values[: len(found)], atol=1e-5, rtol=1e-5)
 
 
+def test_products_of_short_floats_are_summed_in_float32(tmp_path: Path) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu", dtype="bfloat16") as llm:
+        final = llm.llm_engine.runner.model.final.float()
+        for items in (list(range(40)), [[3], [5, 7]]):
+            users = [1] if len(items) == 40 else [1, 2]
+            (found,) = llm.score([{"user": users, "items": items}], use_tqdm=False)
+            flat = items if len(users) == 1 else sum(items, [])
+            owners = users * 40 if len(users) == 1 else [1, 2, 2]
+            want = (final[owners] * final[[12 + i for i in flat]]).sum(-1)
+            assert found.outputs.scores == pytest.approx(want.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor])
 def test_many_rows_of_one_request_equal_many_requests(tmp_path: Path, made: Callable[[Any], Any]) -> None:
     """Lists, arrays and tensors; next to requests of one row, in a step and alone."""
@@ -115,6 +128,16 @@ def test_many_rows_of_one_request_equal_many_requests(tmp_path: Path, made: Call
             found = llm.score(asked, use_tqdm=False)
             assert found[len(asked) // 2].outputs.scores == pytest.approx(want, abs=1e-6)
         assert len(found[0].outputs.item_ids) == 2 and len(found[2].outputs.scores) == 3
+
+
+def test_ids_may_be_tensors_of_one_number(tmp_path: Path) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        plain, given = (
+            llm.score([{"user": made([1, 2]), "items": [made(3), made(4)]}], use_tqdm=False)[0].outputs.scores
+            for made in (lambda x: x, torch.tensor)
+        )
+    assert given == plain
 
 
 def test_rows_of_a_request_may_have_any_number_of_ids(tmp_path: Path) -> None:
@@ -286,6 +309,10 @@ BAD = {
             "an array of 3 dimensions in feature 'f1'",
         ),
         ({"dense": [DENSE], "sparse": {"f1": np.zeros((1, 1))}}, "has 0.0 as an id of feature 'f1'"),
+        ({"dense": np.zeros((2, 5, 3))}, "needs `dense`, a list of 5 numbers"),
+        ({"dense": np.array(1.0)}, "needs `dense`, a list of 5 numbers"),
+        ({"dense": np.array([DENSE, [1]], object)}, "needs `dense`, a list of 5 numbers"),
+        ({"dense": [DENSE], "sparse": {"f1": np.array(1)}}, "needs as many entries in feature 'f1', got 1"),
     ],
     "lightgcn": [
         ({}, "has None as an id of `user`"),

@@ -90,7 +90,7 @@ def _requests(llm: Any, case: Case, sizes: Mapping[str, Any]) -> Work:
     def answer(requests: Sequence[Any]) -> Any:
         if not segments:
             return sent.answer(llm, requests)
-        from fastkernels.engine.scheduling.encoding import PoolingParams
+        from fastkernels.engine.sampling.pooling import PoolingParams
 
         params = PoolingParams("segment", threshold=0.0, max_detections=KEPT_OBJECTS)
         return llm.segment(list(requests), params, use_tqdm=False)

@@ -162,7 +162,7 @@ class LLMEngine(Engine):
 
     def read(self, prompt: Any, params: SamplingParams) -> Any:
         """See Engine."""
-        if isinstance(prompt, (MediaPrompt, SourcePrompt)):
+        if isinstance(prompt, (MediaPrompt, SourcePrompt)) or not isinstance(params, SamplingParams):
             return prompt
         prompt, data = media_of(prompt)
         if not data and self.audio is None:

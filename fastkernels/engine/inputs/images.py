@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from fastkernels.models.common.layers import cnn
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB
+_OPENED = [threading.Lock() for _ in range(64)]  # by id: Pillow reads an opened file once, for one thread
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def rgb(image: Any) -> Any:
     """The image in RGB, upright as its EXIF orientation says."""
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    with _OPENED[id(image) // 16 % len(_OPENED)]:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # convert() would clip, not scale
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

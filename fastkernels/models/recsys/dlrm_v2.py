@@ -305,12 +305,13 @@ class DLRM_DCN(nn.Module):
 
     def _dense(self, dense: Any, many: bool) -> np.ndarray:
         rows = dense if many else [dense]
-        for row in rows if not isinstance(rows, np.ndarray) else rows[:1]:
-            if not isinstance(row, (list, tuple, np.ndarray)) or len(row) != self.dense_size:
+        plain = isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu"
+        for row in rows[:1] if plain else rows:
+            known = isinstance(row, (list, tuple, np.ndarray)) and getattr(row, "ndim", 1) == 1
+            if not known or len(row) != self.dense_size:
                 raise ValueError(
                     f"the input needs `dense`, a list of {self.dense_size} numbers, got {reprlib.repr(row)}"
                 )
-        plain = isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu"
         if plain or all({*map(type, row)} <= {int, float} for row in rows):
             try:
                 made = np.array(rows, np.float64)

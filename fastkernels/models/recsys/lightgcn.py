@@ -158,15 +158,15 @@ class LightGCN(nn.Module):
 
     def _products(self, samples: Sequence[Sample], place: Place) -> Together:
         """The products of users and their items."""
-        users = self.final[place(np.concatenate([s.users for s in samples]))]
+        users = self.final[place(np.concatenate([s.users for s in samples]))].float()
         each = np.concatenate([s.counts for s in samples])  # type: ignore[misc]
         items = place(np.concatenate([s.items for s in samples]))  # type: ignore[misc]
-        rows = self.final[self.num_users :][items]
+        rows = self.final[self.num_users :][items].float()
         if (each == each[0]).all():
             scores = (rows.view(len(users), int(each[0]), -1) * users[:, None]).sum(-1).view(-1)
         else:
             scores = (rows * users.repeat_interleave(place(each), 0, output_size=len(rows))).sum(-1)
-        return Together(scores.float(), [len(s.items) for s in samples])  # type: ignore[arg-type]
+        return Together(scores, [len(s.items) for s in samples])  # type: ignore[arg-type]
 
     def _best(self, samples: Sequence[Sample], place: Place) -> list[tuple[torch.Tensor, torch.Tensor]]:
         starts, users = self._seen_starts, np.concatenate([s.users for s in samples])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from fastkernels import LLM
 from fastkernels.engine.execution import threads
 from fastkernels.engine.execution.forward import transfer
+from fastkernels.engine.inputs.images import rgb
 
 GPU = torch.device("cuda")
 
@@ -34,6 +42,32 @@ def test_the_number_of_the_environment_stays(three: None, monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads.use_one(GPU)
     assert torch.get_num_threads() == 3
+
+
+def test_refused_prompt_leaves_the_number_of_new_threads(three: None) -> None:
+    def read(prompt: Any, params: Any) -> None:
+        raise ValueError("no image")
+
+    llm = object.__new__(LLM)
+    llm._ids = iter(range(9))
+    llm.llm_engine = SimpleNamespace(inputs="images", runner=SimpleNamespace(device=GPU), read=read)
+    with pytest.raises(ValueError, match="no image"):
+        llm._run(["a", "b"], [None, None], False)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_an_opened_image_is_read_by_several_threads(form: str) -> None:
+    """Prompts may share an image whose file is not read yet."""
+    pixels, file = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    want = np.asarray(Image.open(file))
+    for _ in range(5):
+        shared = Image.open(io.BytesIO(file.getvalue()))
+        with ThreadPoolExecutor(8) as pool:
+            for found in pool.map(rgb, [shared] * 8):
+                np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

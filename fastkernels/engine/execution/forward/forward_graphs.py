@@ -51,7 +51,7 @@ class ForwardGraphs:
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
         if key not in self._graphs:
             if len(self._graphs) >= SEEN:
-                self._graphs.popitem(last=False)
+                self._eager.discard(self._graphs.popitem(last=False)[0])
             self._graphs[key] = None
             with measuring():
                 return function(*inputs)

@@ -37,8 +37,9 @@ def is_number(value: Any) -> bool:
 
 
 def as_given(value: Any) -> Any:
-    """A tensor as an array, and all else as it is."""
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    """A tensor as an array, one without dimensions as its number, and all else as it is."""
+    value = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return value.item() if isinstance(value, np.ndarray) and not value.ndim else value
 
 
 def integers(given: Any) -> np.ndarray | None:
