@@ -91,12 +91,11 @@ def test_products_of_short_floats_are_summed_in_float32(tmp_path: Path) -> None:
     recommenders.lightgcn(tmp_path)
     with LLM(str(tmp_path), device="cpu", dtype="bfloat16") as llm:
         final = llm.llm_engine.runner.model.final.float()
-        for items in (list(range(40)), [[3], [5, 7]]):
-            users = [1] if len(items) == 40 else [1, 2]
-            (found,) = llm.score([{"user": users, "items": items}], use_tqdm=False)
-            flat = items if len(users) == 1 else sum(items, [])
-            owners = users * 40 if len(users) == 1 else [1, 2, 2]
-            want = (final[owners] * final[[12 + i for i in flat]]).sum(-1)
+        for counts in ([20, 20], [1, 39]):  # as one array, and not
+            users, every = [1] * counts[0] + [2] * counts[1], list(range(40))
+            items = [every[: counts[0]], every[counts[0] :]]
+            (found,) = llm.score([{"user": [1, 2], "items": items}], use_tqdm=False)
+            want = (final[users] * final[12:]).sum(-1)
             assert found.outputs.scores == pytest.approx(want.tolist(), abs=1e-5)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from fastkernels.overrides.kit import measured
+from fastkernels.overrides.kit.capture import captured
 
 
 def given(*shape: int) -> Any:
@@ -60,6 +64,36 @@ def test_what_cannot_be_measured_stays_ours(times: dict[str, float], monkeypatch
         monkeypatch.setattr(measured, "_time", lambda call: times[call()])
         assert ask(3) is None, "a shape is tried once"
         assert ask(4) is not None, "and the next one is measured"
+
+
+def test_shapes_are_measured_up_to_a_limit(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "MOST", 2)
+    with measured.measuring():
+        assert [ask(n) is None for n in (3, 4, 5, 3)] == [False, False, True, False]
+    assert times["ours calls"] == 2
+
+
+def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture synchronizes the device first, which ends the capture of another thread."""
+    running, most = [0], [0]
+
+    @contextmanager
+    def graph(given: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        yield
+        running[0] -= 1
+
+    def capture(number: int) -> None:
+        with captured(None, pool=number):  # type: ignore[arg-type]
+            time.sleep(0.01)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(capture, range(3)))
+    assert most == [1]
 
 
 def test_tensors_on_a_cpu_are_left_alone(times: dict[str, float]) -> None:

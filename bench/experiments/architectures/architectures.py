@@ -71,17 +71,23 @@ def jobs(only: Sequence[str], wave: int, tiny: bool) -> tuple[list[Job], list[st
     return sorted(made, key=lambda job: job.lane.wave), absent  # a stable sort
 
 
-def missing(out: Path, job: Job) -> list[Case]:
-    """Cases without a row."""
+def missing(out: Path, job: Job) -> list[tuple[Case, str]]:
+    """Cases without a row, and the provider of that row."""
     found = read(out)[0] if out.exists() else []
-    mine = [r for r in found if r.subject.model == job.name and _is_of(job.lane, str(r.subject.provider))]
-    return [c for c in job.subject.cases if not any({**r.case, **c} == r.case for r in mine)]
+    mine = [r for r in found if r.subject.model == job.name]
+    providers = (OURS, STEP) if job.lane.name == OURS and job.subject.prepared else (job.lane.name,)
+    return [
+        (case, wanted)
+        for case in job.subject.cases
+        for wanted in providers
+        if not any(_is_of(wanted, str(r.subject.provider)) and {**r.case, **case} == r.case for r in mine)
+    ]
 
 
-def _is_of(lane: Lane, provider: str) -> bool:
-    if lane.name == POLICIES:
+def _is_of(wanted: str, provider: str) -> bool:
+    if wanted == POLICIES:
         return provider not in (OURS, STEP, PLAIN)
-    return provider == lane.name
+    return provider == wanted
 
 
 class Child:
@@ -188,8 +194,8 @@ def run_all(options: argparse.Namespace) -> int:
 def note(out: Path, job: Job, reason: str) -> None:
     """Write rows that say why cases of a lane have no time."""
     times = Times(out, job.name, job.lane.name, job.subject.dtype)
-    for case in missing(out, job):
-        row = times.row(case)
+    for case, provider in missing(out, job):
+        row = times.row(case, provider)
         row.status, row.reason = Status.FAILED, reason
         append(out, [row])
     print(f"{job}: {reason}", flush=True)

@@ -131,6 +131,15 @@ def test_lanes_end_on_their_own_and_are_taken_up_again(
     assert architectures.run_all(options(out, only="nothing")) == 2
 
 
+def test_interrupted_lane_measures_prepared_requests_later(tmp_path: Path) -> None:
+    (job, *_), _ = architectures.jobs(["dinov3"], wave=0, tiny=False)
+    first, out = job.subject.cases[0], tmp_path / "rows.jsonl"
+    append(out, [row("dinov3", OURS, first, 2.0)])
+    assert [p for case, p in architectures.missing(out, job) if case == first] == [STEP]
+    append(out, [row("dinov3", lane, case, 2.0) for case in job.subject.cases for lane in (OURS, STEP)])
+    assert architectures.missing(out, job) == []
+
+
 def test_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "hangs.py"
     script.write_text("import sys, time\nsys.stdin.readline()\ntime.sleep(60)\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.overrides.kit.capture import captured
 from fastkernels.overrides.kit.measured import measuring
 
 SEEN = 1024  # shapes that are remembered
@@ -79,7 +80,7 @@ class ForwardGraphs:
         static = tuple(t.clone(memory_format=torch.preserve_format) for t in inputs)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with captured(graph, pool=self._pool):
             output = function(*static)
         log.info("captured a CUDA graph of inputs %s", tuple(inputs[0].shape))
         return _Graph(graph, static, output, function)
