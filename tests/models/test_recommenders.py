@@ -297,6 +297,7 @@ BAD = {
         ({"dense": DENSE, "sparse": {"t2": [True]}}, "has True as an id of feature 't2'"),
         ({"dense": DENSE, "sparse": {"t2": 1 << 70}}, "the id 1180591620717411303424 of feature 't2'"),
         ({"dense": [1 << 2000, *DENSE[1:]]}, "which is no finite number in float32"),
+        ({"dense": [DENSE] * 301}, "has 301 ids, and a request may have 300"),
         ({"dense": [DENSE, DENSE[1:]]}, "needs `dense`, a list of 5 numbers"),
         (
             {"dense": [DENSE], "sparse": {"f1": [1, 2]}},

@@ -235,7 +235,8 @@ class Sample:
 
     @property
     def size(self) -> int:
-        return len(self.ids)
+        """The number of ids, at least one for each impression: its dense features take memory, too."""
+        return max(len(self.ids), len(self.dense))
 
 
 class DLRM_DCN(nn.Module):

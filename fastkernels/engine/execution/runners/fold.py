@@ -19,6 +19,7 @@ from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.folding import Structures
 from fastkernels.models.common.configs.config import ALL_DTYPES
 from fastkernels.models.common.folding.features import Features
+from fastkernels.overrides.kit.capture import captured
 
 TOKENS = 2048  # of a request: the default of max_model_len
 TURN = 20  # denoising steps between two looks at the queue
@@ -140,7 +141,7 @@ class _Graph:
         conditions = rollout.conditions.like(self._given)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with captured(self._graph):
             self._found = model.denoise(conditions, *self._changing)
 
     def run(self, rollout: Rollout, step: torch.Tensor, draws: tuple[torch.Tensor, ...]) -> torch.Tensor:
