@@ -64,7 +64,7 @@ QUICK_CASES = (  # at least one of each op
     "colbert_100", "dp3_middle", "dlrm_32", "dlrm_multi_32", "gowalla_layer", "gowalla_32",
     "oasis_8", "hunyuan_256", "million", "million_1080p", "fox_1080p", "samples_256k", "color_256k", "rays_256k",
     "object", "room_stem", "room_64", "triangle_150", "pairs_150", "residues_150", "alone_150", "tokens_150",
-    "ttt_1k", "ttt_8k", "ttt_3b", "gate_up_3b",
+    "ttt_1k", "ttt_8k", "ttt_3b", "gate_up_3b", "qwen3_vl_1024px",
 )  # fmt: skip
 EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
 LENGTHS = ("--input-len", "512", "--output-len", "128")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core.flags import ConfigError
+from fk_bench.e2e import processors
 from fk_bench.e2e.loads import EMBED, Load
 from fk_bench.offline.host import config_of
 
 FORM = re.compile(r"(\d+)x(\d+)")
-RATE, HOP = 16000, 160  # of Whisper's audio: samples a second, and of a frame
+RATE, HOP = processors.RATE, processors.HOP
 MOST_IMAGES = 64  # of a request
 SMALLEST = 16  # pixels of a side
 AROUND = "vision_start_token_id", "vision_end_token_id"  # tokens in front of and behind an image
@@ -109,12 +110,10 @@ def placed(
 
     Raises ValueError for a task, media or loads that the model has not.
     """
-    from fk_bench.e2e.processors import completed
-
     config = config_of(path)
     _check_task(model, config, task, media)
     if media or task == EMBED:
-        path = completed(model, path, folder, bool(media), random)
+        path = processors.completed(model, path, folder, bool(media), random)
     place = place_of(model, path, config, media)
     for load in loads:
         _check_front(load, place, media)

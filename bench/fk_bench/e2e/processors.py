@@ -15,6 +15,7 @@ from typing import Any
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5] * 3, [0.5] * 3
 WHISPER = "whisper"
+RATE, HOP = 16000, 160  # of Whisper's audio: samples a second, and of a frame
 # {model type: (class of the processor, least and most pixels of an image, mean and deviation of a channel)}
 VISION: dict[str, tuple[str, int, int, tuple[list[float], list[float]]]] = {
     "qwen2_vl": ("Qwen2VL", 56 * 56, 3584 * 3584, CLIP),
@@ -80,8 +81,6 @@ def _write_processor(folder: Path) -> None:
 
 
 def _extractor(config: Mapping[str, Any]) -> dict[str, Any]:
-    from fk_bench.e2e.media import HOP, RATE
-
     return {
         "feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "WhisperProcessor",
         "feature_size": config["num_mel_bins"], "sampling_rate": RATE, "hop_length": HOP, "n_fft": 400,
