@@ -62,11 +62,12 @@ def merge(module: Any, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 
 def unlike(parts: Parts, module: Any) -> str | None:
-    """Why the activation of a merger with these parts, which ours does not call, has to run, or None."""
-    act = module.get_submodule(parts[2])
+    """Why the activation of a merger with these parts or its MLP, which ours does not call, has to run, or None."""
+    act, mlp = module.get_submodule(parts[2]), parts[2].rpartition(".")[0]
     if type(act).__name__ not in ("GELU", "GELUActivation") or getattr(act, "approximate", "none") != "none":
         return f"{parts[2]} is {type(act).__name__}, not GELU with erf"
-    return f"{parts[2]} has hooks or a replaced forward" if changed(act) else None
+    hooked = next((n for n in (parts[2], mlp) if n and changed(module.get_submodule(n))), None)
+    return hooked and f"{hooked} has hooks or a replaced forward"
 
 
 def _only(out: Any) -> torch.Tensor:
