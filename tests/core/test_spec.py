@@ -364,6 +364,7 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
                     "users",
                     "samples",
                     "queries",
+                    "blocks",
                 )
                 if n in d
             ]
