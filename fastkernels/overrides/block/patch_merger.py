@@ -152,7 +152,7 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("x", "blocks*patches hidden"),
-        Tensor("norm_weight", "normed", mean=1.0, std=0.1),
+        Tensor("norm_weight", "normed", mean=1.0, std=0.1, doc="hidden, or hidden*patches if of_block"),
         Tensor("fc1", "hidden*patches hidden*patches", values=fan_in),
         Tensor("fc1_bias", "hidden*patches", std=0.1),
         Tensor("fc2", "out hidden*patches", values=fan_in),
