@@ -193,6 +193,10 @@ class EngineConfig:
             raise ValueError(f"master_port {self.master_port} is not a port: it must be 1 to 65535")
         if not self.master_addr:
             raise ValueError("master_addr is empty: it must be an address of node 0")
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"master_addr {self.master_addr} is every address: it must be the one that the other nodes reach"
+            )
         if not 0 < self.dist_timeout < float("inf"):
             raise ValueError(f"dist_timeout {self.dist_timeout} is not a number of seconds above 0")
 
