@@ -182,7 +182,8 @@ class EngineConfig:
         if self.num_ranks % self.nnodes:
             raise ValueError(
                 f"nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of tensor_parallel_size"
-                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has as many"
+                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has the same"
+                " number"
             )
         if not 0 <= self.node_rank < self.nnodes:
             most = f"0 to {self.nnodes - 1}" if self.nnodes > 1 else "0"
