@@ -255,6 +255,7 @@ def test_commands_refuse_what_cannot_be_measured(tmp_path: Path, monkeypatch: py
         (["--images", "1x64", "--loads", "8x512@90+8"], "8x512@90+8 has cached prompts"),
         (["--task", "embed", "--images", "1x64"], "excludes --images and --audio"),
         (["--task", "embed", "--loads", "8x512+8"], "has 8 output tokens"),
+        (["--task", "embed", "--kv-cache-dtype", "fp8"], "--task embed has no KV cache"),
         (["--task", "rank"], "'rank': give generate or embed"),
         (["--graph-sizes", "few"], "'few': give all or loads"),
         (["--loads", "8x512"], "8x512 has no output tokens"),
