@@ -188,7 +188,8 @@ class EngineConfig:
         if self.num_ranks % self.nnodes:
             raise ValueError(
                 f"nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of tensor_parallel_size"
-                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has as many"
+                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has the same"
+                " number"
             )
         if not 0 <= self.node_rank < self.nnodes:
             most = f"0 to {self.nnodes - 1}" if self.nnodes > 1 else "0"
@@ -199,6 +200,10 @@ class EngineConfig:
             raise ValueError(f"master_port {self.master_port} is not a port: it must be 1 to 65535")
         if not self.master_addr:
             raise ValueError("master_addr is empty: it must be an address of node 0")
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"master_addr {self.master_addr} is every address: it must be the one that the other nodes reach"
+            )
         if not 0 < self.dist_timeout < float("inf"):
             raise ValueError(f"dist_timeout {self.dist_timeout} is not a number of seconds above 0")
 
