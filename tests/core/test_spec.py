@@ -29,6 +29,7 @@ NEVER = {
     "VllmMLAAttention": "needs num_heads",
     "VllmMLAAttention_0_26": "needs num_heads",
     "VllmMMEncoderAttention": "needs num_heads",
+    "SGLangVisionSdpaAttention": "needs head_dim",
     "VllmWhisperEncoderAttention": "needs num_heads",
     "VllmWhisperEncoderAttention_0_26": "needs num_heads",
     "VllmApplyRotaryEmb": "takes the cosines and sines of tokens",
@@ -364,6 +365,7 @@ def test_varied_cases_differ_at_similar_cost(name: str) -> None:
                     "users",
                     "samples",
                     "queries",
+                    "blocks",
                 )
                 if n in d
             ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.splits import IDS, check_logits
 from support.tiny import RECURRENT, make_tiny
@@ -128,6 +129,48 @@ def test_too_many_sequences_name_the_number_that_fits(mamba2: Path) -> None:
     assert llm.llm_engine.executor.runner.states.slots == most + 1
     with pytest.raises(ValueError, match="does not fit"):
         LLM(str(mamba2), **{**settings, "max_num_seqs": most + 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "wanted", "named", "state"),
+    [
+        ("mamba2", "bfloat16", "auto", None, "bfloat16"),
+        ("mamba2", "float32", "auto", None, "float32"),
+        ("mamba2", "bfloat16", "auto", "float32", "float32"),
+        ("mamba2", "bfloat16", "float32", "bfloat16", "float32"),
+        ("rwkv7", "bfloat16", "auto", None, "float32"),
+        ("rwkv7", "bfloat16", "bfloat16", None, "bfloat16"),
+    ],
+)
+def test_states_have_the_dtype_of_the_option(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, kind: str, model: str, wanted: str, named: str | None,
+    state: str,
+) -> None:  # fmt: skip
+    """Or of the checkpoint, or as in vLLM; the tokens of a state in bfloat16 are right at first."""
+    made = tiny(tmp_path_factory, kind)
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    if named is not None:
+        config = json.loads((made / "config.json").read_text())
+        (tmp_path / "config.json").unlink()
+        (tmp_path / "config.json").write_text(json.dumps({**config, "mamba_ssm_dtype": named}))
+    llm = LLM(str(tmp_path), dtype=model, mamba_ssm_cache_dtype=wanted, **SMALL)
+    layers = [m for m in llm.llm_engine.runner.model.modules() if hasattr(m, "states")]
+    found = {m.states["recurrent"].dtype for m in layers if "recurrent" in m.states}
+    assert found == {getattr(torch, state)}
+    assert len(tokens(llm.generate([[5, 6, 7, 8]] * 2, GREEDY))[0]) == 12
+
+
+def test_wrong_dtypes_of_states_are_refused(mamba2: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mamba_ssm_cache_dtype 'fp8' is not one of 'auto', 'float32'"):
+        LLM(str(mamba2), mamba_ssm_cache_dtype="fp8", **SMALL)
+    for file in mamba2.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((mamba2 / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mamba_ssm_dtype": "int8"}))
+    with pytest.raises(ValueError, match="recurrent states in 'int8', which is not one of float32, bfloat16"):
+        LLM(str(tmp_path), **SMALL)
 
 
 def test_state_sizes_that_contradict_the_config_are_named(mamba2: Path, tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ from fastkernels.overrides.kit.capture import captured
 def given(*shape: int) -> Any:
     """The attributes of a tensor on a GPU that `slower` reads."""
     device = SimpleNamespace(index=0)
-    return SimpleNamespace(
-        is_cuda=True, device=device, dtype=torch.float16, shape=shape, stride=lambda: shape
-    )
+    return SimpleNamespace(is_cuda=True, device=device, dtype=torch.float16, shape=shape, stride=lambda: (1,))
 
 
 @pytest.fixture
@@ -49,8 +47,9 @@ def test_the_faster_one_runs_from_then_on(times: dict[str, float]) -> None:
     with measured.measuring():
         assert ask(3) == "PyTorch's code takes 1000.0 us for this shape, ours 2000.0"
         times["other"] = 1.99  # within the margin
-        assert ask(4) is None and ask(3, key="stride 2") is None
-    assert ask(3) is not None and ask(4) is None and ask(5) is None
+        assert ask(9) is None and ask(3, key="stride 2") is None
+        assert ask(4) == ask(3) and ask(16) is None, "batches up to the next power of two are one"
+    assert ask(3) is not None and ask(9) is None and ask(5) is None
     assert times["ours calls"] == times["other calls"] == 3
 
 
@@ -63,13 +62,13 @@ def test_what_cannot_be_measured_stays_ours(times: dict[str, float], monkeypatch
         assert ask(3) is None
         monkeypatch.setattr(measured, "_time", lambda call: times[call()])
         assert ask(3) is None, "a shape is tried once"
-        assert ask(4) is not None, "and the next one is measured"
+        assert ask(5) is not None, "and the next one is measured"
 
 
 def test_shapes_are_measured_up_to_a_limit(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "MOST", 2)
     with measured.measuring():
-        assert [ask(n) is None for n in (3, 4, 5, 3)] == [False, False, True, False]
+        assert [ask(n) is None for n in (3, 5, 9, 3)] == [False, False, True, False]
     assert times["ours calls"] == 2
 
 

@@ -30,7 +30,7 @@ from fk_bench.kernels.judge.processes.zygote import ZygoteError
 from fk_bench.track import store
 
 INDEPENDENT, SEQUENTIAL = "independent", "sequential"
-MOST_COMMAND = 32 << 10  # bytes: they go through a pipe that holds 64 KiB
+MOST_COMMAND = 32 << 10  # bytes of JSON: they go through a pipe that holds 64 KiB
 MODES = (INDEPENDENT, SEQUENTIAL)
 
 
@@ -185,9 +185,10 @@ def _command(
         names += [n for n in known.ENV if n in os.environ]
     if unset := [n for n in names if n not in os.environ]:
         raise ValueError(f"--env {unset[0]}: this variable is not set")
-    if (size := sum(len(t.encode()) for t in (command, *(os.environ[n] for n in names)))) > MOST_COMMAND:
+    if (size := len(jsonlib.dumps([command, *(os.environ[n] for n in names)]))) > MOST_COMMAND:
         raise ValueError(
-            f"--command and the variables of --env have {size} bytes, at most {MOST_COMMAND}: put them into a script"
+            f"--command and the variables of --env have {size} bytes as JSON, at most {MOST_COMMAND}: put them"
+            " into a script"
         )
     return Command(
         command, network, {n: os.environ[n] for n in names}, [str(p.resolve()) for p in readable], caged

@@ -114,10 +114,10 @@ class Entry:
         if not lost:
             return ""
         why = ", ".join(f"{r.subject.op} ({printable(r.reason, 120) or r.status.value})" for r in lost)
-        attempts = sum(int(r.metrics.get("attempts", 0)) for r in lost)
+        attempts = sum(r.metrics.get("attempts", 0.0) for r in lost)
         return (
-            f"{printable(self.name)}: {len(lost)} of {len(self.tasks)} tasks brought no kernel in {attempts} attempts,"
-            f" and no case counts them: {why}"
+            f"{printable(self.name)}: {len(lost)} of {len(self.tasks)} tasks brought no kernel in {attempts:g}"
+            f" attempts, and no case counts them: {why}"
         )
 
     @property

@@ -314,7 +314,7 @@ class Asked:
             "max_num_seqs": most if recurrent else max(most, 256 if self.gpu else 8),
             "kv_tokens": None, "gpu": self.gpu,
             "gpu_share": self.gpu_share or (GPU_SHARE if self.gpu else CPU_SHARE),
-            "tensor_parallel": self.tensor_parallel, "engine_args": self._engine_args(one.loads),
+            "tensor_parallel": self.tensor_parallel, "engine_args": self._engine_args(one.loads, one.place),
             "task": self.task, "media": asdict(self.media) if self.media else None,
         }  # fmt: skip
         if need is not None:
@@ -332,12 +332,12 @@ class Asked:
             self.env, one.place, self.media, engine,
         )  # fmt: skip
 
-    def _engine_args(self, loads: Sequence[Load]) -> dict[str, Any]:
+    def _engine_args(self, loads: Sequence[Load], place: MediaPlace) -> dict[str, Any]:
         """The host's arguments in every state, with the sizes of its CUDA graphs if these are chosen."""
         made = {**self._cache(self.host), **self.engine_args}
         if self.graph_sizes == "all":
             return made
-        sizes = graph_sizes(loads)
+        sizes = graph_sizes(loads, place.features)
         if self.host == "sglang":
             return {"cuda_graph_bs": sizes, **made}
         compilation = {"cudagraph_capture_sizes": sizes, **made.get("compilation_config", {})}
@@ -351,12 +351,15 @@ def most_requests(loads: Sequence[Load]) -> int:
     return max((load.requests + load.arriving for load in loads), default=1)
 
 
-def graph_sizes(loads: Sequence[Load]) -> list[int]:
-    """The tokens of these loads' steps that a host runs in CUDA graphs: decodes, and prompts that are short enough."""
+def graph_sizes(loads: Sequence[Load], features: int = 0) -> list[int]:
+    """The tokens of these loads' steps that a host runs in CUDA graphs: decodes, and prompts that are short enough.
+
+    features  tokens of a prompt for its media, more than a load names
+    """
     found = set[int]()
     for load in loads:
         found |= {load.requests, load.requests + load.arriving} if load.output_len else set()
-        prompt = load.input_len - load.held
+        prompt = load.input_len - load.held + features
         found |= {n for n in (prompt, load.requests * prompt) if n <= GRAPHED_TOKENS}
     return sorted(found) or [1]
 

@@ -17,6 +17,7 @@ import typer
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
 from fk_bench.core.flags import ConfigError, check_choice, comma_list, per_lane_env
+from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e import sharing
@@ -226,7 +227,10 @@ def e2e_command(
 
         model = str(small_model())
     elif load_format == "dummy":
-        model = sizes_of(model, folder)
+        try:
+            model = sizes_of(model, folder)
+        except ModelError as error:
+            fail(str(error))
     if startup:
         from fk_bench.e2e.startup import measure_starts, show_starts
 

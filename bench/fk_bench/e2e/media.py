@@ -12,7 +12,7 @@ from typing import Any
 from fk_bench.core.flags import ConfigError
 from fk_bench.e2e import processors
 from fk_bench.e2e.loads import EMBED, Load
-from fk_bench.offline.host import config_of
+from fk_bench.offline.host import LEAST, config_of
 
 FORM = re.compile(r"(\d+)x(\d+)")
 RATE, HOP = processors.RATE, processors.HOP
@@ -183,11 +183,20 @@ def place_of(model: str, path: str, config: Any, media: Media) -> MediaPlace:
     around = [int(i) for name in AROUND if (i := getattr(config, name, None)) is not None]
     each = (around[0], token, around[1]) if len(around) == 2 else (token,)
     special = [*around, token, *_specials(config, vocab)]
+    if min(special) <= LEAST:
+        raise ValueError(
+            f"--images: {model} has a token of media at id {min(special)}: none is left for text"
+        )
     return MediaPlace(each * media.images, media.images * (own - 1), 0, min(special))
 
 
 def _audio(model: str, config: Any, media: Media, vocab: int) -> MediaPlace:
-    states = int(config.max_source_positions)
+    states = getattr(config, "max_source_positions", None)
+    if states is None:
+        raise ValueError(
+            f"--audio: {model} has audio within its prompt; only models whose encoder reads all of it are measured,"
+            " such as Whisper"
+        )
     most = 2 * states * HOP / RATE
     if media.audio > most:
         raise ValueError(

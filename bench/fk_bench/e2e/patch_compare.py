@@ -211,6 +211,8 @@ def patch_compare_command(
             ("graph-sizes", graph_sizes, ("all", "loads")),
         ):
             check_choice(name, given, allowed)
+        if task == EMBED and kv_cache_dtype != "auto":
+            raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype}: --task {EMBED} has no KV cache")
         if min(cycles, repeats, side_by_side, tensor_parallel) < 1:
             raise ConfigError("--cycles, --repeats, --side-by-side and --tensor-parallel must be at least 1")
         if min(model_seconds, load_seconds, again, seconds, gpu_share) < 0 or timeout <= 0 or gpu_share > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,19 @@ def completed(model: str, path: str, folder: Path, media: bool, random: bool) ->
             f"{model} has no {missing}, which the host needs: give a whole checkpoint's folder, or --load-format dummy"
             f" and for media a model of type {', '.join((*VISION, WHISPER))}"
         )
-    made = folder / "completed" / own.name
+    other = sha256(str(own.resolve()).encode()).hexdigest()[:8]  # two models may have folders of one name
+    made = folder / "completed" / other / own.name
     made.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(own / "config.json", made / "config.json")
-    if media:
-        _write_processor(made)
-    else:
+    if not media:
         _tokenizer(made, {})
+        return str(made)
+    try:
+        _write_processor(made)
+    except KeyError as error:
+        raise ValueError(
+            f"{model}: its config.json has no {error.args[0]}, which its processor needs"
+        ) from error
     return str(made)
 
 

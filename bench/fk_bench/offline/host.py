@@ -26,6 +26,7 @@ OMNI = "vllm-omni"  # a lane of pipelines of diffusers, in a process of its own
 COMMAND = "e2e"
 WITH = "+candidates"  # suffix of the lane that runs a host with candidates
 OFFLINE = Path(__file__).with_name("offline.py")
+LEAST = 10  # id of a token of a random prompt: lower ones are often special
 _RUN = uuid4().hex[:12]
 
 
@@ -109,7 +110,7 @@ class HostProcess:
 
 def prompts_of(seed: str, requests: int, length: int, vocab: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(requests)]
+    return [[rng.randrange(LEAST, vocab) for _ in range(length)] for _ in range(requests)]
 
 
 def config_of(model: str) -> Any:

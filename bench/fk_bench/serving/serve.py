@@ -148,6 +148,9 @@ class EngineOptions:
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), bfloat16 or fp8")] = (
         DEFAULT.kv_cache_dtype
     )
+    mamba_ssm_cache_dtype: Annotated[
+        str, typer.Option(help="of recurrent states: auto (as in vLLM), float32, bfloat16 or float16")
+    ] = DEFAULT.mamba_ssm_cache_dtype
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="share the KV blocks of common prompt prefixes")
     ] = DEFAULT.enable_prefix_caching

@@ -22,7 +22,7 @@ from fk_bench.core.flags import ConfigError
 from fk_bench.core.output import fail, last_line
 from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
-from fk_bench.tables import figure, gains, layers, model_plot, patch, servers, speeds, steps
+from fk_bench.tables import architectures, figure, gains, layers, model_plot, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -50,7 +50,9 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "undone": (patch.undone, "models"),
     "text-models": (speeds.text, "engines"),
     "formats": (speeds.formats, "engines"),
-    "image-models": (speeds.images, "engines"),  # not part of `make bench-h200`: its markers name files
+    # Not part of `make bench-h200`: their markers name files.
+    "architectures": (architectures.table, "engines"),
+    "image-models": (speeds.images, "engines"),
 }
 # {command of rows: tables that --out makes of a file in no group}
 OTHERS = {
@@ -69,6 +71,7 @@ OTHERS = {
     ),
     "formats": ("formats",),
     "e2e": ("image-models",),
+    "architectures.py": ("architectures",),
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"

@@ -7,6 +7,7 @@ decoding a copy of each running sequence's state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from fastkernels.core.layer_state import StateSpec, zero_states
 from fastkernels.engine.cache.kv_cache import GIB
-from fastkernels.engine.options.config import EngineConfig
+from fastkernels.engine.options.config import STATE_DTYPES, EngineConfig
 
+IN_MODEL_DTYPE = {"mamba_scan", "ssd", "gated_delta_rule"}  # ops whose states vLLM keeps in the model's dtype
 SHARE = 8  # snapshots get at most this part of the memory of blocks
 EACH = 2  # snapshots for each sequence, at most
 
@@ -24,6 +26,30 @@ EACH = 2  # snapshots for each sequence, at most
 def state_layers(modules: Sequence[Any]) -> list[Any]:
     """The modules that keep a state."""
     return [m for m in modules if isinstance(getattr(m, "keeps", None), StateSpec)]
+
+
+def set_dtypes(layers: Sequence[Any], wanted: str, hf_config: Any, dtype: torch.dtype) -> None:
+    """Give recurrent states the dtype of EngineConfig.mamba_ssm_cache_dtype, for a model in `dtype`.
+
+    Raises ValueError for a dtype of the checkpoint's config that states cannot have.
+    """
+    if wanted == "auto":
+        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        named = (getattr(text, name, None) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
+        wanted = next((str(n).removeprefix("torch.") for n in named if n is not None), "auto")
+    if wanted not in STATE_DTYPES:
+        raise ValueError(
+            f"the checkpoint's config has recurrent states in {wanted!r}, which is not one of"
+            f" {', '.join(STATE_DTYPES[1:])}: choose one with mamba_ssm_cache_dtype"
+        )
+    for layer in layers:
+        keeps = layer.keeps
+        if "recurrent" not in keeps.tensors:
+            continue
+        own = dtype if IN_MODEL_DTYPE & {*layer.ops} else torch.float32
+        shape, _ = keeps.tensors["recurrent"]
+        state = shape, own if wanted == "auto" else getattr(torch, wanted)
+        layer.keeps = replace(keeps, tensors={**keeps.tensors, "recurrent": state})
 
 
 def state_bytes(layers: Sequence[Any], dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,6 +28,7 @@ from fastkernels.engine.execution.ranks import GRACE, WorkerDied, ended, how_end
 from fastkernels.engine.execution.worker import interfaces
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.checkpoints import weights
+from fastkernels.models.common.checkpoints.checkpoint import INDEX, SINGLE
 
 log = logging.getLogger("fastkernels")
 LOOK_S = 0.1  # between looks at processes
@@ -35,14 +37,16 @@ ERROR_S = 10.0  # for node 0 to hear that this node cannot start
 OWN = {  # options that may differ between nodes
     "model", "tokenizer", "voices", "device", "node_rank", "master_addr", "dist_timeout", "skip_tokenizer_init",
 }  # fmt: skip
+# That change results or the calls of collectives.
+VARIABLES = "FASTKERNELS_PROVIDER", "FASTKERNELS_VERIFY", "TRITON_INTERPRET"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 SAMPLES, SAMPLE = 16, 4096  # blocks of a file of weights that are compared, and bytes of each
 
 
 def about(config: EngineConfig, folder: Path) -> dict[str, Any]:
     """The facts that the nodes of an engine must have in common."""
-    given = dict(config.speculative_config or {})
-    draft = given.pop("model", None)
+    given, draft = dict(config.speculative_config or {}), _draft(config)
+    given.pop("model", None)
     options = {name: value for name, value in asdict(config).items() if name not in OWN}
     found = {
         "fastkernels": f"{fastkernels.__version__} (source {_source()})",
@@ -50,20 +54,30 @@ def about(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "device": config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         "a model whose fingerprint is": fingerprint(folder, config.load_format != "dummy"),
         "options": options | {"speculative_config": given},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     if draft is not None:
-        found["a draft model whose fingerprint is"] = fingerprint(weights.resolve(draft))
+        found["a draft model whose fingerprint is"] = fingerprint(draft)
     return found
 
 
+def _draft(config: EngineConfig) -> Path | None:
+    """The folder of the draft model, if the options name one."""
+    model = (config.speculative_config or {}).get("model")
+    return None if model is None else weights.resolve(model)
+
+
 def fingerprint(folder: Path, with_weights: bool = True) -> str:
-    """A hash of a checkpoint's configs and, from each file of weights, its name, its size and some of its blocks."""
+    """A hash of a checkpoint's configs and, from each file of weights, its name, its size and some of its blocks.
+
+    Files that hold the same weights in another layout count no more than in checkpoints.resolve: a node may lack them.
+    """
     made = sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if path.name in ("config.json", "model_index.json"):
             made.update(name.encode() + path.read_bytes())
-        elif with_weights and path.suffix in WEIGHTS:
+        elif with_weights and path.suffix in WEIGHTS and not _is_other_layout(path, folder):
             size = path.stat().st_size
             made.update(f"{name} {size}".encode())
             with path.open("rb") as file:
@@ -71,6 +85,14 @@ def fingerprint(folder: Path, with_weights: bool = True) -> str:
                     file.seek(max(0, size - SAMPLE) * i // (SAMPLES - 1))
                     made.update(file.read(SAMPLE))
     return made.hexdigest()[:12]
+
+
+def _is_other_layout(path: Path, folder: Path) -> bool:
+    """Whether a file of weights is in Meta's, Mistral's or PyTorch's layout, next to one that is read instead."""
+    if path.relative_to(folder).parts[0] == "original":
+        return True
+    other = path.name.startswith("consolidated") or fnmatchcase(path.name, "pytorch_model*.bin")
+    return other and any((path.parent / name).is_file() for name in (SINGLE, INDEX))
 
 
 def _source() -> str:
@@ -84,8 +106,8 @@ def _source() -> str:
 def follow(config: EngineConfig, patience: float | None = None) -> None:
     """Run the ranks of this node until node 0 ends the engine.
 
-    patience  seconds after SIGTERM in which node 0 may end the engine, before this node ends; None: signals are left
-              to the caller. See ending_by_signals
+    patience  seconds after SIGTERM in which node 0's requests may finish, before it ends the engine; None: signals are
+              left to the caller. See ending_by_signals
 
     Raises ValueError for a node that node 0 refuses, TimeoutError if node 0 does not answer, CheckpointError, and
     WorkerDied if the engine ends with an error.
@@ -187,7 +209,8 @@ def _start(config: EngineConfig, rank: int, folder: Path, address: str) -> subpr
     named = interfaces(nodes.interface_of(address))
     try:
         fds = channels[0].connection.fileno(), channels[1].connection.fileno()
-        return start(fds, threads, str(folder), **{k: v for k, v in named.items() if k not in os.environ})
+        folders = [str(path) for path in (folder, _draft(config)) if path is not None]
+        return start(fds, threads, *folders, **{k: v for k, v in named.items() if k not in os.environ})
     finally:
         for channel in channels:
             channel.close()
@@ -227,14 +250,14 @@ def _watch(
 def ending_by_signals(patience: float) -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether this node must end, for the main thread.
 
-    After a signal to all nodes node 0 ends the engine, after SIGTERM when its requests have finished. So a node ends
-    `patience` seconds after SIGTERM, GRACE seconds after SIGINT, or with a second signal.
+    After a signal to all nodes node 0 ends the engine: after SIGTERM when its requests have finished, at the latest
+    after `patience` seconds. So this node ends GRACE seconds later; after SIGINT in GRACE seconds; at a second signal.
     """
     until = float("inf")
 
     def handle(number: int, frame: Any) -> None:
         nonlocal until
-        left = patience if number == signal.SIGTERM else GRACE
+        left = GRACE + (patience if number == signal.SIGTERM else 0.0)
         until = time.monotonic() + (left if until == float("inf") else 0.0)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -213,7 +213,7 @@ class Gathering:
                     rank, reason = node.early_end()
                     raise WorkerDied(max(rank, node.number * config.ranks_per_node), reason)
             if self._sock in ready:
-                self._accept(min(left, GREETING_S))
+                self._accept(min(max(left, 1e-3), GREETING_S))  # 0 is no limit
         return [
             RemoteWorker(
                 self.nodes[rank // config.ranks_per_node], rank,
@@ -265,12 +265,16 @@ class Gathering:
             channel.limit(0)
             number, kind = int(said["node"]), str(said["kind"])
             rank = int(said.get("rank", -1))
+            about = dict(said.get("about") or {})
         except (EOFError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             log.warning("a connection from %s is not of a node: %s", channel.there, error)
             channel.close()
             return
         if kind != "control":
-            if rank // self._config.ranks_per_node != number or number not in self.nodes:
+            known = (
+                number in self.nodes and kind in ("commands", "life") and (rank, kind) not in self._channels
+            )
+            if not known or rank // self._config.ranks_per_node != number:
                 channel.close()
                 return
             self._channels[rank, kind] = channel
@@ -283,7 +287,7 @@ class Gathering:
             channel.close()
             return
         node = Node(number, channel)
-        wrong = said.get("error") or difference(self._about, said["about"], str(node))
+        wrong = said.get("error") or difference(self._about, about, str(node))
         self._answer(channel, theirs, wrong)
         if wrong:
             channel.close()

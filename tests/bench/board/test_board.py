@@ -385,10 +385,11 @@ def test_agents_table_names_tasks_without_a_kernel(
     assert (
         sentence.startswith("codex-a: 1 of 2 tasks brought no kernel in 3 attempts") and "<wrong>" in sentence
     )
-    alone = run("alone", [lost])
+    file = (alone := run("alone", [lost])) / "rows.jsonl"  # whose numbers may be any
+    file.write_text(re.sub(r'"attempts": ?3.0', '"attempts": 1e999', file.read_text()))
     main_status(["agents-table", str(alone)], 0)
     said = capsys.readouterr().out
-    assert "codex-a: 1 of 1 tasks brought no kernel" in said and "speedup" not in said
+    assert "codex-a: 1 of 1 tasks brought no kernel in inf" in said and "speedup" not in said
     main_status(["board", str(tmp_path / "both"), "--out", str(tmp_path / "site"), "--json"], 0)
     pages = "".join(f.read_text() for f in (tmp_path / "site" / "sets").glob("*.html"))
     assert "codex-a: 1 of 2 tasks brought no kernel in 3 attempts" in pages and "<wrong>" not in pages

@@ -23,7 +23,7 @@ from fk_bench.e2e.runs import Prompts, metrics_of
 from fk_bench.e2e.startup import logged_parts
 from fk_bench.offline.offline import drawn, requests_of
 from support.commands import fk_bench, fk_bench_here, last_json
-from support.tiny import make_tiny, make_tiny_bert, make_tiny_vlm, make_tiny_whisper
+from support.tiny import make_tiny, make_tiny_bert, make_tiny_omni, make_tiny_vlm, make_tiny_whisper
 
 ROOT = Path(__file__).resolve().parents[3]
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -217,6 +217,37 @@ def test_processor_is_generated_next_to_a_copy(tmp_path: Path) -> None:
         placed("m", str(own), tmp_path / "run", [], "generate", Media(1, 64), False)
 
 
+def test_models_in_folders_of_one_name_stay_apart(tmp_path: Path) -> None:
+    paths = []
+    for folder, size in (("a", 56), ("b", 112)):
+        own = config_alone("qwen2_vl", tmp_path / folder)
+        fields = json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps(fields | {"note": size}))
+        paths.append(placed("m", str(own), tmp_path / "run", [], "generate", Media(1, 64), True)[0])
+    found = [json.loads((Path(path) / "config.json").read_text())["note"] for path in paths]
+    assert found == [56, 112]
+
+
+def test_configs_without_what_media_need_are_refused(tmp_path: Path) -> None:
+    own = config_alone("qwen2_vl", tmp_path)
+    fields = json.loads((own / "config.json").read_text())
+    for changed, message in (
+        ({"vision_start_token_id": 3}, "has a token of media at id 3: none is left for text"),
+        ({"vision_config": {**fields["vision_config"], "patch_size": None}}, "has no patch_size, which"),
+    ):
+        made = {**fields, **changed}
+        made["vision_config"] = {k: v for k, v in made["vision_config"].items() if v is not None}
+        (own / "config.json").write_text(json.dumps(made))
+        with pytest.raises(ValueError, match=message):
+            placed("m", str(own), tmp_path / "run", [], "generate", Media(1, 64), True)
+
+
+def test_audio_within_a_prompt_is_refused(tmp_path: Path) -> None:
+    omni = make_tiny_omni(tmp_path / "omni")
+    with pytest.raises(ValueError, match="m has audio within its prompt; only models whose encoder"):
+        placed("m", str(omni), tmp_path, [], "generate", Media(audio=1), False)
+
+
 def test_commands_refuse_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_compare, "_check_installed", lambda host, python: None)
     for args, message in (
@@ -224,6 +255,7 @@ def test_commands_refuse_what_cannot_be_measured(tmp_path: Path, monkeypatch: py
         (["--images", "1x64", "--loads", "8x512@90+8"], "8x512@90+8 has cached prompts"),
         (["--task", "embed", "--images", "1x64"], "excludes --images and --audio"),
         (["--task", "embed", "--loads", "8x512+8"], "has 8 output tokens"),
+        (["--task", "embed", "--kv-cache-dtype", "fp8"], "--task embed has no KV cache"),
         (["--task", "rank"], "'rank': give generate or embed"),
         (["--graph-sizes", "few"], "'few': give all or loads"),
         (["--loads", "8x512"], "8x512 has no output tokens"),
@@ -248,6 +280,28 @@ def test_e2e_refuses_them_by_name(tmp_path: Path) -> None:
         done = fk_bench_here("e2e", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
         assert not list(tmp_path.glob("run/*.log"))
+
+
+def test_e2e_makes_public_models_with_random_weights(tmp_path: Path) -> None:
+    for model, message in (
+        ("whisper-base", "give its seconds, as in --audio 30"),
+        ("llama-3.1-8b:99", "the model has 32 layers"),
+        ("llama-3.1-8b:x", "give a number of layers"),
+        ("llama-3.1", "is neither a folder nor a hub id"),
+    ):
+        args = (
+            model,
+            "--load-format",
+            "dummy",
+            "--loads",
+            "1x4+2",
+            "--hosts",
+            "fastkernels",
+            "--out",
+            tmp_path,
+        )
+        done = fk_bench_here("e2e", *args)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_first_layers_of_a_model_are_labelled(tmp_path: Path) -> None:
@@ -288,13 +342,14 @@ def test_recurrent_models_have_room_for_every_load(name: str, tmp_path: Path) ->
 def test_graphs_of_the_loads_are_the_same_in_all_states(tmp_path: Path) -> None:
     loads, presets = parse_loads("1x64+8,32x512+256/8x2048+8,4x1024+8")
     assert graph_sizes(loads) == [1, 4, 32, 40, 64, 512]
+    assert graph_sizes(loads[:1], 63) == [1, 127]  # prompts have the features of their images
     extra = {"compilation_config": {"mode": 3}}
     one = Asked(
         "vllm", "python", tmp_path, 1.0, False, None, {}, "bfloat16", "auto", "dummy", 1, 0.0, extra, False, "",
         presets, Extent(loads), 0, graph_sizes="loads",
     )  # fmt: skip
     compilation = {"cudagraph_capture_sizes": [1, 4, 32, 40, 64, 512], "mode": 3}
-    assert one._engine_args(loads) == {"compilation_config": compilation}
+    assert one._engine_args(loads, MediaPlace()) == {"compilation_config": compilation}
     assert one.case()["graph_sizes"] == "loads"
     again, _ = Asked.from_json(one.to_json(["m"]))
     assert again == one

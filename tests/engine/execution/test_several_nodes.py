@@ -28,7 +28,7 @@ from support.tiny import make_tiny
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
 from fastkernels.engine.engines.engine import make_engine
-from fastkernels.engine.execution import follow, nodes, ranks
+from fastkernels.engine.execution import follow, nodes, ranks, worker
 from fastkernels.engine.execution.ranks import WorkerDied
 from fastkernels.engine.options.config import EngineConfig
 
@@ -59,15 +59,16 @@ def gone(pids: list[int], seconds: float = 30.0) -> bool:
     return not any(map(psutil.pid_exists, pids))
 
 
-def check_tokens(made: list[dict[str, Any]], folder: Path, greedy: Any, count: int = 8) -> list[Any]:
-    """Tokens of all nodes equal Transformers', and all end; returns what the ranks know of their group."""
+def check_tokens(
+    made: list[dict[str, Any]], folder: Path, greedy: Any, group: str = parallel.TP
+) -> list[Any]:
+    """Tokens of all nodes equal Transformers', and all end; returns what the ranks know of this group."""
     other = Node(EngineConfig(**made[1]))
     with LLM(**made[0]) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        data = made[0].get("data_parallel_size", 1) > 1
-        groups = llm.llm_engine.executor.call(machines, parallel.EP if data else parallel.TP)
+        groups = llm.llm_engine.executor.call(machines, group)
         pids = other.ranks()
-    assert [o.outputs[0].token_ids for o in outputs] == [greedy(folder, p, count) for p in PROMPTS]
+    assert [o.outputs[0].token_ids for o in outputs] == [greedy(folder, p, 8) for p in PROMPTS]
     assert other.said() == "" and gone(pids)
     return groups
 
@@ -88,13 +89,21 @@ def test_tensor_parallel_llama_equals_one_process(tiny: Path, greedy: Any) -> No
     ids=["dp", "ep", "dp_of_tp", "groups_over_nodes"],
 )
 def test_mixture_over_nodes_equals_one_process(moe: Path, greedy: Any, settings: dict[str, int]) -> None:
-    check_tokens(configs(moe, free_port(), **settings), moe, greedy)
+    group = parallel.EP if "data_parallel_size" in settings else parallel.TP
+    found = check_tokens(configs(moe, free_port(), **settings), moe, greedy, group)
+    assert all(set(names) == {"0", "1"} and not shares for _, names, shares in found)
 
 
 @pytest.mark.slow
-def test_ranks_of_a_node_share_memory(tiny: Path, greedy: Any) -> None:
+def test_group_over_nodes_shares_no_memory(tiny: Path, greedy: Any) -> None:
     made = configs(tiny, free_port(), tensor_parallel_size=4, num_blocks=80)
     assert check_tokens(made, tiny, greedy) == [("cpu", ["0", "0", "1", "1"], False)] * 4
+
+
+@pytest.mark.slow
+def test_group_on_one_node_shares_memory(moe: Path, greedy: Any) -> None:
+    made = configs(moe, free_port(), data_parallel_size=2, tensor_parallel_size=2)
+    assert [shares for _, _, shares in check_tokens(made, moe, greedy, parallel.TP)] == [True] * 4
 
 
 def test_node_that_dies_is_named_and_all_ends(tiny: Path) -> None:
@@ -242,6 +251,7 @@ def test_strangers_do_not_join(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ({"nnodes": 0}, "nnodes 0 is less than 1"),
         ({"master_port": 70000}, "master_port 70000 is not a port: it must be 1 to 65535"),
         ({"master_addr": ""}, "master_addr is empty"),
+        ({"master_addr": "0.0.0.0"}, "master_addr 0.0.0.0 is every address"),
         ({"dist_timeout": 0.0}, "dist_timeout 0.0 is not a number of seconds above 0"),
     ],
 )
@@ -263,6 +273,45 @@ def test_too_few_gpus_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config = EngineConfig("model", nnodes=2, node_rank=1, tensor_parallel_size=4)
     with pytest.raises(ValueError, match="node 1 needs 2 GPUs, and there are 1"):
         follow._check_gpus(config)
+
+
+def test_rank_uses_the_folders_of_its_node() -> None:
+    """Also that of the draft model, whose path is none of the options that must be equal."""
+    draft = {"method": "draft_model", "num_speculative_tokens": 2}
+    of_0 = EngineConfig("/a", speculative_config={**draft, "model": "/a/draft"})
+    made = worker.on_this_node(worker.Setup(of_0, Path("/a"), None, 1, None), "/b", "/b/draft")
+    assert made.folder == Path("/b") and made.config.model == "/b" and made.rank == 1
+    assert made.config.speculative_config == {**draft, "model": "/b/draft"}
+    assert worker.on_this_node(made, "/c").config.speculative_config == made.config.speculative_config
+
+
+def test_variables_of_nodes_are_compared(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(str(tiny))
+    ours = follow.about(config, tiny)
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "all_reduce:reference")
+    found = nodes.difference(ours, follow.about(config, tiny), "node 1")
+    assert found.startswith("node 1 has FASTKERNELS_PROVIDER all_reduce:reference, and node 0 has None")
+
+
+def test_other_layouts_of_weights_may_be_absent(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"the same weights")
+        assert follow.fingerprint(folder) == follow.fingerprint(tiny)
+    (folder / "head_linear.pt").write_bytes(b"more weights")
+    assert follow.fingerprint(folder) != follow.fingerprint(tiny)
+
+
+def test_signal_leaves_the_end_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 ends the engine after the drain timeout: a node that ended then would end it with an error."""
+    monkeypatch.setattr(follow, "GRACE", 100.0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with follow.ending_by_signals(0.0) as ends:
+            os.kill(os.getpid(), number)
+            assert not ends()
+            os.kill(os.getpid(), number)
+            assert ends()
 
 
 def test_address_gives_its_interface() -> None:

@@ -70,7 +70,7 @@ def test_mergers_and_rotations_are_patched_and_undone(name: str) -> None:
     assert torch.equal(logits(model), before) and [type(m) for m in model.modules()] == classes
 
 
-def test_merger_with_hooked_or_other_activation_stays() -> None:
+def test_merger_with_hooks_or_other_activation_stays() -> None:
     model = built("Qwen2VL")
     merger = next(m for m in model.modules() if type(m).__name__ == "PatchMerger")
     merger.mlp[1] = torch.nn.GELU("tanh")
@@ -79,7 +79,8 @@ def test_merger_with_hooked_or_other_activation_stays() -> None:
     merger.mlp[1] = torch.nn.GELU()
     before, seen = logits(model), []
     with fastkernels.patch(model, ops=["patch_merger"]):
-        handle = merger.mlp[1].register_forward_hook(lambda *_: seen.append(1))
-        torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=0)
-        handle.remove()
-    assert seen == [1]
+        for part in (merger.mlp[1], merger.mlp):
+            handle = part.register_forward_hook(lambda *_: seen.append(1))
+            torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=0)
+            handle.remove()
+    assert seen == [1, 1]

@@ -155,7 +155,7 @@ def test_cross_attention_with_flash_attention_is_undone():
     impl.attn_type, impl.kv_cache_dtype, impl.alibi_slopes, impl.sliding_window = (
         "encoder_decoder", "auto", None, (-1, -1)
     )  # fmt: skip
-    impl.head_size, impl.scale = 8, 8**-0.5
+    impl.head_size, impl.scale, impl.logits_soft_cap, impl.sinks = 8, 8**-0.5, 0, None
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=None), model_config=SimpleNamespace(max_model_len=64),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -163,6 +163,11 @@ def test_cross_attention_with_flash_attention_is_undone():
     given = layer, vllm.__version__.partition("+")[0], config
     journal = Journal()
     assert attention.swap_attention(*given, journal, True).kind is Kind.LEFT_TO_HOST
+    for name, other in (("logits_soft_cap", 30.0), ("sinks", torch.zeros(4)), ("sliding_window", (7, 0))):
+        usual = getattr(impl, name)
+        setattr(impl, name, other)
+        assert "a window, a soft cap or sinks" in attention.swap_attention(*given, journal, False).text
+        setattr(impl, name, usual)
     assert attention.swap_attention(*given, journal, False) is None
     generator = torch.Generator().manual_seed(0)
     kv_cache = torch.randn(5, 16, 2, 16, generator=generator).transpose(1, 2)

@@ -399,7 +399,13 @@ def _soak(rank: int, size: int, calls: int, seed: int) -> int:
     for call in range(calls):
         spec = registry.get(common.choice(NAMES))
         case = common.choice(small(spec, size))
-        drawn = {"tokens": common.randint(1, 9), "hidden": common.randint(1, 700), "n": common.randint(1, 99)}
+        # Parts, or sums of two, that are rounded to 16 bits before the last addition can exceed its tolerance.
+        if spec.name.startswith("linear_") or (size > 2 and "reduce" in spec.name):
+            case = dataclasses.replace(case, dtype="float32")
+        sizes = spec.declaration.sizes({**case.dims, spec.ranks: size}, case.dtype)
+        block = sizes.get("block", 1)  # which divides hidden
+        hidden = block * max(1, common.randint(1, 700) // block)
+        drawn = {"tokens": common.randint(1, 9), "hidden": hidden, "n": common.randint(1, 99)}
         dims = {**case.dims, **{k: v for k, v in drawn.items() if k in case.dims}}
         every = arguments(spec, dataclasses.replace(case, dims=dims), size, call)
         if own.random() < 0.02:
@@ -416,13 +422,16 @@ def _soak(rank: int, size: int, calls: int, seed: int) -> int:
         for a, b in zip(got, want, strict=True):
             if exact:
                 assert torch.equal(a, b), (call, spec.name, dims)
-        assert mismatch(spec, case, got, wanted(spec, every, rank)) is None, (call, spec.name, dims)
+        problem = mismatch(spec, case, got, wanted(spec, every, rank))
+        assert problem is None, (call, spec.name, dims, problem)
     return calls
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("size", "calls"), [(2, 10_000), (3, 2_000)])
+@pytest.mark.parametrize(
+    ("size", "calls"),
+    [(2, 60), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 10_000), (3, 2_000)))],
+)
 def test_soak(size: int, calls: int) -> None:
     """No hang and no wrong bit. A sum of two ranks has one order; of three, gloo's tolerance."""
     seed = random.SystemRandom().randrange(1 << 30)
@@ -432,9 +441,11 @@ def test_soak(size: int, calls: int) -> None:
 @pytest.mark.parametrize("op", measure.EXPERT_OPS)
 def test_measured_sizes_are_those_of_the_payload(op: str) -> None:
     comm = parallel.join("sizes", 0, 1)
+    comm.size = 2
     for size in measure.EXPERT_SIZES:
         first = measure.expert_arguments(op, size, comm)[0]
-        assert size == first.numel() * (1 if op == "ep_dispatch_fp8" else first.element_size())
+        ranks_of = comm.size if op == "ep_combine" else 1  # it gets the rows of all
+        assert size * ranks_of == first.numel() * (1 if op == "ep_dispatch_fp8" else first.element_size())
 
 
 def test_declarations_have_the_axes_of_their_references() -> None:

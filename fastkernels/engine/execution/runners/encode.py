@@ -39,7 +39,8 @@ Task: TypeAlias = tuple[str, bool]
 TEXT_ROWS, TEXT_GRAPHS, TEXT_WORK = 64, 128, 10_000_000_000
 TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 12) for part in (4, 5, 6, 7)), 1 << 14}))
 EXACT_ROWS = 4
-CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend", "speculative_config")
+CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "mamba_ssm_cache_dtype", "attention_backend",
+                 "speculative_config")  # fmt: skip
 
 
 @dataclass(frozen=True)

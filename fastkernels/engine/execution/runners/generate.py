@@ -72,7 +72,7 @@ class Generate(Runner):
             self._draft_source = DraftSource.open(given, config, self.hf_config, self.max_model_len)
 
     def _loaded(self) -> None:
-        modules = list(self.model.modules())
+        config, modules = self.config, list(self.model.modules())
         paged = [m for m in modules if isinstance(getattr(m, "keeps", None), KVSpec)]
         self.layers = [m for m in paged if not m.keeps.cross]
         self.cross_layers = [m for m in paged if m.keeps.cross]
@@ -82,6 +82,7 @@ class Generate(Runner):
         drafts = [] if self.drafter is None else self.drafter.layers
         self.groups = kv_cache.groups_of([*self.layers, *drafts], self.max_model_len)
         self.state_layers = state_cache.state_layers(modules)
+        state_cache.set_dtypes(self.state_layers, config.mamba_ssm_cache_dtype, self.hf_config, self.dtype)
         given = self.config.speculative_config
         speculation = None if given is None else Speculation.read(given)
         if self.state_layers and speculation is not None and speculation.tree is not None:

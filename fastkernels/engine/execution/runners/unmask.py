@@ -20,7 +20,9 @@ from fastkernels.overrides.sampling.sampling import sampling
 
 LOGITS = 1 << 25  # logits that are computed at once: of few masks, however many there are
 SLACK = 1 << 30  # bytes that are left free
-UNUSED = {"kv_cache_dtype": "auto", "attention_backend": None, "speculative_config": None}
+UNUSED = {
+    "kv_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto", "attention_backend": None, "speculative_config": None,
+}  # fmt: skip
 
 
 class Unmask(Runner):

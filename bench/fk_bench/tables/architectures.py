@@ -1,0 +1,65 @@
+"""Architectures that are called with requests: the time of a call of our engine, next to the fastest reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fk_bench.core.rows import Row, Status
+from fk_bench.explain.tables import Table
+from fk_bench.tables.origin import Files, flat, origin
+
+COMMANDS = (
+    "architectures",
+    "nine_models",
+    "policies",
+)  # scripts in bench/experiments; nine_models: until b00758ae
+OURS, PREPARED, PLAIN = "fastkernels", "fastkernels, prepared", "engine with PyTorch's ops"
+TIMES = ("call_ms_p50", "chunk_ms_p50")
+# arXiv 2605.23215: speedup over the reference on an H200, mean of its scenarios
+PAPER = {
+    "bge-m3": 1.06, "colbertv2": 3.08, "convnextv2": 0.99, "cosyvoice3": 2.13, "dlrmv2": 1.06, "dp3": 1.42,
+    "efficientnetv2": 1.05, "gaussians": 0.99, "gla": 1.85, "hunyuan-video": 0.97, "instant-ngp": 0.97,
+    "lightgcn": 1.03, "llada": 1.07, "mobilenetv4": 1.15, "oasis": 1.29, "openfold3": 1.03, "pi0": 3.48, "ptv3": 1.00,
+    "qwen2-vl": 0.91, "qwen3-vl": 1.39, "retnet": 1.86, "rtdetrv2": 1.08, "rwkv7": 1.18, "sam3": 1.05,
+    "ttt-e2e": 1.10, "whisper": 0.95, "yolov10": 1.06,
+}  # fmt: skip
+HEAD = ["architecture", "case", "ours, ms", "reference", "its ms", "speedup", "paper", "measured"]
+
+
+def table(files: Files) -> Iterator[Table]:
+    """Of each case and lane the newest row counts. Cases without a reference are left out.
+
+    References that take prepared inputs are compared with our engine from checked requests on. PyTorch's ops in our
+    engine are the reference where there is no other.
+    """
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in sorted(filter(_counts, flat(files)), key=lambda r: r.time):
+        case = ", ".join(f"{k} {v}" for k, v in row.case.items() if k not in ("kind", "dtype"))
+        cases.setdefault((row.subject.model or "", case), {})[str(row.subject.provider)] = row
+    lines, used = list[list[str]](), list[Row]()
+    order = list(dict.fromkeys(model for model, _ in cases))
+    for (model, case), lanes in sorted(cases.items(), key=lambda found: order.index(found[0][0])):
+        others = [p for p in lanes if p not in (OURS, PREPARED, PLAIN)]
+        ours = lanes.get(PREPARED if PREPARED in lanes and others else OURS)
+        reference = min((lanes[p] for p in others or [PLAIN] if p in lanes), key=_ms, default=None)
+        if ours is None or reference is None:
+            continue
+        lines.append([
+            model, case, _text(_ms(ours)), str(reference.subject.provider), _text(_ms(reference)),
+            f"{_ms(reference) / _ms(ours):.2f}", f"{PAPER[model]:.2f}" if model in PAPER else "", ours.time[:10],
+        ])  # fmt: skip
+        used += [ours, reference]
+    if lines:
+        yield f"Milliseconds of a call ({origin(used, files)}):", HEAD, lines
+
+
+def _counts(row: Row) -> bool:
+    return row.command.removesuffix(".py") in COMMANDS and row.status is Status.OK and _ms(row) > 0
+
+
+def _ms(row: Row) -> float:
+    return next((row.metrics[name] for name in TIMES if name in row.metrics), 0.0)
+
+
+def _text(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
