@@ -45,7 +45,7 @@ VERSIONS = [(host, version) for host in compare.hosts() for version in compare.v
 STANDALONE = ("vllm", "sglang", "transformers")
 NEWEST = {(host, compare.versions(host)[-1]) for host in STANDALONE}
 # Their norms leave single calls to the host, so that no residual is added twice.
-LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
+LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer", "patch_merger"}
 # Files of at most 250 lines with their kernels, without the header
 SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
 

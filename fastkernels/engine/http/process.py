@@ -12,7 +12,6 @@ from typing import Any
 
 import uvicorn
 
-from fastkernels.engine.execution import threads
 from fastkernels.engine.execution.forward.startup import keep_objects
 from fastkernels.engine.http.connection import limited
 from fastkernels.engine.http.requests.config import ServerConfig
@@ -50,7 +49,6 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
     """
     server = Server(config, server_config)
     keep_objects()
-    threads.use_one(server.llm.engine.runner.device)
     host, port = sock.getsockname()[:2]
     if not server.config.api_key and not _loopback(host):
         log.warning("%s accepts requests from the network without an API key: set --api-key", host)

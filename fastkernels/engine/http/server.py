@@ -21,6 +21,7 @@ from pydantic_core import from_json
 
 from fastkernels import __version__
 from fastkernels.engine.async_llm import AsyncLLM, EngineError
+from fastkernels.engine.execution import threads
 from fastkernels.engine.http.answers import schema
 from fastkernels.engine.http.answers.metrics import Metrics
 from fastkernels.engine.http.anthropic_api.routes import Messages
@@ -131,6 +132,7 @@ class Server:
         template = None if given is None else templates.load(given)
         self.llm = AsyncLLM(config)
         engine = self.llm.engine
+        threads.use_one(engine.runner.device)
         self.metrics = Metrics(self.model_name, engine)
         if template is not None and engine.tokenizer is not None:
             engine.tokenizer.chat_template = template

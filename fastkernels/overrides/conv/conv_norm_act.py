@@ -34,7 +34,6 @@ from fastkernels.overrides.conv.epilogue import (
 from fastkernels.overrides.conv.spatial import channels_last, each, unsupported
 from fastkernels.overrides.conv.timm_activations import act_of
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
-from fastkernels.overrides.kit.measured import slower
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import unsupported_vector
 
@@ -207,20 +206,14 @@ def _dense_kernel(
 
 def _supports_triton(
     x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
-    norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, *rest: Any,
+    norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, *_: object,
 ) -> str | None:  # fmt: skip
     if any(t is not None and t.dtype != x.dtype for t in (weight, bias, residual)):
         return f"weight, bias or residual is not {x.dtype}, as x"
     if x.numel() >= LARGEST:
         return f"x has {x.numel()} numbers: at most {LARGEST - 1}"
     norm = Norm(mean, var, norm_weight, norm_bias, 0.0)
-    if (reason := unsupported(x) or unsupported_vector(bias, "bias") or norm.unsupported()) is not None:
-        return reason
-    given = x, weight, bias, mean, var, norm_weight, norm_bias, residual, *rest
-    return slower(
-        "conv_norm_act", lambda: (tuple(weight.shape), mean is None, residual is None, str(rest)), x,
-        lambda: _triton(*given), lambda: _torch(*given),
-    )  # fmt: skip
+    return unsupported(x) or unsupported_vector(bias, "bias") or norm.unsupported()
 
 
 def _is_pointwise(weight: T, padding: Ints, groups: int) -> bool:

@@ -80,12 +80,12 @@ def _mamba_scan_kernel(
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     i = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     cols = tl.arange(0, BLOCK_N)
     real, kept = rows < C, cols < N
     inside = real[:, None] & kept[None, :]
-    follow(OVERLAP)
     start, count, slot, known = sequence_at(i, cu_ptr, slots_ptr, fresh_ptr)
     a = tl.load(a_ptr + rows[:, None] * a_c + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     state_at = state_ptr + slot * s_s + rows[:, None] * s_c + cols[None, :] * s_n

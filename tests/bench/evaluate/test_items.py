@@ -76,7 +76,7 @@ def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path, capsys):
     (dropped,) = found.found.dropped
     assert (dropped.op, dropped.reason) == ("silu_and_mul", Reason.RUN_TIME)
     assert "ValueError: odd size" in dropped.text
-    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert found.outcome is not None and found.outcome.correctness > 0.9999
     assert all(found.live[op] for op in found.found.kept)
     assert found.calibration is not None and found.calibration.sensitive and found.calibration.noise < 1e-4
     assert set(found.calibration.faults) == {"residual", "head", "scale"}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels.core.graph_capture import captured
 from fastkernels.engine.cache.kv_cache import Limits
 from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.runner import Runner
@@ -19,7 +20,6 @@ from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.scheduling.folding import Structures
 from fastkernels.models.common.configs.config import ALL_DTYPES
 from fastkernels.models.common.folding.features import Features
-from fastkernels.overrides.kit.capture import captured
 
 TOKENS = 2048  # of a request: the default of max_model_len
 TURN = 20  # denoising steps between two looks at the queue

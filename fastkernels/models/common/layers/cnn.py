@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.measured import slower
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
@@ -144,10 +147,20 @@ def convolve(
     found = (None,) * 4
     if norm is not None:
         found = norm.running_mean, norm.running_var, norm.weight, norm.bias  # type: ignore[assignment]
-    return conv_norm_act(
+    given = (
         x, conv.weight, conv.bias, *found, residual, (conv.stride,), (padding,), (1,), conv.groups, activation,
         style.eps, add_first,
     )  # fmt: skip
+    sizes = tuple(conv.weight.shape), conv.stride, padding
+    what = *sizes, norm is None, residual is None, activation, add_first
+    why = slower("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: plain()(*given))
+    return conv_norm_act(*given) if why is None else plain()(*given)
+
+
+@cache
+def plain() -> Callable[..., torch.Tensor]:
+    """PyTorch's code (cuDNN's) of the op `conv_norm_act`."""
+    return next(p.fn for p in OPS["conv_norm_act"].providers if p.name == "torch")
 
 
 class ConvBnAct(nn.Module):

@@ -30,6 +30,7 @@ def _recurrent_kernel(
     BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Sizes are constants: a decode waits for divisions by others before its first read.
+    follow(OVERLAP)
     parts = tl.cdiv(V, BLOCK_V)  # of a state, by programs that follow each other: their rows are read at once
     i = tl.program_id(0) // (parts * H)
     h = tl.program_id(0) // parts % H
@@ -37,7 +38,6 @@ def _recurrent_kernel(
     cols = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     key, value = rows < K, cols < V
     inside = key[:, None] & value[None, :]
-    follow(OVERLAP)
     start, count, slot, known = sequence_at(i, cu_ptr, slots_ptr, fresh_ptr)
     state_at = state_ptr + slot * s_s + h * s_h + rows[:, None] * s_k + cols[None, :] * s_v
     s = tl.load(state_at, mask=inside & known, other=0.0).to(tl.float32)  # [K, V]

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fastkernels.overrides.kit.capture import captured
-from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.core.graph_capture import captured
 
 log = logging.getLogger("fastkernels")
 CALLS, ROUNDS = 8, 3  # of a graph
@@ -36,21 +35,21 @@ def measuring() -> Iterator[None]:
 
 def slower(
     op: str,
-    shape: Callable[[], Hashable],
+    what: Hashable,
     x: torch.Tensor,
     ours: Callable[[], object],
     other: Callable[[], object],
 ) -> str | None:
-    """Why PyTorch's code runs in place of ours: it was faster for this shape. None: ours runs.
+    """Why PyTorch's code is to run in place of ours: it was faster for this shape. None: ours.
 
-    shape  what the time depends on, next to x, whose first size, a batch, counts as the next power of two: a server
-           that meets all batches measures few
+    what  the time depends on, next to x, whose first size, a batch, counts as the next power of two: a server that
+          meets all batches measures few
     """
     on = getattr(_state, "on", False)
     if not x.is_cuda or not (on or _slower):
         return None
-    sizes = next_power_of_2(max(x.shape[0], 1)), *x.shape[1:]
-    key = op, x.device.index, x.dtype, sizes, tuple(x.stride()), shape()
+    sizes = 1 << max(x.shape[0] - 1, 0).bit_length(), *x.shape[1:]
+    key = op, x.device.index, x.dtype, sizes, tuple(x.stride()), what
     if key in _slower or not on or len(_slower) >= MOST or torch.cuda.is_current_stream_capturing():
         return _slower.get(key)
     _state.on = False  # the calls that are timed decide nothing

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastkernels.overrides.kit import measured
-from fastkernels.overrides.kit.capture import captured
+from fastkernels.core import measured
+from fastkernels.core.graph_capture import captured
 
 
 def given(*shape: int) -> Any:
@@ -27,7 +27,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     found = {"ours": 2.0, "other": 1.0}
 
     def timed(call: Any) -> float:
-        assert measured.slower("inner", tuple, given(1), lambda: "ours", lambda: "other") is None
+        assert measured.slower("inner", "", given(1), lambda: "ours", lambda: "other") is None
         found[f"{call()} calls"] = found.get(f"{call()} calls", 0) + 1
         return found[call()]
 
@@ -39,7 +39,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
 
 def ask(*shape: int, key: str = "") -> str | None:
-    return measured.slower("op", lambda: key, given(*shape), lambda: "ours", lambda: "other")
+    return measured.slower("op", key, given(*shape), lambda: "ours", lambda: "other")
 
 
 def test_the_faster_one_runs_from_then_on(times: dict[str, float]) -> None:
@@ -97,5 +97,5 @@ def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tensors_on_a_cpu_are_left_alone(times: dict[str, float]) -> None:
     with measured.measuring():
-        assert measured.slower("op", tuple, torch.ones(2), lambda: "ours", lambda: "other") is None
+        assert measured.slower("op", "", torch.ones(2), lambda: "ours", lambda: "other") is None
     assert "ours calls" not in times
