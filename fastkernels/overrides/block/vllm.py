@@ -332,11 +332,11 @@ class VllmQwen2VisionPatchMerger(PatchMerger):
         self.mlp = nn.ModuleList([first, nn.GELU(), second])
 
     @staticmethod
-    def needs_host(module: nn.Module) -> str | None:
+    def supports(module: nn.Module) -> str | None:
         """Return why the activation, which ours does not call, has to run, or None."""
         return unlike(IN_MLP, module)
 
-    supports = needs_host
+    needs_host = supports
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return merge(self, IN_MLP, x)
@@ -371,11 +371,11 @@ class VllmQwen3VisionPatchMerger(PatchMerger):
         self.linear_fc2 = _inner((wide, d_model), quant_config, f"{prefix}.linear_fc2", True)
 
     @staticmethod
-    def needs_host(module: nn.Module) -> str | None:
+    def supports(module: nn.Module) -> str | None:
         """Return why the activation, which ours does not call, has to run, or None."""
         return unlike(NAMED, module)
 
-    supports = needs_host
+    needs_host = supports
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return merge(self, NAMED, x)
