@@ -251,8 +251,8 @@ def standalone(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str
     return tuple(sorted(imports)), tuple(parts.values())
 
 
-def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> None:
-    """Add the source of a function, after that of everything global that it uses."""
+def _collect(function: Any, imports: dict[str, None], parts: dict[str, str], own: str = "") -> None:
+    """Add the source of a function, after that of everything global that it uses. own: the name that it gets."""
     source = textwrap.dedent(inspect.getsource(function))
     tree = ast.parse(source).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -267,12 +267,10 @@ def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> 
             continue
         value = function.__globals__[name]
         if isinstance(value, ModuleType):
-            own = value.__name__.rpartition(".")[2] == name and "." not in value.__name__
-            imports[f"import {value.__name__}" if own else f"import {value.__name__} as {name}"] = None
+            plain = value.__name__ == name
+            imports[f"import {value.__name__}" if plain else f"import {value.__name__} as {name}"] = None
         elif isinstance(value, FunctionType) and value.__module__.startswith("fastkernels."):
-            _collect(value, imports, parts)
-            if value.__name__ != name:
-                parts[name] = f"{name} = {value.__name__}"
+            _collect(value, imports, parts, name)  # which may be another one than in its module
         elif isinstance(value, (bool, int, float, str, torch.dtype, tuple, dict)):
             parts[name] = f"{name} = {value!r}"
         elif getattr(value, "__module__", None):
@@ -280,4 +278,5 @@ def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> 
     tree.returns = None
     for argument in (*tree.args.args, *tree.args.kwonlyargs):
         argument.annotation = None
-    parts[function.__name__] = ast.unparse(tree)
+    tree.name = own or tree.name
+    parts[tree.name] = ast.unparse(tree)

@@ -35,7 +35,7 @@ def _check(dt: T, b: T, rate: T, bias: T) -> None:
                  bias=(bias, tuple(dt.shape[1:]), "[H] or [H, K], as dt"))  # fmt: skip
 
 
-def gates_reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
+def reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
     """dt: [T, H] or [T, H, K]; b: [T, H]; rate: [H], or with `logarithm` the logarithm of its absolute value.
 
     bias: [H] or [H, K]; low: the bound of g, 0 for none. Computed in at least float32. Returns g in that dtype, and
@@ -91,7 +91,7 @@ def _triton(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float =
 
 
 def _reference(dt: T, b: T, rate: T, bias: T, logarithm: bool = False, low: float = 0.0) -> tuple[T, T]:
-    g, beta = gates_reference(dt, b, rate, bias, logarithm, low)
+    g, beta = reference(dt, b, rate, bias, logarithm, low)
     return g.float(), beta.contiguous()
 
 
@@ -146,7 +146,7 @@ def _by_gate(begin: str) -> dict[str, str]:
 SPEC = OpSpec(
     name="delta_gates",
     level=1,
-    reference=gates_reference,
+    reference=reference,
     op=delta_gates,
     arguments=(
         Tensor("dt", _by_gate("tokens "), mean=-1),

@@ -15,7 +15,8 @@ import torch
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, OpSpec, Scalar, Tensor
 from fastkernels.overrides.recurrence import cases
-from fastkernels.overrides.recurrence.delta_gates import delta_gates, gates_reference, rates
+from fastkernels.overrides.recurrence.delta_gates import delta_gates, rates
+from fastkernels.overrides.recurrence.delta_gates import reference as gates_reference
 from fastkernels.overrides.recurrence.kernels.chunks import in_chunks, solve
 from fastkernels.overrides.recurrence.kernels.problem import DELTA, Problem, unsupported
 from fastkernels.overrides.recurrence.packed import (

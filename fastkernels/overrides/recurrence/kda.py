@@ -13,7 +13,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, Tensor
 from fastkernels.overrides.recurrence import cases
 from fastkernels.overrides.recurrence import gated_delta_rule as rule
-from fastkernels.overrides.recurrence.delta_gates import gates_reference, rates
+from fastkernels.overrides.recurrence.delta_gates import rates
+from fastkernels.overrides.recurrence.delta_gates import reference as gates_reference
 from fastkernels.overrides.recurrence.gated_delta_rule import check, delta_rule
 from fastkernels.overrides.recurrence.kernels.problem import DELTA, Problem
 from fastkernels.overrides.recurrence.packed import check_slots, store
