@@ -20,6 +20,7 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.configs.timm_config import Preprocessing
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import models
+from fastkernels.models.common.layers import cnn
 
 timm = pytest.importorskip("timm")
 TINY = {"dims": (8, 16, 24, 32), "depths": (1, 2, 1, 1)}
@@ -195,3 +196,19 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
     assert llm.llm_engine.hf_config.id2label == {0: "a", 1: "b", 2: "c"}
     (output,) = llm.classify(pictures((40, 40)), use_tqdm=False)
     np.testing.assert_allclose(sum(output.outputs.probs), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("request_", ["", "conv_norm_act:torch"])
+def test_request_goes_before_the_measured_choice(monkeypatch: pytest.MonkeyPatch, request_: str) -> None:
+    """PyTorch's code runs where it was faster, but not in place of a provider or a candidate that the user names."""
+    op, taken = cnn.OPS["conv_norm_act"], []
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", request_)
+    op.forget()
+    monkeypatch.setattr(cnn, "slower", lambda *_: "it was faster")
+    monkeypatch.setattr(cnn, "plain", lambda: lambda *given: taken.append(given))
+    conv = cnn.Conv(3, 8, 3)
+    torch.nn.init.zeros_(conv.weight)
+    made = cnn.convolve(torch.zeros(1, 3, 8, 8), conv, None, cnn.Style("relu"))
+    assert len(taken) == (not request_) and (made is None) == (not request_)
+    monkeypatch.undo()
+    op.forget()

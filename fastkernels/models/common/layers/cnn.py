@@ -151,6 +151,10 @@ def convolve(
         x, conv.weight, conv.bias, *found, residual, (conv.stride,), (padding,), (1,), conv.groups, activation,
         style.eps, add_first,
     )  # fmt: skip
+    if OPS[
+        "conv_norm_act"
+    ].requested:  # a candidate, a provider or a recording: no choice of ours goes before it
+        return conv_norm_act(*given)
     sizes = tuple(conv.weight.shape), conv.stride, padding
     what = *sizes, norm is None, residual is None, activation, add_first
     why = slower("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: plain()(*given))
