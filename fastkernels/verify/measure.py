@@ -8,6 +8,7 @@ there, against the host's, each for long enough to get its own clock.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import math
@@ -245,7 +246,15 @@ def measure(
                 torch.cuda.synchronize(device)
                 gc.collect()
                 torch.cuda.empty_cache()
+            else:
+                trim_heap()
     return outcome
+
+
+def trim_heap() -> None:
+    """Return free memory of the heap to the system: hosts size their caches by what the process holds (glibc only)."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _measure_point(

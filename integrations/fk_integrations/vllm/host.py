@@ -124,7 +124,7 @@ class VllmAdapter(Adapter):
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         found = super().targets(spec, model)
-        return found if model is None else [t for t in found if not _rebound(t)]
+        return found if model is None else [t for t in found if not _rebound(t) and not _of_another_model(t)]
 
     def modules(self, model: Any) -> Iterator[Any]:
         from fk_integrations.vllm import attention
@@ -240,6 +240,15 @@ def _rebound(target: Target) -> bool:
         return False
     found = seam_interface.host_class(target)
     return found is not None and found.__name__ != name
+
+
+def _of_another_model(target: Target) -> bool:
+    """Whether it is in the package of one model that is not loaded.
+
+    Its import brings the model's processors, and with them numba, with which vLLM 0.32 starts no second engine on CPUs.
+    """
+    file = target.path.partition(":")[0]
+    return file.startswith("vllm.models.") and ".".join(file.split(".")[:3]) not in sys.modules
 
 
 # In a worker process
