@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from fk_bench.core.rows import Row, Status
@@ -102,3 +103,26 @@ def test_waits_are_counted_once_for_each_budget() -> None:
             side.end()
         op, case = side.budgets
         assert 0 < case.used == pytest.approx(op.used - 1.0) == pytest.approx(side.busy_s)
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_reply_is_early_only_without_a_report(reports: bool) -> None:
+    """On a busy machine, a side may report its last call and answer while the judge looks away."""
+
+    class Gate:
+        looks = 0
+
+        def passed(self, ticket: int, seconds: float, nap: float = 0.0) -> bool:
+            self.looks += 1
+            return reports and self.looks > 1
+
+    child, gate = Slow(), Gate()
+    with child.channel, child.other:
+        side = RunnerProcess(child, "candidate", 1.0, False, cast(Any, gate))
+        child.other.sendall(b"a reply")
+        if reports:
+            side.arrived(1)
+            assert gate.looks == 3 and side.alive
+        else:
+            with pytest.raises(RunnerError):
+                side.arrived(1)

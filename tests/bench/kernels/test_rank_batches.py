@@ -271,6 +271,24 @@ def test_hanging_ranks_end_at_the_deadline(clock: Clock, files: list[int]) -> No
     assert error.value.status is Status.TIMEOUT and not candidate.alive
 
 
+def test_ranks_that_report_and_answer_between_two_looks_are_honest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_gates, "LOOK_S", -1.0)
+    looks = [0, 0]
+
+    def gate(r: int) -> Any:
+        def passed(ticket: int, seconds: float) -> bool:
+            looks[r] += 1
+            return looks[r] > 1
+
+        return SimpleNamespace(passed=passed)
+
+    made = Ranks(Clock(), 1e-6, summed)
+    answered = SimpleNamespace(readable=lambda: True)
+    made.ranks = [SimpleNamespace(gate=gate(r), channel=answered, stopped=False) for r in range(RANKS)]
+    rank_gates.passed(made, [1, 1])
+    assert looks == [3, 3] and made.alive
+
+
 def test_link_limits_a_message(clock: Clock) -> None:
     peaks = roofline.peaks("NVIDIA H200")
     assert peaks is not None and peaks.link_gb_per_s == 450

@@ -33,7 +33,7 @@ def passed(
     waiting, limit = dict(enumerate(tickets)), team.limit if limit is None else min(limit, team.limit)
     try:
         while True:
-            for rank in [r for r, t in waiting.items() if team.ranks[r].gate.passed(t, 0.0)]:  # type: ignore[union-attr]
+            for rank in [r for r, t in waiting.items() if _passed(team, r, t)]:
                 del waiting[rank]
             now = clock()
             if not waiting:
@@ -43,7 +43,9 @@ def passed(
                 team.resume()
             if now - looked > LOOK_S:
                 looked = now
-                if failed := [r for r in waiting if team.ranks[r].channel.readable()]:
+                answered = [r for r in waiting if team.ranks[r].channel.readable()]
+                # A rank may have reported its ticket, and answered, between the two looks.
+                if failed := [r for r in answered if not _passed(team, r, waiting[r])]:
                     _failed(team, failed, list(waiting), now - start)
             if now - start > limit:
                 raise team.blame({}, sorted(waiting), now - start)
@@ -51,6 +53,12 @@ def passed(
                 time.sleep(nap)
     finally:
         team.spend(clock() - start)
+
+
+def _passed(team: Team, rank: int, ticket: int) -> bool:
+    gate = team.ranks[rank].gate
+    assert gate is not None
+    return gate.passed(ticket, 0.0)
 
 
 def _failed(team: Team, failed: list[int], waiting: list[int], waited: float) -> None:

@@ -158,7 +158,8 @@ class RunnerProcess:
         limit = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
         try:
             while not self.gate.passed(ticket, LOOK_S, nap):
-                if self.channel.readable():  # a failure, or its end; a reply is too early
+                # A failure, or its end. A reply is too early, unless the report came between the two looks.
+                if self.channel.readable() and not self.gate.passed(ticket, 0.0):
                     self._end()
                     raise self.dead(Status.INVALID, "it answered before its calls were made")
                 if time.perf_counter() - start > limit:
