@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches import calls
 from fk_bench.kernels.judge.batches.calls import BLOCK, LIVE_BYTES, NO_CALL, Calls
 from fk_bench.kernels.judge.batches.lane import Lane, Timed
@@ -16,6 +17,7 @@ from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
 from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.memory.slots import Slots
+from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 from fastkernels.core import registry
 
@@ -27,6 +29,7 @@ class Side:
     """A side in this process: it makes the calls of a command when their gates open."""
 
     alive = trusted = True
+    pending = False
 
     def __init__(self, fd: int, name: str):
         self.gate, self.name = CallGate(fd), name
@@ -41,7 +44,7 @@ class Side:
 
     def begin(self, do: str, slots: list[int], tickets: list[int]) -> None:
         assert do == "calls" and len(tickets) == len(slots) + 1
-        self.stopped = False
+        self.stopped, self.pending = False, True
         self.asked.append(slots)
         self.todo = list(zip(slots, tickets[1:], strict=True))
 
@@ -56,7 +59,8 @@ class Side:
 
     def end(self) -> None:
         assert not self.stopped, "a stopped process does not reply"
-        self.todo = []
+        assert self.pending, "it has replied already"
+        self.todo, self.pending = [], False
 
     def ask(self, do: str, **arguments: Any) -> None:
         assert do == "copy"  # of `kept`
@@ -175,6 +179,27 @@ def test_output_that_changes_after_the_report_is_wrong(
     with pytest.raises(Wrong, match="changes after the call has reported its end"):
         made._round(None, False)
     assert not any(side.todo for side in sides(made))  # the next command finds no old one
+
+
+@pytest.mark.parametrize("who", ["candidate", "baseline"])
+def test_failed_call_is_the_one_that_is_reported(files: list[int], who: str) -> None:
+    """Calls behind it have no inputs, and fail, too; a side that has replied does not reply again."""
+    made = made_calls(files)
+    by_name = {side.name: side for side in sides(made)}
+    failed, other = by_name[who], by_name["baseline" if who == "candidate" else "candidate"]
+
+    def fails(ticket: int, *args: Any) -> float:
+        failed.pending = False
+        raise RunnerError(Status.RUNTIME_ERROR, "a first failure", False, who)
+
+    def ends() -> None:
+        other.pending = False
+        raise RunnerError(Status.RUNTIME_ERROR, "IndexError of a call without inputs", False, other.name)
+
+    failed.pass_gate, other.end = fails, ends
+    with pytest.raises(RunnerError, match="a first failure"):
+        made._round(None, False)
+    assert not other.pending and failed.stopped
 
 
 @pytest.mark.parametrize("wrong", range(10))

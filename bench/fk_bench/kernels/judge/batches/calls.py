@@ -25,6 +25,7 @@ from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes import priority
+from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 NO_CALL = -1  # a slot
 # Bytes of a call's arguments that are copied inside the clock. A side that sees them arrive can start so much earlier:
@@ -130,14 +131,24 @@ class Calls:
         side.begin("calls", slots=asked, tickets=tickets)
         side.arrived(tickets[0])
         side.stop()
-        try:
-            yield Sent(lane, tickets[1:])
-        finally:  # after a failure, too: the next command must find it without this one
-            if side.alive:
+
+        def leave() -> None:  # after a failure, too: the next command must find it without this one
+            if side.alive and side.pending:
                 gate.open(tickets[-1])
                 side.resume()
                 side.end()
+            if side.alive:
                 side.stop()
+
+        try:
+            yield Sent(lane, tickets[1:])
+        except BaseException:
+            with contextlib.suppress(
+                RunnerError
+            ):  # the other calls have no inputs: what they raise says nothing
+                leave()
+            raise
+        leave()
 
     @PHASES.of("calls")
     def _call(self, sent: Sent, slot: int) -> tuple[float, Sampled | None]:

@@ -22,6 +22,7 @@ from fk_bench.kernels.judge.batches.rank_gates import passed, unchanged
 from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
 from fk_bench.kernels.judge.correctness.rank_checks import LATE_S, Lane, RankChecks
 from fk_bench.kernels.judge.processes import priority
+from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 RANDOM = random.SystemRandom()
 SITUATIONS = ("", "", "", "repeated rank", "repeated others", "zero rank", "equal ranks")
@@ -100,9 +101,8 @@ class RankCalls:
         passed(team, [t[0] for t in tickets])
         team.stop()
         left = [t[1:] for t in tickets]
-        try:
-            yield left
-        finally:  # after a failure, too: the next command must find all ranks without this one
+
+        def leave() -> None:  # after a failure, too: the next command must find all ranks without this one
             if team.alive and all(left):
                 for side, mine in zip(team.ranks, left, strict=True):
                     side.gate.open(mine[-1])  # type: ignore[union-attr]
@@ -110,6 +110,16 @@ class RankCalls:
                 team.resume()
                 team.end(range(team.size))
                 team.stop()
+
+        try:
+            yield left
+        except BaseException:
+            with contextlib.suppress(
+                RunnerError
+            ):  # the other calls have no inputs: what they raise says nothing
+                leave()
+            raise
+        leave()
 
     @PHASES.of("calls")
     def _call(self, lane: Lane, tickets: list[list[int]], slot: int, late: bool = False) -> float:

@@ -63,6 +63,7 @@ class RunnerProcess:
         self.pid = 0  # set by greet
         self.stopped = False
         self.alive = True
+        self.pending = False  # the reply to its last command has not been read
         self.busy_s = 0.0  # seconds spent waiting for it
         self.budgets: tuple[TimeBudget, ...] = ()
         self._do, self._nonce = "", ""
@@ -84,7 +85,7 @@ class RunnerProcess:
 
     def begin(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> None:
         """Send a command and resume the process; `end` gives its reply. Raises RunnerError."""
-        self._do = do
+        self._do, self.pending = do, True
         self._nonce = self._guarded(lambda: self.channel.command(do, self.timeout, fds, **arguments))
         self.resume()
 
@@ -96,6 +97,7 @@ class RunnerProcess:
     def _end(self) -> Any:
         wait = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
         body = self._guarded(lambda: self._receive(wait), wait)
+        self.pending = False
         answer: Message = self._guarded(lambda: messages.answer(self._do, self._nonce, body))
         if isinstance(answer, Failed):
             status, reason = messages.believed(answer, self.trusted)
