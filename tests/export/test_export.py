@@ -523,7 +523,7 @@ def kernel_lines(tree: ast.Module) -> int:
 # lines of a file for a fork without its kernels and header, and more for each further op, class of the host and launch
 MOST, OP, CLASS, LAUNCH = 165, 50, 13, 21
 # more for the activations and layers that timm's CNNs may have, which these files recognize
-CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 170}
+CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 174}
 # more for batches as packed sequences, and for calls of kernels by chunks or token by token
 _RULES = ("ssd", "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7")
 JAGGED = {
@@ -531,7 +531,7 @@ JAGGED = {
     "graph_propagate": 15,
 }  # inputs of torchrec and torch_geometric, and separate tables
 # more for the layouts, masks and flags of openfold3's modules
-OPENFOLD = {"attention_pair_bias": 136, "conditioned_layer_norm": 80, "outer_product_mean": 100}
+OPENFOLD = {"attention_pair_bias": 137, "conditioned_layer_norm": 80, "outer_product_mean": 100}
 TWO_OPS = {"patch_merger": 55}  # a product with GELU, and GELU behind layers whose own product has to run
 RECURRENT = {"causal_conv1d": 90, "mamba_scan": 95, **dict.fromkeys(_RULES, 200), "kda": 210}
 

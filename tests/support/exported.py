@@ -497,9 +497,9 @@ def attention_dense(ns: Any) -> list[Any]:
     for name in ns.classes:
         cls = getattr(ns, name)
         takes = inspect.signature(cls).parameters
-        sizes = {"window_size": (1, 5)} if "window_size" in takes else {"norm_layer": torch.nn.LayerNorm}
-        norms = {"qk_norm": True} if "qk_norm" in takes else {}
-        module = filled(cls(24, num_heads=3, **sizes, **norms))
+        given = {"num_heads": 3, "norm_layer": torch.nn.LayerNorm, "qk_norm": True, "dim_out": 24, "heads": 3}
+        given |= {"window_size": 0 if "heads" in takes else (1, 5)}  # Hiera's units, or a window of tokens
+        module = filled(cls(24, **{name: value for name, value in given.items() if name in takes}))
         known = inspect.signature(module.forward).parameters
         more = {"rope": randn(4, 16)} if "rope" in known else {}
         found.append(module(randn(2, 5, 24), **more, **({"is_causal": True} if "is_causal" in known else {})))

@@ -78,7 +78,8 @@ class DiffusersHunyuanVideo15RotaryPosEmbed(nn.Module):
         sizes = hidden_states.shape[2:]
         counts = [n // p for n, p in zip(sizes, (self.patch_size_t, *[self.patch_size] * 2), strict=True)]
         axes = [torch.arange(n, device=hidden_states.device, dtype=torch.float32) for n in counts]
-        return rope_axes(torch.cartesian_prod(*axes), list(self.rope_dim), int(self.theta))  # type: ignore[return-value]
+        at = torch.cartesian_prod(*axes)
+        return rope_axes(at, list(self.rope_dim), int(self.theta))  # type: ignore[return-value]
 
 
 _HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video15:"
