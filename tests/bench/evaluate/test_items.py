@@ -106,7 +106,7 @@ def test_blocks_of_the_model_run_in_our_engine(launcher, tmp_path):
     assert found.found.kept == ("llama.mlp", "silu_and_mul") and not found.found.dropped
     assert found.found.unused == ("llama.mixture", "mixtral.mixture")
     assert found.live["llama.mlp"] > 0 and found.live["silu_and_mul"] > 0
-    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_image_item_sees_planted_faults(launcher, tmp_path):
     (tmp_path / "gelu.py").write_text(source("gelu"))
     run = ItemRun(entry, suite, launcher, "float32", 5, print)
     found = run.measure({"gelu": str(tmp_path / "gelu.py")}, set_files([tmp_path]))
-    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4), found.text
     assert found.calibration is not None and set(found.calibration.faults) == {"residual", "head", "scale"}
     assert found.calibration.sensitive and found.calibration.noise < 1e-4
 
@@ -217,7 +217,7 @@ def test_innermost_file_of_a_log_comes_first(text, files):
 @pytest.mark.slow
 def test_flood_of_output_changes_nothing(launcher, tmp_path):
     found = measure(launcher, write(tmp_path, f"sys.stdout.write('x' * 1000000)\n    {CORRECT}"))
-    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4)
 
 
 CAGED = """import os, signal, socket
@@ -245,7 +245,7 @@ def test_cage_of_a_host_has_loopback_alone(launcher, tmp_path):
     hidden = next(n for n in ("srv", "media", "mnt", "opt", "home") if Path(f"/{n}").is_dir())
     found = measure(launcher, write(tmp_path, CORRECT, CAGED.format(host=hidden)))
     assert launcher.cage["net"] == "on" and launcher.cage["seccomp"] == "on"
-    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4), found.text
 
 
 @pytest.mark.parametrize("host", ["vllm", "sglang"])
@@ -312,12 +312,12 @@ def test_cheat_is_incorrect(launcher, name):
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CHEATS / "honest").glob("*.py")))
 def test_honest_twin_is_valid(launcher, name):
     found = measure(launcher, {"silu_and_mul": CHEATS / "honest" / f"{name}.py"})
-    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4), found.text
 
 
 @pytest.mark.slow
 def test_replayed_answers_are_never_needed(launcher):
     """Prompts are fresh, so a candidate that keeps answers computes all of them."""
     found = measure(launcher, {"silu_and_mul": CHEATS / "replays_prompts.py"})
-    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4)
     assert found.outcome.throughput < 2
