@@ -16,9 +16,9 @@ import typer
 
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest

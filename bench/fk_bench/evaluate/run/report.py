@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages
-from fk_bench.core.output import table
 from fk_bench.core.rows import Row
+from fk_bench.core.terminal.output import table
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.results import Scores
 from fk_bench.evaluate.suites import Suite
