@@ -58,8 +58,10 @@ def alone(fn: Callable[..., Any]) -> Provider:
 
 
 def gathered(op: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """The tensors of all ranks, over the process group."""
+    """The tensors of all ranks, over the process group; of one rank, a copy."""
     comm = parallel.communicator(group)
+    if comm.size == 1:
+        return [x.clone()]
     x = x.contiguous()
     comm.arrive(op, x)
     parts = torch.empty((comm.size, *x.shape), dtype=x.dtype, device=x.device)

@@ -59,7 +59,7 @@ def _composed(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch
 def _reference(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
     comm = parallel.communicator(group)
     placed = _placed(x, source)
-    parts = exchange.gathered("ep_combine", placed, group) if comm.size > 1 else [placed]
+    parts = exchange.gathered("ep_combine", placed, group)
     return exchange.total(parts).chunk(comm.size)[comm.rank].to(x.dtype)
 
 

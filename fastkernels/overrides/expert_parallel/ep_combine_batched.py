@@ -49,8 +49,7 @@ def _reference(
     x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor, group: str = "tp"
 ) -> torch.Tensor:
     comm = parallel.communicator(group)
-    own = _summed(x, weights, source)
-    parts = exchange.gathered("ep_combine_batched", own, group) if comm.size > 1 else [own]
+    parts = exchange.gathered("ep_combine_batched", _summed(x, weights, source), group)
     return exchange.total(parts).chunk(comm.size)[comm.rank].to(x.dtype)
 
 

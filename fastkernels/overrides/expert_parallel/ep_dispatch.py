@@ -85,10 +85,7 @@ def _reference(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Dispatched:
     comm = parallel.communicator(group)
-    every = [
-        torch.cat(exchange.gathered("ep_dispatch", t, group)) if comm.size > 1 else t.clone()
-        for t in (x, topk_ids, topk_weights)
-    ]
+    every = [torch.cat(exchange.gathered("ep_dispatch", t, group)) for t in (x, topk_ids, topk_weights)]
     return own_part(every, num_experts, comm.rank, comm.size)
 
 

@@ -63,10 +63,7 @@ def _reference(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Batched:
     comm = parallel.communicator(group)
-    parts = [
-        exchange.gathered("ep_dispatch_batched", t, group) if comm.size > 1 else [t.clone()]
-        for t in (x, topk_ids, topk_weights)
-    ]
+    parts = [exchange.gathered("ep_dispatch_batched", t, group) for t in (x, topk_ids, topk_weights)]
     return reference(parts[0], parts[1], parts[2], num_experts)[comm.rank]
 
 
