@@ -366,7 +366,7 @@ class Evaluation:
             found = results.scores(self.suite, self.rows, one.name)
             scored[one.name] = found
             gap = results.gap_of(self.rows, one.name)
-            row = results.score_row(self.context, one.name, self.suite, found, gap)
+            row = results.score_row(self.context, one.name, found, gap)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
             parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}

@@ -24,7 +24,7 @@ def item_lines(suite: Suite, rows: Sequence[Row], name: str, variant: str = "rec
         if row is None:
             lines.append([entry.name, entry.item.category, *[""] * 5, "not run", ""])
             continue
-        ratio = results.production(suite, rows, entry, name)
+        ratio = results.production(rows, entry, name)
         lines.append([
             entry.name, entry.item.category, *(_speed(row, f"{p}_speedup") for p in ("throughput", "latency")),
             f"{row.metrics['correctness']:.3f}" if "correctness" in row.metrics else "",

@@ -118,7 +118,7 @@ class Batches:
             self._check(sampled if full else sampled[:1], poisoned)
             if compared and long:
                 mine_of, theirs_of = (lane.outputs[:count] for lane in (self.candidate, self.baseline))
-                self.checks.same(self.slots, self.candidate.arena, self.baseline.arena, mine_of, theirs_of)
+                self.checks.same(self.slots, self.candidate.arena, mine_of, theirs_of)
 
     @PHASES.of("prepare")
     def _prepare_weights(self, lane: Lane, count: int | None = None) -> None:
