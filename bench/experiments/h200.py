@@ -39,10 +39,10 @@ preflight.need_modules("make bench-h200")
 from fk_bench.batch.plan import left_to_do, minutes, show_failed, show_plan  # noqa: E402
 from fk_bench.batch.queue import Batch, Part, chosen, done_before  # noqa: E402
 from fk_bench.core import machine  # noqa: E402
-from fk_bench.core.flags import ConfigError, comma_list  # noqa: E402
 from fk_bench.core.gpus import Command  # noqa: E402
 from fk_bench.core.machine import absolute  # noqa: E402
-from fk_bench.core.signals import EndedBySignal, signals_raise  # noqa: E402
+from fk_bench.core.terminal.flags import ConfigError, comma_list  # noqa: E402
+from fk_bench.core.terminal.signals import EndedBySignal, signals_raise  # noqa: E402
 
 from fastkernels.core import registry  # noqa: E402
 

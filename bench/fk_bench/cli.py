@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 
 from fk_bench.core import early_checks
-from fk_bench.core.output import fail
+from fk_bench.core.terminal.output import fail
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk
 

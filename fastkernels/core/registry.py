@@ -51,7 +51,7 @@ NOT_MEASURED = "off by default: its op has no `by_default` yet, which follows a 
 defined: set[str] = set()
 OPS_ROOT = Path(__file__).resolve().parents[1] / "overrides"
 OPS_PACKAGE = "fastkernels.overrides"
-COLLECTIVE = "collective"  # the family of ops over several ranks
+COLLECTIVES = ("collective", "expert_parallel")  # the families of ops over several ranks
 # An assignment at the start of a line is at the top level.
 _ASSIGNS_SPEC = re.compile(rb"^SPEC\b[^=\n]*=", re.MULTILINE)
 _ASSIGNS_TARGETS = re.compile(rb"^TARGETS\b[^=\n]*=", re.MULTILINE)
@@ -73,12 +73,12 @@ def op_modules() -> dict[str, str]:
 
 def op_names() -> list[str]:
     """The ops of one process; for those of several ranks see `collective_names`."""
-    return [name for name, module in op_modules().items() if module.split(".")[-2] != COLLECTIVE]
+    return [name for name, module in op_modules().items() if module.split(".")[-2] not in COLLECTIVES]
 
 
 def collective_names() -> list[str]:
-    """The ops of the family `collective`, whose calls need all ranks of a group."""
-    return [name for name, module in op_modules().items() if module.split(".")[-2] == COLLECTIVE]
+    """The ops of COLLECTIVES, whose calls need all ranks of a group."""
+    return [name for name, module in op_modules().items() if module.split(".")[-2] in COLLECTIVES]
 
 
 def op_module(name: str) -> ModuleType:

@@ -20,7 +20,7 @@ INIT_LINES = 3  # of the docstring of an __init__.py
 HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "flash_attn"}
 # Only the host itself imports these modules, so they may subclass its classes.
 LOADED_BY_HOST = {
-    "fk_integrations.vllm.compiler_pass": "vllm",
+    "fk_integrations.vllm.passes.compiler_pass": "vllm",
     "fk_bench.quality.engines.vllm_forced": "vllm",
     # never imported: the exporter copies its text into a file for a fork
     "fastkernels.export.plain.fork_attention": "diffusers",

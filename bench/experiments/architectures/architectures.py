@@ -1,7 +1,7 @@
 """Time of a call of each architecture that is called with requests rather than a chat: ours against references.
 
     architectures.py --out rows.jsonl [--only ptv3,oasis] [--seconds 570]    measure what the file does not have yet
-    architectures.py --summary rows.jsonl ...                                the table, in Markdown
+    architectures.py --summary rows.jsonl ...                                the table of docs/models.md of these rows
 
 See README.md. A lane of a model is a process of its own with a time limit: one that fails or hangs costs its own rows
 alone. Run the same command again to go on where the time ended.
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,10 +24,12 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 from experiments.architectures import subjects
-from experiments.architectures.subjects import OURS, PLAIN, POLICIES, STEP, Case, Lane, Subject
+from experiments.architectures.subjects import POLICIES, Case, Lane, Subject
 from experiments.architectures.times import Times
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, append, read
+from fk_bench.tables import architectures as tables
+from fk_bench.tables.architectures import OURS, PLAIN, PREPARED
 
 LIMIT = 150.0  # seconds of a lane
 SHORT = 20.0  # with less, no lane is started
@@ -75,7 +77,7 @@ def missing(out: Path, job: Job) -> list[tuple[Case, str]]:
     """Cases without a row, and the provider of that row."""
     found = read(out)[0] if out.exists() else []
     mine = [r for r in found if r.subject.model == job.name]
-    providers = (OURS, STEP) if job.lane.name == OURS and job.subject.prepared else (job.lane.name,)
+    providers = (OURS, PREPARED) if job.lane.name == OURS and job.subject.prepared else (job.lane.name,)
     return [
         (case, wanted)
         for case in job.subject.cases
@@ -86,7 +88,7 @@ def missing(out: Path, job: Job) -> list[tuple[Case, str]]:
 
 def _is_of(wanted: str, provider: str) -> bool:
     if wanted == POLICIES:
-        return provider not in (OURS, STEP, PLAIN)
+        return provider not in (OURS, PREPARED, PLAIN)
     return provider == wanted
 
 
@@ -201,37 +203,14 @@ def note(out: Path, job: Job, reason: str) -> None:
     print(f"{job}: {reason}", flush=True)
 
 
-HEAD = ("architecture", "case", "ours, ms", "whole call, ms", "fastest reference", "its ms", "speedup", "of the paper",
-        "failed")  # fmt: skip
-
-
-def summary(rows: Iterable[Row]) -> str:
-    """A table in Markdown: ours next to the fastest reference of each case."""
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        case = {k: v for k, v in row.case.items() if k not in ("kind", "dtype")}
-        cell = ", ".join(f"{k} {v}" for k, v in case.items())
-        cases.setdefault((str(row.subject.model), cell), {})[str(row.subject.provider)] = row
-    lines, known = [HEAD, ("---",) * len(HEAD)], subjects.subjects()
-    for (name, cell), found in cases.items():
-        took = {p: r.metrics.get("call_ms_p50", r.metrics.get("chunk_ms_p50")) for p, r in found.items()}
-        call, ours = took.get(OURS), took.get(STEP) or took.get(OURS)
-        plain = took.get(PLAIN)  # it has whole calls
-        references = {p: t for p, t in took.items() if t and p not in (OURS, STEP, PLAIN)}
-        best = min(((t, p) for p, t in references.items()), default=None)
-        if best is None and plain:
-            best, ours = (plain, PLAIN), call
-        paper = known[name].published if name in known else None
-        lines.append((
-            name, cell, _ms(ours), _ms(call), best[1] if best else "-", _ms(best[0] if best else None),
-            f"{best[0] / ours:.2f}" if best and ours else "-", f"{paper:.2f}" if paper else "-",
-            ", ".join(p for p, t in took.items() if not t) or "-",
-        ))  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _ms(value: float | None) -> str:
-    return f"{value:.3f}" if value else "-"
+def summary(rows: Sequence[Row]) -> str:
+    """The published table of these rows in Markdown, and the lanes that failed."""
+    lines = [tables.HEAD, ["---"] * len(tables.HEAD), *tables.lines_of(rows)[0]]
+    failed = [r for r in rows if r.status is Status.FAILED]
+    return "\n".join([
+        *(f"| {' | '.join(line)} |" for line in lines),
+        *(f"failed: {r.subject.model}, {r.subject.provider}: {r.reason}" for r in failed),
+    ])  # fmt: skip
 
 
 def main() -> int:
@@ -250,7 +229,7 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.summary:
-        print(summary(row for path in options.summary for row in read(path)[0]))
+        print(summary([row for path in options.summary for row in read(path)[0]]))
         return 0
     if options.out is None:
         parser.error("give --out or --summary")

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 from experiments.architectures import subjects
-from experiments.architectures.subjects import OURS, STEP, Case, Lane, Subject
+from experiments.architectures.subjects import Case, Lane, Subject
 from experiments.architectures.times import Times
 from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.run.hosts.requests import FIXED
 from fk_bench.evaluate.run.hosts.sent import RESERVED, SENT, medium
 from fk_bench.evaluate.run.hosts.weights import redraw
+from fk_bench.tables.architectures import OURS, PREPARED
 
 KEPT_OBJECTS = 8  # of a segmenter: those of random weights are all of middling scores
 KV_TOKENS = 1 << 17  # of the cache; its memory does not count in the time of a call
@@ -44,7 +45,7 @@ def run(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> No
             work = _texts(llm, case, sizes) if kind == "Generate" else _requests(llm, case, sizes)
             times.add(case, work.whole, warm_up=2 if kind == "Generate" else 3)
             if lane.name == OURS and subject.prepared:
-                times.add(case, work.prepared, STEP)
+                times.add(case, work.prepared, PREPARED)
 
 
 class Work:

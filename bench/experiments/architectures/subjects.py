@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from fk_bench.evaluate import suites
+from fk_bench.tables.architectures import OURS, PLAIN
 
-OURS, STEP, PLAIN = "fastkernels", "fastkernels, prepared", "engine with PyTorch's ops"
 LIBRARY, COMPILED, KEPT = "library", "library, compiled", "library, embeddings kept"
 POLICIES = "policies"  # a lane whose rows have names of their own
 CAP = 100_000  # rows of a table of the 26 of Criteo, as in the cases of embedding_bag
@@ -53,14 +53,12 @@ class Subject:
     arguments, renamed, fixed: of that library's model: arguments that differ, {field of our request: its field}, and
             further fields of its request
     prepared  references take prepared inputs: tensors of images. Ours are then compared from checked requests on
-    published the speedup of the paper, arXiv 2605.23215
     limit   seconds of a lane, over the default
     """
 
     model: str | suites.Model
     cases: Sequence[Case]
     lanes: Sequence[Lane] = ()
-    published: float | None = None
     config: Mapping[str, Any] | None = None
     dtype: str = "auto"
     tiny: Mapping[str, Any] | None = None
@@ -132,15 +130,12 @@ def _host(host: str, *modes: tuple[str, int], run: str = "host") -> tuple[Lane, 
     return tuple(Lane(names.get(mode, f"{host}, compiled"), run, host, mode, wave) for mode, wave in modes)
 
 
-def _fla(
-    model: str, published: float, tiny: Mapping[str, Any], config: Mapping[str, Any] | None = None
-) -> Subject:
+def _fla(model: str, tiny: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Subject:
     lanes = (Lane("fla, graph", "fla", "fla", "graph"), Lane("fla", "fla", "fla", wave=LATER))
     return Subject(
         model,
         _texts((1, 512, 128), (32, 512, 128), (64, 1024, 128)),
         lanes,
-        published,
         config,
         "bfloat16",
         tiny,
@@ -228,20 +223,20 @@ def subjects() -> dict[str, Subject]:
     picture = {"width": 1024, "height": 1024, "tokens": 1500}
     return {
         "mobilenetv4": Subject(
-            "mobilenetv4-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 1.15, **images
+            "mobilenetv4-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), **images
         ),
         "efficientnetv2": Subject(
-            "efficientnetv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 1.05, limit=1.5, **images
+            "efficientnetv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), limit=1.5, **images
         ),
         "convnextv2": Subject(
-            "convnextv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), 0.99, **images
+            "convnextv2-ours", _batches(1, 8, 32), _host("timm", GRAPHS, TUNED), **images
         ),
         "bge-m3": Subject(
-            "bge-m3", _batches(1, 32, 256, tokens=512), (*_host("transformers", PARTS, run="texts"), *pooled), 1.06,
+            "bge-m3", _batches(1, 32, 256, tokens=512), (*_host("transformers", PARTS, run="texts"), *pooled),
             **half,
         ),
         "colbertv2": Subject(
-            "colbertv2", _batches(1, 32, 256, tokens=300), (*_host("transformers", PARTS, run="texts"), *pooled), 3.08,
+            "colbertv2", _batches(1, 32, 256, tokens=300), (*_host("transformers", PARTS, run="texts"), *pooled),
             **half,
         ),
         "bge-reranker": Subject(
@@ -249,86 +244,86 @@ def subjects() -> dict[str, Subject]:
             **half,
         ),
         "dlrmv2": Subject(
-            "dlrmv2", _batches(1, 32, 2048, bag=1), _library("dlrmv2", LIBRARY, COMPILED), 1.06, {"tables": tables},
+            "dlrmv2", _batches(1, 32, 2048, bag=1), _library("dlrmv2", LIBRARY, COMPILED), {"tables": tables},
             other="dlrmv2-torchrec", arguments={"rows": rows}, prepared=True,
         ),
         "lightgcn": Subject(
-            "lightgcn", _batches(1, 32, 512, items=1000), _library("lightgcn", LIBRARY, COMPILED, KEPT), 1.03,
+            "lightgcn", _batches(1, 32, 512, items=1000), _library("lightgcn", LIBRARY, COMPILED, KEPT),
             other="lightgcn-pyg",
         ),
         "rtdetrv2": Subject(
-            "rtdetrv2-r50", _batches(1, 4, 32), _host("transformers", GRAPHS, EAGER), 1.08, dtype="float16",
+            "rtdetrv2-r50", _batches(1, 4, 32), _host("transformers", GRAPHS, EAGER), dtype="float16",
             prepared=True, options=large,
         ),
         "yolov10": Subject(
-            "yolov10-b", _batches(1, 4, 32), _library("yolov10", LIBRARY, COMPILED), 1.06, dtype="float16",
+            "yolov10-b", _batches(1, 4, 32), _library("yolov10", LIBRARY, COMPILED), dtype="float16",
             other="yolov10-b-ultralytics", prepared=True, options=large,
         ),
         "dp3": Subject(
-            "dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), 1.42, prepared=True,
+            "dp3", _batches(1, 8, 100), (Lane(POLICIES, "policies", "diffusers"),), prepared=True,
             limit=2.0,
         ),
-        "ptv3": Subject("ptv3", _batches(1, 8, points=100_000), (), 1.00),
+        "ptv3": Subject("ptv3", _batches(1, 8, points=100_000), ()),
         "gaussians": Subject(
-            "gaussians", _batches(1, 4, **view), _library("gaussians", LIBRARY), 0.99, other="gaussians-gsplat"
+            "gaussians", _batches(1, 4, **view), _library("gaussians", LIBRARY), other="gaussians-gsplat"
         ),
-        "instant-ngp": Subject("instant-ngp", _batches(1, **view), (), 0.97),
-        "gla": _fla("gla", 1.85, {
+        "instant-ngp": Subject("instant-ngp", _batches(1, **view), ()),
+        "gla": _fla("gla", {
             "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 128,
         }),
-        "retnet": _fla("retnet", 1.86, {
+        "retnet": _fla("retnet", {
             "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 128,
         }),
-        "rwkv7": _fla("rwkv7", 1.18, {
+        "rwkv7": _fla("rwkv7", {
             "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "decay_low_rank_dim": 16,
             "gate_low_rank_dim": 16, "a_low_rank_dim": 16, "v_low_rank_dim": 16, "vocab_size": 128,
         }),
         "whisper": Subject(
             "whisper-large-v3", [{"batch": n, "seconds": 30, "tokens": 4, "new": 128} for n in (1, 32)],
             (*_host("transformers", GRAPHS, ("", LAST), run="whisper"), Lane("vllm", "vllm", "vllm", wave=LATER)),
-            0.95, dtype="float16",
+            dtype="float16",
         ),
         "sam3": Subject(
-            "sam3-ours", _batches(1, 4), _host("transformers", PARTS, EAGER), 1.05, dtype="bfloat16",
+            "sam3-ours", _batches(1, 4), _host("transformers", PARTS, EAGER), dtype="bfloat16",
             options=large,
         ),
         "oasis": Subject(
-            "oasis", [{"batch": 1, "frames": 16}, {"batch": 4, "frames": 16}, {"batch": 8, "frames": 32}], (), 1.29
+            "oasis", [{"batch": 1, "frames": 16}, {"batch": 4, "frames": 16}, {"batch": 8, "frames": 32}], ()
         ),
         "pi0": Subject(
-            "pi0", [{"batch": 1, "cameras": n} for n in (1, 3)], (Lane(POLICIES, "policies", "transformers"),), 3.48,
+            "pi0", [{"batch": 1, "cameras": n} for n in (1, 3)], (Lane(POLICIES, "policies", "transformers"),),
             prepared=True, limit=2.0,
         ),
         "llada": Subject(
             "llada-8b", [{"batch": n, "tokens": 256, "new": 256, "steps": 64} for n in (1, 8)],
-            _host("transformers", PARTS, run="unmask"), 1.07, {"n_layers": 32}, "bfloat16",
+            _host("transformers", PARTS, run="unmask"), {"n_layers": 32}, "bfloat16",
         ),
-        "cosyvoice3": Subject("cosyvoice3", _batches(1, 8), (), 2.13),
+        "cosyvoice3": Subject("cosyvoice3", _batches(1, 8), ()),
         "qwen2-vl": Subject(
             "qwen2-vl-7b", [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
-            (Lane("vllm", "vllm", "vllm"),), 0.91, dtype="bfloat16", limit=2.0,
+            (Lane("vllm", "vllm", "vllm"),), dtype="bfloat16", limit=2.0,
         ),
         "qwen3-vl": Subject(
             QWEN3_VL, [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
-            (Lane("vllm", "vllm", "vllm"),), 1.39, dtype="bfloat16", limit=2.0,
+            (Lane("vllm", "vllm", "vllm"),), dtype="bfloat16", limit=2.0,
         ),
         "ttt-e2e": Subject(
-            "ttt_e2e", _texts((1, 2048, 128), (8, 2048, 128)), (), 1.10, {"mini_batch_size": 1024}, "bfloat16", {
+            "ttt_e2e", _texts((1, 2048, 128), (8, 2048, 128)), (), {"mini_batch_size": 1024}, "bfloat16", {
                 "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
                 "num_attention_heads": 2, "mini_batch_size": 8, "sliding_window_size": 16, "suffix_len": 2,
             },
         ),
         "openfold3": Subject(
             "openfold3", [{"batch": 1, "residues": n} for n in (150, 400, 700)],
-            _library("openfold3", LIBRARY, COMPILED), 1.03, other="openfold3-library",
+            _library("openfold3", LIBRARY, COMPILED), other="openfold3-library",
             renamed={"residues": "tokens"}, fixed={"rows": 1, "templates": 1},
         ),
         "sdxl": Subject(
-            "sdxl-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),), 1.17,
+            "sdxl-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),),
             dtype="bfloat16", limit=1.5,
         ),
         "flux": Subject(
-            "flux-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),), 1.01,
+            "flux-pipeline", _batches(1, 4), (Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),),
             dtype="bfloat16", limit=1.5,
         ),
         "hunyuan-video": Subject(
@@ -336,14 +331,14 @@ def subjects() -> dict[str, Subject]:
             (
                 Lane("diffusers, compiled", "pipeline", "diffusers", BLOCKS),
                 Lane("diffusers", "pipeline", "diffusers", wave=LAST),
-            ), 0.97, dtype="bfloat16", limit=1.5,
+            ), dtype="bfloat16", limit=1.5,
         ),
         "siglip2": Subject(
-            "siglip2-so400m", _batches(1, 8, 32), _host("transformers", PARTS), 0.93, **images
+            "siglip2-so400m", _batches(1, 8, 32), _host("transformers", PARTS), **images
         ),
-        "dinov3": Subject("dinov3-l", _batches(1, 8, 32), _host("transformers", PARTS), 0.99, **images),
-        "swinv2": Subject("swinv2-b", _batches(1, 8, 32), _host("transformers", PARTS), 1.17, **images),
-        "vjepa2": Subject("vjepa2-l", _batches(1, 8), _host("transformers", PARTS), 1.01, **images),
+        "dinov3": Subject("dinov3-l", _batches(1, 8, 32), _host("transformers", PARTS), **images),
+        "swinv2": Subject("swinv2-b", _batches(1, 8, 32), _host("transformers", PARTS), **images),
+        "vjepa2": Subject("vjepa2-l", _batches(1, 8), _host("transformers", PARTS), **images),
     }  # fmt: skip
 
 

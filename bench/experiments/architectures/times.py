@@ -15,7 +15,7 @@ from typing import Any
 from experiments.architectures.subjects import Case
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject, append, read
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 
 COMMAND = "architectures"
 WARM_UP = 3  # torch.compile captures a graph in the second call, and replays it in the third

@@ -35,8 +35,8 @@ from typing import Any
 
 from fk_bench.core import machine
 from fk_bench.core.model_names import PUBLIC
-from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.core.terminal.output import last_line, table
 from fk_bench.e2e import sharing
 from fk_bench.e2e.loads import Load
 from fk_bench.e2e.model_configs import load_config

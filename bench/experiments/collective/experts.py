@@ -27,9 +27,9 @@ from fk_bench.core.rows import Status
 from fastkernels.core import parallel, registry
 from fastkernels.core.communicator import CollectiveError
 from fastkernels.overrides.collective import words
-from fastkernels.overrides.collective.ep_combine import ep_combine
-from fastkernels.overrides.collective.ep_dispatch import ep_dispatch
-from fastkernels.overrides.collective.ep_dispatch_fp8 import ep_dispatch_fp8
+from fastkernels.overrides.expert_parallel.ep_combine import ep_combine
+from fastkernels.overrides.expert_parallel.ep_dispatch import ep_dispatch
+from fastkernels.overrides.expert_parallel.ep_dispatch_fp8 import ep_dispatch_fp8
 
 SIZES = ((2048, 128), (7168, 256))  # channels and experts: Qwen3-30B-A3B, DeepSeek-V3
 TOKENS = (1, 4, 16, 64, 128)  # of a rank

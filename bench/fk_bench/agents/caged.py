@@ -14,7 +14,7 @@ import sys
 import tempfile
 from typing import Any
 
-from fk_bench.kernels.judge.processes import cage, linux
+from fk_bench.kernels.judge.cage import cage, linux
 
 # Flags of a mount that a user namespace may not clear: those of statvfs and those of mount(2)
 _KEPT = ((os.ST_NODEV, linux.MS_NODEV), (os.ST_NOEXEC, 8))

@@ -21,9 +21,9 @@ from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop
 from fk_bench.agents.session import COMMAND, Session, Settings, failure
 from fk_bench.core.machine import torch_device
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
 from fk_bench.kernels.judge.processes.zygote import ZygoteError

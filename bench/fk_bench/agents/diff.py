@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.agents.session import COMMAND, TASK
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.kernels.report import CPU_MARK, on_cpu, span
 
 COLUMNS = (

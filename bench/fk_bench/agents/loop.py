@@ -20,7 +20,7 @@ from typing import Any
 from fastkernels.core.candidate import sources_folder
 from fk_bench.agents.session import Session, digest_of
 from fk_bench.agents.tasks import SOCKET
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 
 MOST_SOURCE, MOST_FILES = 20 << 20, 200  # bytes and files of a candidate
 MOST_REQUEST, WAIT_S = 64 << 10, 5.0  # bytes of a request, seconds for it to arrive

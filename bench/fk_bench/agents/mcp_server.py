@@ -21,9 +21,9 @@ from fk_bench.agents import tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.session import Session, Settings
 from fk_bench.core.machine import torch_device
-from fk_bench.core.output import fail
-from fk_bench.core.signals import signals_raise
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail
+from fk_bench.core.terminal.signals import signals_raise
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
 from fk_bench.kernels.judge.processes.zygote import ZygoteError

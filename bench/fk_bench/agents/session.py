@@ -17,7 +17,7 @@ from fastkernels.core.candidate import sources, sources_folder
 from fk_bench.agents import feedback
 from fk_bench.agents.budget import Spent, TaskBudget
 from fk_bench.core.rows import Row, Status, Subject, append
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.correctness.cases import SOURCES
 from fk_bench.profile import judged

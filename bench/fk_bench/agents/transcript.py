@@ -11,7 +11,7 @@ from typing import Any
 from fk_bench.agents.session import ATTEMPT, COMMAND, TASK, failure
 from fk_bench.core import pages, rows
 from fk_bench.core.rows import Row, Status
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 
 COLUMNS = (
     "op",

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.gpus import Command, cores_of, placed
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving.lanes import shell_line
 from fk_bench.serving.process import Server
 

@@ -12,11 +12,11 @@ import typer
 from fk_bench.board import standings, submission
 from fk_bench.board.standings import Entry, fast_p, speed
 from fk_bench.board.submission import SubmissionError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row
 from fk_bench.core.scores import FAILED, NOT_RUN
 from fk_bench.core.stats import geometric_mean
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 
 COLUMNS = (
     "set",

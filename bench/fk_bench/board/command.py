@@ -10,9 +10,9 @@ import typer
 
 from fk_bench.board import site, standings, submission
 from fk_bench.board.submission import SubmissionError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.scores import FAILED, NOT_RUN
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 
 
 def board_command(

@@ -23,7 +23,7 @@ from fk_bench.board.standings import (
 from fk_bench.board.submission import facts
 from fk_bench.core import pages
 from fk_bench.core.rows import Row
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.macro_eval import Item
 from fk_bench.evaluate.run import results
 from fk_bench.kernels.report import clean

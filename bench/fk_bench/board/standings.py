@@ -15,7 +15,7 @@ from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.scores import FAILED, NOT_RUN, latest
 from fk_bench.core.stats import geometric_mean
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate import macro_eval as macro
 from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, Rules
 from fk_bench.evaluate.run import results

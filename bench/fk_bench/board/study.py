@@ -24,9 +24,9 @@ import typer
 from fastkernels.core.registry import UnknownName
 from fk_bench.board import submission
 from fk_bench.board.submission import SubmissionError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate import checkpoints
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.items import PHASES

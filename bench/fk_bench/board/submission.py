@@ -16,7 +16,7 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.core import rows
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,9 +16,9 @@ from fastkernels.core.registry import UnknownName, check_names
 from fk_bench.capture.captures import Capture, load
 from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
-from fk_bench.core.flags import comma_list
-from fk_bench.core.output import fail, last_line, table
-from fk_bench.core.progress import Display
+from fk_bench.core.terminal.flags import comma_list
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.progress import Display
 from fk_bench.offline.host import HOSTS, HostFailed, HostProcess
 
 COMMAND = "capture"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile, zip_longest
 from pathlib import Path
 
-from fk_bench.core.needs import NEEDS
+from fk_bench.core.terminal.needs import NEEDS
 
 # what the words in front of the first option are
 OPS = ("kernels", "export")

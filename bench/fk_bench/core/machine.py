@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from fastkernels.overrides.kit import cpu
-from fk_bench.core.output import fail
 from fk_bench.core.rows import Machine
+from fk_bench.core.terminal.output import fail
 
 # Run by a lane's own interpreter. Imports nothing heavy: only metadata and find_spec.
 _PROBE = """

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.coverage.audit import Row, summary
 from fk_bench.coverage.run import run
 

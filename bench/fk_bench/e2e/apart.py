@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.gpus import cores_of, placed, visible
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.terminal.flags import ConfigError, comma_list
 from fk_bench.e2e.asked import Asked
 
 GRACE_S = 60.0  # for a process to stop its engines

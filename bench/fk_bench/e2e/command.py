@@ -16,10 +16,10 @@ import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, check_choice, comma_list, per_lane_env
 from fk_bench.core.hub import ModelError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.terminal.flags import ConfigError, check_choice, comma_list, per_lane_env
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.e2e import sharing
 from fk_bench.e2e.loads import EMBED, GENERATE, PRESETS, TASKS, Load, parse_loads, room_for
 from fk_bench.e2e.media import Media, MediaPlace, placed

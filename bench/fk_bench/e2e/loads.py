@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fk_bench.core.flags import ConfigError, comma_list
+from fk_bench.core.terminal.flags import ConfigError, comma_list
 
 DECODES = 32  # output tokens from which a load measures decoding; shorter ones measure prompts
 BLOCK = 128  # tokens, the largest block of a KV cache

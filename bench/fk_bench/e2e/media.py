@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.flags import ConfigError
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e import processors
 from fk_bench.e2e.loads import EMBED, Load
 from fk_bench.offline.host import LEAST, config_of

@@ -20,11 +20,11 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, check_choice, comma_list, json_object
-from fk_bench.core.needs import NEEDS
-from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
+from fk_bench.core.terminal.flags import ConfigError, check_choice, comma_list, json_object
+from fk_bench.core.terminal.needs import NEEDS
+from fk_bench.core.terminal.output import fail, last_line
 from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import CHOSEN, Asked
 from fk_bench.e2e.comparison import Extent

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.stats import mean_ci, mean_of_means, paired_ratio
+from fk_bench.core.terminal.output import table
 from fk_bench.e2e.loads import Load
 
 COMMAND = "patch-compare"

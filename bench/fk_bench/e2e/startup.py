@@ -12,8 +12,8 @@ from typing import Any
 
 from fastkernels.core.env import Environment
 from fk_bench.core import machine, rows
-from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.terminal.output import last_line, table
 from fk_bench.offline.host import COMMAND, HostProcess, make_row, prompts_of, vocab_size
 
 FIRST, READY = "first_token_s", "ready_s"

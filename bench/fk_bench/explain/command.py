@@ -19,10 +19,10 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, comma_list
 from fk_bench.core.hub import ModelError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
+from fk_bench.core.terminal.flags import ConfigError, comma_list
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.e2e import gains
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain import tables

@@ -13,7 +13,7 @@ from fastkernels.core import registry
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.plans.plan import SIZES, Item, Plan, plan
 from fk_bench.core.hub import ModelError
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels.judge.clock import roofline
 

@@ -21,8 +21,8 @@ from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec, Target
 from fk_bench.core import machine
 from fk_bench.core.checkout import REPO_ROOT
-from fk_bench.core.flags import ConfigError, per_lane
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.flags import ConfigError, per_lane
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.info import verdict
 
 HOSTS = ("vllm", "sglang", "transformers", "diffusers", "timm")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fastkernels.core import registry
-from fk_bench.core.output import fail
+from fk_bench.core.terminal.output import fail
 
 
 def newest(host: str, version: str | None) -> str:

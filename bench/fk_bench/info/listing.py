@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastkernels.core import registry
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.info.verified import verified
 
 WHAT = ("ops", "hosts", "models", "workloads")

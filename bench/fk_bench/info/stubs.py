@@ -13,7 +13,7 @@ from fastkernels.core import registry
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import models
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.info import model_blocks
 
 COMMAND = "stubs"

@@ -47,12 +47,13 @@ def verified(model: Model, architecture: str) -> Verified:
         kind = arch.model_type.removesuffix("_text")
         return Verified(f"tests/models/test_text_models.py::test_text_model_equals_transformers[{kind}]", 0.0)
     if arch.media == ("audio",):
-        return Verified("tests/engine/test_whisper.py::test_whisper_logits_equal_transformers", LOGITS)
+        return Verified("tests/engine/media/test_whisper.py::test_whisper_logits_equal_transformers", LOGITS)
     if "audio" in arch.media:
-        return Verified("tests/engine/test_omni.py::test_omni_logits_equal_transformers", LOGITS)
+        return Verified("tests/engine/media/test_omni.py::test_omni_logits_equal_transformers", LOGITS)
     if arch.media:
         return Verified(
-            f"tests/engine/test_media.py::test_logits_with_images_equal_transformers[{model.name}]", LOGITS
+            f"tests/engine/media/test_media.py::test_logits_with_images_equal_transformers[{model.name}]",
+            LOGITS,
         )
     if arch.runner == "Score":
         test = "tests/integrations/test_recommenders.py::test_models_of_torchrec_and_torch_geometric"
@@ -87,7 +88,9 @@ def verified(model: Model, architecture: str) -> Verified:
     if arch.runner == "Unmask":
         return Verified("tests/engine/test_unmask.py::test_llada_logits_equal_its_equations", LOGITS)
     if arch.runner == "Draft":
-        return Verified("tests/engine/test_draft_models.py::test_drafts_are_those_of_the_equations", LOGITS)
+        return Verified(
+            "tests/engine/drafts/test_draft_models.py::test_drafts_are_those_of_the_equations", LOGITS
+        )
     if model.name == "colbert":
         return Verified("tests/engine/test_retrieval.py::test_colbert_scores_equal_its_own_formula", SCORES)
     if arch.inputs == "tokens" and architecture.endswith("Classification"):

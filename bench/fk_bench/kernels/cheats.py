@@ -15,7 +15,7 @@ from typing import Any
 from fastkernels.core.registry import UnknownName
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, Subject, append
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 

@@ -19,9 +19,9 @@ from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import models
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core.machine import torch_device
-from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line
+from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.adapters.sets import LIBRARIES, read_set
 from fk_bench.info import model_blocks
 from fk_bench.info.stubs import selected_ops
@@ -328,7 +328,7 @@ def _check_ranks(names: list[str], options: Any) -> None:
         if options.ranks:
             raise ValueError(f"--ranks is for collectives: {', '.join(registry.collective_names())}")
         return
-    what = collectives[0] if len(names) == 1 else f"--family {registry.COLLECTIVE}"
+    what = collectives[0] if len(names) == 1 else f"--family {registry.family(collectives[0])}"
     if options.ranks < 2:
         raise ValueError(
             f"{collectives[0]} needs several ranks: fk-bench kernels {what} --ranks 2 --device {options.device}"

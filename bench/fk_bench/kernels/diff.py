@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, provisional
 from fk_bench.core.scores import key, latest, scores
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.kernels.report import CPU_MARK, number, on_cpu, span
 
 COLUMNS = (

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages, rows
-from fk_bench.core.flags import ConfigError
-from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.runs import missing
 from fk_bench.core.scores import FAILED, Score, key, latest, scores
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.core.terminal.output import table
+from fk_bench.core.terminal.text import printable
 
 _MAX_SOURCE = 256 << 10  # characters of a candidate's file in the page
 CPU_MARK = "CPU timer: harness check, not a speed claim"

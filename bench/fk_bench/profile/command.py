@@ -19,10 +19,10 @@ from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fk_bench.core import machine, rows
 from fk_bench.core.hub import ModelError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.pages import model_name
 from fk_bench.core.rows import Row, Subject
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.profile import judged, ncu, nsys, report, torch_tool
 from fk_bench.profile.data import Profile, metrics, with_ops

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fk_bench.core import pages
 from fk_bench.core.rows import Row
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.report import CPU_MARK
 from fk_bench.profile.data import TIMELINE, Profile
 

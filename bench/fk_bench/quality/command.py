@@ -13,10 +13,10 @@ from uuid import uuid4
 import typer
 
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, comma_list, json_object
 from fk_bench.core.hub import ModelError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.terminal.flags import ConfigError, comma_list, json_object
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.offline.host import HostFailed
 from fk_bench.quality.calibration import THRESHOLD, Quality
 from fk_bench.quality.families import HOSTS

@@ -12,9 +12,9 @@ import typer
 
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError, comma_list
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.terminal.flags import ConfigError, comma_list
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.routing import tables
 from fk_bench.routing.study import Routing, routings, study
 

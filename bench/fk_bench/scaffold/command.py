@@ -17,7 +17,7 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.configs import checks
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.descriptions.description import Unsupported
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.scaffold import matched_parts, model_file, samples, tasks, verification
 from fk_bench.scaffold.expressions import NoExpression
 

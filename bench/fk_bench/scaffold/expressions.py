@@ -62,7 +62,7 @@ class Search:
     def condition(self, what: str, get: Value) -> str:
         """The expression of a truth value of the layers; 'True' or 'False' if it is always the same."""
         rows = self._rows(lambda layer: bool(get(layer)))
-        single = list(self._conditions(rows))
+        single = list(self._conditions())
         both = (f"{a} and {b}" for a, b in combinations(self._implied(single, rows), 2))
         either = (f"{a} or {b}" for a, b in combinations(self._sufficient(single, rows), 2))
         return self._find(
@@ -153,7 +153,7 @@ class Search:
         first = rows[0][2]
         if isinstance(first, bool):
             yield from ("True", "False")
-            yield from self._conditions(rows)
+            yield from self._conditions()
             return
         yield literal(first)
         if isinstance(first, tuple):
@@ -181,7 +181,7 @@ class Search:
             for compared in ("==", "!="):
                 yield f"i % {self.attribute[period]} {compared} {self.attribute[offset]}"
 
-    def _conditions(self, rows: Any) -> Iterator[str]:
+    def _conditions(self) -> Iterator[str]:
         values = self.samples.all[0].fields
         for name in self.names:
             at = self.attribute[name]

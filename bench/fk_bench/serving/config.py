@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.flags import ConfigError, comma_list, per_lane
+from fk_bench.core.terminal.flags import ConfigError, comma_list, per_lane
 from fk_bench.serving.load.metrics import parse_slo
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")

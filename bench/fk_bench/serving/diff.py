@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import rows, stats
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell, cells
 
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fk_bench.core.progress import Display
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.terminal.progress import Display
 from fk_bench.serving import lanes, process
 from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.estimate import START

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from fk_bench.core import panels
-from fk_bench.core.flags import comma_list, per_lane, per_lane_env
+from fk_bench.core.terminal import panels
+from fk_bench.core.terminal.flags import comma_list, per_lane, per_lane_env
 from fk_bench.serving.config import CompareConfig, per_lane_args, slo_limits
 
 DEFAULT = CompareConfig()

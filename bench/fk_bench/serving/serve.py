@@ -11,7 +11,7 @@ import typer
 
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.options.config import EngineConfig
-from fk_bench.core.panels import grouped
+from fk_bench.core.terminal.panels import grouped
 
 DEFAULT = EngineConfig(model="")
 SERVER = ServerConfig()

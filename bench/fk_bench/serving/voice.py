@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fk_bench.core.output import fail, last_line
+from fk_bench.core.terminal.output import fail, last_line
 
 
 def voice_command(

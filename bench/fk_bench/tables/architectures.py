@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fk_bench.core.rows import Row, Status
 from fk_bench.explain.tables import Table
@@ -17,23 +17,32 @@ OURS, PREPARED, PLAIN = "fastkernels", "fastkernels, prepared", "engine with PyT
 TIMES = ("call_ms_p50", "chunk_ms_p50")
 # arXiv 2605.23215: speedup over the reference on an H200, mean of its scenarios
 PAPER = {
-    "bge-m3": 1.06, "colbertv2": 3.08, "convnextv2": 0.99, "cosyvoice3": 2.13, "dlrmv2": 1.06, "dp3": 1.42,
-    "efficientnetv2": 1.05, "gaussians": 0.99, "gla": 1.85, "hunyuan-video": 0.97, "instant-ngp": 0.97,
-    "lightgcn": 1.03, "llada": 1.07, "mobilenetv4": 1.15, "oasis": 1.29, "openfold3": 1.03, "pi0": 3.48, "ptv3": 1.00,
-    "qwen2-vl": 0.91, "qwen3-vl": 1.39, "retnet": 1.86, "rtdetrv2": 1.08, "rwkv7": 1.18, "sam3": 1.05,
-    "ttt-e2e": 1.10, "whisper": 0.95, "yolov10": 1.06,
+    "bge-m3": 1.06, "colbertv2": 3.08, "convnextv2": 0.99, "cosyvoice3": 2.13, "dinov3": 0.99, "dlrmv2": 1.06,
+    "dp3": 1.42, "efficientnetv2": 1.05, "flux": 1.01, "gaussians": 0.99, "gla": 1.85, "hunyuan-video": 0.97,
+    "instant-ngp": 0.97, "lightgcn": 1.03, "llada": 1.07, "mobilenetv4": 1.15, "oasis": 1.29, "openfold3": 1.03,
+    "pi0": 3.48, "ptv3": 1.00, "qwen2-vl": 0.91, "qwen3-vl": 1.39, "retnet": 1.86, "rtdetrv2": 1.08, "rwkv7": 1.18,
+    "sam3": 1.05, "sdxl": 1.17, "siglip2": 0.93, "swinv2": 1.17, "ttt-e2e": 1.10, "vjepa2": 1.01, "whisper": 0.95,
+    "yolov10": 1.06,
 }  # fmt: skip
 HEAD = ["architecture", "case", "ours, ms", "reference", "its ms", "speedup", "paper", "measured"]
 
 
 def table(files: Files) -> Iterator[Table]:
-    """Of each case and lane the newest row counts. Cases without a reference are left out.
+    """The table of `lines_of`, with its origin."""
+    lines, used = lines_of(flat(files))
+    if lines:
+        yield f"Milliseconds of a call ({origin(used, files)}):", HEAD, lines
 
-    References that take prepared inputs are compared with our engine from checked requests on. PyTorch's ops in our
-    engine are the reference where there is no other.
+
+def lines_of(rows: Iterable[Row]) -> tuple[list[list[str]], list[Row]]:
+    """The lines below HEAD, and the rows that they are made of.
+
+    Of each case and lane the newest row counts. Cases without a reference are left out. References that take prepared
+    inputs are compared with our engine from checked requests on. PyTorch's ops in our engine are the reference where
+    there is no other.
     """
     cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in sorted(filter(_counts, flat(files)), key=lambda r: r.time):
+    for row in sorted(filter(_counts, rows), key=lambda r: r.time):
         case = ", ".join(f"{k} {v}" for k, v in row.case.items() if k not in ("kind", "dtype"))
         cases.setdefault((row.subject.model or "", case), {})[str(row.subject.provider)] = row
     lines, used = list[list[str]](), list[Row]()
@@ -49,8 +58,7 @@ def table(files: Files) -> Iterator[Table]:
             f"{_ms(reference) / _ms(ours):.2f}", f"{PAPER[model]:.2f}" if model in PAPER else "", ours.time[:10],
         ])  # fmt: skip
         used += [ours, reference]
-    if lines:
-        yield f"Milliseconds of a call ({origin(used, files)}):", HEAD, lines
+    return lines, used
 
 
 def _counts(row: Row) -> bool:

@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from fk_bench.core.flags import ConfigError
-from fk_bench.core.output import fail, last_line
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.core.terminal.output import fail, last_line
 from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
 from fk_bench.tables import architectures, figure, gains, layers, model_plot, patch, servers, speeds, steps

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from fk_bench.core.flags import ConfigError
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.tables.origin import Files
 from fk_bench.tables.servers import TPOT, LaneAndBase, patched
 

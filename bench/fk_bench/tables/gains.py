@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.model_names import hub_name
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e.gains import Gain, gains
 from fk_bench.e2e.loads import Kind, Load
 from fk_bench.explain.tables import Table

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from fk_bench.core.flags import ConfigError
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.explain.tables import Table
 from fk_bench.tables import speeds
 from fk_bench.tables.origin import Files

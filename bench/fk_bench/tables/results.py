@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import rows
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row
+from fk_bench.core.terminal.flags import ConfigError
 
 # Default row files of each group: the outputs of `make bench-h200`. tables.json in the folder names others. A group may
 # contain groups; where two rows measure the same call, the file named first counts.

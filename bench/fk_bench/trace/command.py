@@ -11,8 +11,8 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.capture.captures import CaptureError
-from fk_bench.core.output import fail, last_line, table
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.adapters.sets import SetError, read_set
 from fk_bench.trace import reading, verdicts, writing
 from fk_bench.trace.schema import PACKAGE, TraceError, checked_by_theirs

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fk_bench.core.output import fail, last_line, table
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import printable
 from fk_bench.track.store import Store, Tracked, TrackError
 
 COLUMNS = ("op", "digest", "parent", "stage", "status", "speedup", "level", "agent", "run")

@@ -25,9 +25,9 @@ from fk_bench.core import rows, scores
 from fk_bench.core.hub import ModelError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.model_names import is_model
-from fk_bench.core.needs import NEEDS
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.terminal.needs import NEEDS
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels import report
 from fk_bench.tune import tuner

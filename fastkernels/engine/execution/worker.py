@@ -81,7 +81,8 @@ def join(runner: Any, rendezvous: str | tuple[str, int], interface: str | None =
     """
     from fastkernels.core import parallel
     from fastkernels.core.communicator import on_node
-    from fastkernels.overrides.collective.measure import choose, choose_experts
+    from fastkernels.overrides.collective.measure import choose
+    from fastkernels.overrides.expert_parallel.measure import choose_experts
 
     config = runner.config
     # NCCL's watchdog would end the process on an error; here the watcher of the workers aborts instead.

@@ -47,14 +47,6 @@ def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number
     return out.flatten(0, 1)
 
 
-def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
-    return pieces.unsupported(x, weight, len(x), group)
-
-
-def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
-    return pieces.fits(params, len(x))
-
-
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return (all_gather(x, group).to(acc) @ weight.to(acc).t()).to(x.dtype)
@@ -67,14 +59,7 @@ all_gather_linear = define(
     ),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
-        Provider(
-            "overlapped",
-            _overlapped,
-            devices=exchange.BOTH,
-            supports=_unsupported,
-            params=pieces.PIECES,
-            fits=_fits,
-        ),
+        pieces.overlapped(_overlapped),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

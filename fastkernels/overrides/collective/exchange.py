@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,14 +58,32 @@ def alone(fn: Callable[..., Any]) -> Provider:
 
 
 def gathered(op: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """The tensors of all ranks, over the process group."""
+    """The tensors of all ranks, over the process group; of one rank, a copy."""
     comm = parallel.communicator(group)
+    if comm.size == 1:
+        return [x.clone()]
     x = x.contiguous()
     comm.arrive(op, x)
     parts = torch.empty((comm.size, *x.shape), dtype=x.dtype, device=x.device)
     with comm.naming(op):
         gather_into(parts.view(comm.size * x.shape[0], *x.shape[1:]), x, comm.process_group)
     return list(parts)
+
+
+def gathered_tensors(
+    gather: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], group: str
+) -> list[torch.Tensor]:
+    """Tensors [T, ...] of all ranks, by one exchange of bytes."""
+    tokens = given[0].shape[0]
+    given = [t.contiguous() for t in given]
+    parts = [t.view(tokens, -1).view(torch.uint8) for t in given]
+    together = gather(torch.cat(parts, 1), group)
+    found, at = [], 0
+    for t, part in zip(given, parts, strict=True):
+        piece = together[:, at : at + part.shape[1]].contiguous()
+        found.append(piece.view(t.dtype).view(-1, *t.shape[1:]))
+        at += part.shape[1]
+    return found
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, process_group: Any) -> None:

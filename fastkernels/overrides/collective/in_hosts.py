@@ -12,7 +12,6 @@ from fastkernels.core import parallel
 from fastkernels.overrides.collective import exchange, words
 from fastkernels.overrides.collective.all_gather import all_gather
 from fastkernels.overrides.collective.all_reduce import all_reduce
-from fastkernels.overrides.collective.ep_dispatch import gathered_tensors
 from fastkernels.overrides.collective.reduce_scatter import reduce_scatter
 
 
@@ -67,7 +66,7 @@ def gathered(
     comm.arrive("all_gather", *tensors)
     if comm.symmetric is not None:
         return words.gather_words(list(tensors), comm.symmetric, outs)
-    found = gathered_tensors(all_gather, tensors, ours.group)
+    found = exchange.gathered_tensors(all_gather, tensors, ours.group)
     if outs is None:
         return found
     for out, t in zip(outs, found, strict=True):

@@ -35,14 +35,6 @@ def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number
     return out
 
 
-def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
-    return pieces.unsupported(x, weight, len(x), group)
-
-
-def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
-    return pieces.fits(params, len(x))
-
-
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return all_reduce(x.to(acc) @ weight.to(acc).t(), group).to(x.dtype)
@@ -53,14 +45,7 @@ linear_all_reduce = define(
     fake=lambda x, weight, *_: torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
-        Provider(
-            "overlapped",
-            _overlapped,
-            devices=exchange.BOTH,
-            supports=_unsupported,
-            params=pieces.PIECES,
-            fits=_fits,
-        ),
+        pieces.overlapped(_overlapped),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

@@ -41,14 +41,6 @@ def _overlapped(x: torch.Tensor, weight: torch.Tensor, group: str = "tp", number
     return out
 
 
-def _unsupported(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
-    return pieces.unsupported(x, weight, len(x) // parallel.communicator(group).size, group)
-
-
-def _fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
-    return pieces.fits(params, len(x) // parallel.communicator(group).size)
-
-
 def _reference(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> torch.Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     return reduce_scatter(x.to(acc) @ weight.to(acc).t(), group).to(x.dtype)
@@ -61,14 +53,7 @@ linear_reduce_scatter = define(
     ),
     providers=(
         Provider("composed", _composed, devices=exchange.BOTH),
-        Provider(
-            "overlapped",
-            _overlapped,
-            devices=exchange.BOTH,
-            supports=_unsupported,
-            params=pieces.PIECES,
-            fits=_fits,
-        ),
+        pieces.overlapped(_overlapped, divided=True),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from fastkernels.core import parallel
 from fastkernels.core.communicator import Communicator
+from fastkernels.core.dispatch import Provider
+from fastkernels.overrides.collective import exchange
 
 PIECES = ({"number": 2}, {"number": 4}, {"number": 8})
 LEAST_ROWS = 256  # of a piece: fewer do not fill the chip's tiles
@@ -55,7 +57,23 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=out)
 
 
-def unsupported(x: torch.Tensor, weight: torch.Tensor, rows: int, group: str) -> str | None:
+def overlapped(fn: Callable[..., torch.Tensor], divided: bool = False) -> Provider:
+    """The provider of a product in pieces. divided: each rank gets its part of the rows, and the pieces are of that."""
+
+    def rows(x: torch.Tensor, group: str) -> int:
+        return len(x) // parallel.communicator(group).size if divided else len(x)
+
+    def supports(x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> str | None:
+        return _unsupported(x, weight, rows(x, group), group)
+
+    def fits(params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, group: str = "tp") -> bool:
+        """Whether so many pieces are worth a trial."""
+        return rows(x, group) >= params["number"] * LEAST_ROWS
+
+    return Provider("overlapped", fn, devices=exchange.BOTH, supports=supports, params=PIECES, fits=fits)
+
+
+def _unsupported(x: torch.Tensor, weight: torch.Tensor, rows: int, group: str) -> str | None:
     """Why a product is not computed in pieces."""
     if parallel.communicator(group).size == 1:
         return "for a group of several ranks"
@@ -64,11 +82,6 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, rows: int, group: str) ->
     if rows < 2:
         return f"{rows} rows are one piece"
     return None
-
-
-def fits(params: dict[str, int], rows: int) -> bool:
-    """Whether so many pieces are worth a trial."""
-    return rows >= params["number"] * LEAST_ROWS
 
 
 def number_of(rows: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.env import Environment
-from fastkernels.core.trial import within
+from fastkernels.core.runtime.trial import within
 from fastkernels.overrides.linear.kernels.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError
 from fk_integrations.core.journal import ABSENT, Journal

@@ -17,8 +17,8 @@ from fastkernels.core import candidate, registry, tuning
 from fastkernels.core.candidate import Candidate
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Phrase, Reason
+from fastkernels.core.runtime.trial import within
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.adapter import Adapter

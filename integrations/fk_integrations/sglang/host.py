@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
-from fastkernels.core.trial import import_in_child
+from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
 from fk_integrations.core.cancellation import or_undone

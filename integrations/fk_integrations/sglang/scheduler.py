@@ -18,7 +18,7 @@ from fastkernels.core.dispatch import Provider
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.core.trial import within
+from fastkernels.core.runtime.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions

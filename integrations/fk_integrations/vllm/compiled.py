@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import fastkernels
 from fastkernels.core import tuning
 from fastkernels.core.env import Environment
-from fastkernels.core.trial import within
+from fastkernels.core.runtime.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fastkernels.verify.phases import Seconds, timed

@@ -28,7 +28,7 @@ def install(config: Any) -> None:
         return
     from vllm.platforms import current_platform
 
-    from fk_integrations.vllm.compiler_pass import RewriteOps
+    from fk_integrations.vllm.passes.compiler_pass import RewriteOps
 
     config.compilation_config.inductor_compile_config.setdefault(
         current_platform.pass_key, RewriteOps(quantization=True)
@@ -44,7 +44,7 @@ def rewriting(config: Any, journal: Journal | None = None) -> Any:
 
     settings, key = config.compilation_config.inductor_compile_config, current_platform.pass_key
     if journal is not None and settings.get(key) is None:
-        from fk_integrations.vllm.compiler_pass import RewriteOps
+        from fk_integrations.vllm.passes.compiler_pass import RewriteOps
 
         journal.add(lambda: settings.pop(key, None))
         settings[key] = RewriteOps(quantization=False)
@@ -54,7 +54,7 @@ def rewriting(config: Any, journal: Journal | None = None) -> Any:
 
 def fuse_sums(config: Any, model: Any, communicators: list[Any], journal: Journal) -> None:
     """Have our pass fuse the sums of these communicators that are ours with our norms, in code compiled from now on."""
-    from fk_integrations.vllm.fx_sums import Sums
+    from fk_integrations.vllm.passes.fx_sums import Sums
 
     ours = {
         c.unique_name: vars(c)["fastkernels_collective"]

@@ -23,8 +23,8 @@ from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
@@ -47,7 +47,7 @@ from fk_integrations.vllm import every_node, flat_models, jit_monitor, prompt_si
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
-    from fk_integrations.vllm.fx_gated_products import Prompts
+    from fk_integrations.vllm.passes.fx_gated_products import Prompts
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"

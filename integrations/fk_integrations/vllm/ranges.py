@@ -23,8 +23,8 @@ from fk_integrations.core.journal import Journal
 from fk_integrations.patching import choose
 from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
-from fk_integrations.vllm.fx_gated_products import Prompts
-from fk_integrations.vllm.plain_forms import PLAIN
+from fk_integrations.vllm.passes.fx_gated_products import Prompts
+from fk_integrations.vllm.passes.plain_forms import PLAIN
 
 log = logging.getLogger("fastkernels")
 LINEAR = "linear"

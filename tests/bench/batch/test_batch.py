@@ -13,8 +13,8 @@ import psutil
 import pytest
 from fk_bench.batch import queue as batch
 from fk_bench.batch.queue import Batch, Part, Queue, chosen, predicted
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.gpus import cores_of, placed, visible
+from fk_bench.core.terminal.flags import ConfigError
 
 # writes when it began and ended, on which GPUs and cores, to FOLDER/NAME.json
 NOTE = """

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from fk_bench.core import early_checks, hub, output
+from fk_bench.core import early_checks, hub
+from fk_bench.core.terminal import output
 from fk_bench.e2e import model_configs
 
 # runs a command line, and prints after it whether the heavy libraries were imported

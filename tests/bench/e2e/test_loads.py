@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e import asked, patch_compare, sharing
 from fk_bench.e2e.apart import Apart, chosen_gpus
 from fk_bench.e2e.asked import Asked, measure_one

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject, append, read
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e import patch_compare, sharing
 from fk_bench.e2e.comparison import Comparison, Extent, repeats_of
 from fk_bench.e2e.loads import Load

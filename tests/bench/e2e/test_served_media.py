@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Status, read
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e import asked, patch_compare, sharing
 from fk_bench.e2e.asked import Asked, graph_sizes
 from fk_bench.e2e.comparison import Extent

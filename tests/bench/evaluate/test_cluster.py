@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fk_bench.core.flags import ConfigError
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.evaluate.run import cluster
 
 pytest.importorskip("ray")

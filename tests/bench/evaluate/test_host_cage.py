@@ -15,7 +15,7 @@ from fk_bench.evaluate.run import side
 from fk_bench.evaluate.run.items import traced
 from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.evaluate.suites import load
-from fk_bench.kernels.judge.processes.cage import PRIVATE
+from fk_bench.kernels.judge.cage.cage import PRIVATE
 
 CHECKS = """import getpass, glob, importlib.util, os, resource, shutil, subprocess, sys, tempfile
 from multiprocessing import shared_memory

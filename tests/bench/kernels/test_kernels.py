@@ -16,7 +16,7 @@ import pytest
 import torch
 from fk_bench.capture.captures import SHIPPED
 from fk_bench.core.rows import Row, Status, read
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Options, judge_ops
 from fk_bench.kernels.judge.processes import sides
 from fk_bench.kernels.judge.rows import pair

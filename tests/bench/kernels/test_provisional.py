@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 from fk_bench.core.baselines import baselines, production
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status, Subject, append, write_compressed
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.kernels import report
 from fk_bench.kernels.judge.correctness.checks import Checks
 from fk_bench.kernels.judge.correctness.errors import Errors

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from fk_bench.core import scores
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Machine, Row, Status, Subject, append
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.kernels import report
 from fk_bench.serving.diff import compare
 from fk_bench.serving.report.page import render

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import read
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving.compare.serve_compare import Compare
 from fk_bench.serving.config import CompareConfig, Level, resumed
 from fk_bench.serving.estimate import Estimate

@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.pages import model_name
 from fk_bench.core.rows import Machine, Row, Status, Subject, append, read
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving import summary
 from fk_bench.serving.config import Level
 from fk_bench.serving.diff import compare

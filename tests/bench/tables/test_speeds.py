@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Machine, Row, Subject
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.offline.host import make_row
 from fk_bench.tables import model_plot, speeds
 

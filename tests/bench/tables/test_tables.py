@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 from fk_bench import cli
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, append, stem
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.tables import figure, layers, servers
 from fk_bench.tables.command import FIGURES, RESULTS, TABLES, rewritten
 from fk_bench.tables.kernels import kernels

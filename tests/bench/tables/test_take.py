@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import append, read_text, stem
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.tables.command import TABLES, text
 from fk_bench.tables.results import GROUPS, Results, take
 from support.table_rows import checkout, row, run, served

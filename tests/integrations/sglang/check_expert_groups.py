@@ -19,7 +19,8 @@ def rank_main(rank, store):
     from sglang.srt.distributed import parallel_state
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-    from fastkernels.overrides.collective import sglang as ours
+    from fastkernels.overrides.collective.sglang import SGLangGroupCoordinator
+    from fastkernels.overrides.expert_parallel.sglang import SGLangExpertCoordinator
 
     torch.set_num_threads(1)
     parallel_state.init_distributed_environment(2, rank, f"file://{store}", rank, "gloo")
@@ -44,8 +45,8 @@ def rank_main(rank, store):
 
     stock, journal = results(), Journal()
     for name, cls, op in (
-        ("communicator", ours.SGLangGroupCoordinator, "all_reduce"),
-        ("dispatcher", ours.SGLangExpertCoordinator, "ep_dispatch"),
+        ("communicator", SGLangGroupCoordinator, "all_reduce"),
+        ("dispatcher", SGLangExpertCoordinator, "ep_dispatch"),
     ):
         seam = find(name)
         assert seam.modules(adapter, None, op, GroupCoordinator) == [group]
@@ -68,7 +69,7 @@ def test_both_ranks_collect_with_ours(tmp_path):
 def test_signatures_are_sglangs():
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-    from fastkernels.overrides.collective.sglang import SGLangExpertCoordinator
+    from fastkernels.overrides.expert_parallel.sglang import SGLangExpertCoordinator
 
     def shape(function):
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]

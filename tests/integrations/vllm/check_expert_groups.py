@@ -30,7 +30,7 @@ def rank_main(rank, ports, store):
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
 
-    from fastkernels.overrides.collective import vllm as ours
+    from fastkernels.overrides.expert_parallel import vllm as ours
 
     torch.set_num_threads(1)
     parallel = ParallelConfig(
@@ -106,7 +106,7 @@ def test_both_ranks_dispatch_with_ours(tmp_path, monkeypatch):
 def test_signatures_are_vllms():
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
-    from fastkernels.overrides.collective.vllm import VllmExpertCommunicator
+    from fastkernels.overrides.expert_parallel.vllm import VllmExpertCommunicator
 
     def shape(function):
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]

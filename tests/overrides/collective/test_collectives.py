@@ -28,7 +28,7 @@ from support.kernels.op_cases import mismatch
 from fastkernels.core import parallel, registry
 from fastkernels.core.communicator import CollectiveError, Symmetric
 from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.collective import measure
+from fastkernels.overrides.expert_parallel import measure
 
 NAMES = registry.collective_names()
 SCRIPTS = Path(__file__).parents[2] / "support" / "kernels"
@@ -208,7 +208,7 @@ def test_calls_of_experts_that_differ_fail_in_all_ranks() -> None:
 
 
 def test_kernels_of_experts_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastkernels.overrides.collective import ep_combine, ep_dispatch, ep_dispatch_fp8
+    from fastkernels.overrides.expert_parallel import ep_combine, ep_dispatch, ep_dispatch_fp8
 
     comm = parallel.join("refusing", 0, 1)
     comm.size = 2

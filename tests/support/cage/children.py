@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fk_bench.kernels.judge.cage.cage import STEPS, CageOptions
 from fk_bench.kernels.judge.processes import forkserver
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
 from fk_bench.kernels.judge.processes.zygote import Child, Exit, Zygote
 
 SUPPORT = Path(__file__).parent

@@ -51,7 +51,7 @@ def _normed(count: int) -> None:
 
 def _combined() -> None:
     source = torch.zeros(2 * TOKENS, dtype=I32)
-    with mock.patch("fastkernels.overrides.collective.ep_combine.rows", lambda *_: TOKENS):
+    with mock.patch("fastkernels.overrides.expert_parallel.ep_combine.rows", lambda *_: TOKENS):
         _of_ranks("ep_combine", torch.zeros(2 * TOKENS, HIDDEN, dtype=BF16), source, "tp")
 
 
@@ -154,8 +154,8 @@ def _kept_of_tree() -> None:
 CALLS: dict[str, Callable[[], Any]] = {
     "overrides.collective.all_reduce_rms_norm:_all_reduce_rms_norm_kernel": lambda: _normed(0),
     "overrides.collective.all_reduce_rms_norm:_words_rms_norm_kernel": lambda: _normed(1),
-    "overrides.collective.ep_combine:_combine_kernel": _combined,
-    "overrides.collective.ep_dispatch:_dispatch_kernel": _dispatched,
+    "overrides.expert_parallel.ep_combine:_combine_kernel": _combined,
+    "overrides.expert_parallel.ep_dispatch:_dispatch_kernel": _dispatched,
     "overrides.collective.exchange:_exchange_kernel": _exchanged,
     "overrides.collective.words:_words_kernel": lambda: _message(words.sum_words),
     "overrides.collective.words:_scatter_kernel": lambda: _message(words.scatter_words),

@@ -16,9 +16,9 @@ from fastkernels.core.candidate import from_directory
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.patch import PatchError
 from fk_bench.core import machine
-from fk_bench.core.flags import ConfigError, comma_list
-from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.terminal.flags import ConfigError, comma_list
+from fk_bench.core.terminal.output import last_line, table
 from fk_bench.e2e.pictures import ahead, omni, report, subjects
 from fk_bench.e2e.pictures.measure import (
     COSTS,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import rows
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e.pictures import report
 from fk_bench.e2e.pictures.measure import COSTS, Settings
 

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row
-from fk_bench.kernels.judge.processes import linux
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.kernels.judge.cage import linux
 
 RETRIES = 3  # after the death of a machine or of Ray's process on it
 MOST_BYTES = 256 << 20  # of a set

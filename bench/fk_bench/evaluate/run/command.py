@@ -16,9 +16,9 @@ import typer
 
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
-from fk_bench.core.flags import ConfigError
-from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
@@ -366,7 +366,7 @@ class Evaluation:
             found = results.scores(self.suite, self.rows, one.name)
             scored[one.name] = found
             gap = results.gap_of(self.rows, one.name)
-            row = results.score_row(self.context, one.name, self.suite, found, gap)
+            row = results.score_row(self.context, one.name, found, gap)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
             parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}

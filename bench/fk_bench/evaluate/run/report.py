@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages
-from fk_bench.core.output import table
 from fk_bench.core.rows import Row
+from fk_bench.core.terminal.output import table
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.results import Scores
 from fk_bench.evaluate.suites import Suite
@@ -24,7 +24,7 @@ def item_lines(suite: Suite, rows: Sequence[Row], name: str, variant: str = "rec
         if row is None:
             lines.append([entry.name, entry.item.category, *[""] * 5, "not run", ""])
             continue
-        ratio = results.production(suite, rows, entry, name)
+        ratio = results.production(rows, entry, name)
         lines.append([
             entry.name, entry.item.category, *(_speed(row, f"{p}_speedup") for p in ("throughput", "latency")),
             f"{row.metrics['correctness']:.3f}" if "correctness" in row.metrics else "",

@@ -181,7 +181,7 @@ def scores(suite: Suite, rows: Sequence[Row], name: str) -> Scores:
     )
 
 
-def score_row(context: Context, name: str, suite: Suite, found: Scores, gap: Mapping[str, float]) -> Row:
+def score_row(context: Context, name: str, found: Scores, gap: Mapping[str, float]) -> Row:
     whole = found.kept.overall
     metrics = {
         "score": whole.score, "S": whole.S or 0.0, "C": whole.C, "coverage": whole.coverage, "declared": whole.declared,
@@ -240,7 +240,7 @@ def gap_of(rows: Sequence[Row], name: str) -> dict[str, float]:
     return found
 
 
-def production(suite: Suite, rows: Sequence[Row], entry: Entry, name: str) -> float | None:
+def production(rows: Sequence[Row], entry: Entry, name: str) -> float | None:
     """Throughput of our engine with the set over that of vLLM without it, for the same model and workload."""
     if entry.item.host != "fastkernels":
         return None

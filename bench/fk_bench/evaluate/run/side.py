@@ -16,7 +16,7 @@ from typing import Any
 from fastkernels.core.compile_cache import requested_folder
 from fk_bench.core import machine
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
+from fk_bench.kernels.judge.cage.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.forkserver import HEADER, send
 from fk_bench.kernels.judge.processes.zygote import Zygote, ZygoteError
 

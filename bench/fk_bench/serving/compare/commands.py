@@ -9,11 +9,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fk_bench.core.flags import ConfigError, comma_list
-from fk_bench.core.output import last_line, table
-from fk_bench.core.panels import grouped
 from fk_bench.core.runs import missing
-from fk_bench.core.signals import EndedBySignal, signals_raise
+from fk_bench.core.terminal.flags import ConfigError, comma_list
+from fk_bench.core.terminal.output import last_line, table
+from fk_bench.core.terminal.panels import grouped
+from fk_bench.core.terminal.signals import EndedBySignal, signals_raise
 from fk_bench.serving import options
 from fk_bench.serving.config import CompareConfig, resumed
 from fk_bench.serving.options import JSON

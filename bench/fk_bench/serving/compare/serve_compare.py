@@ -20,10 +20,10 @@ import psutil
 from rich.console import Console
 
 from fk_bench.core import machine
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.pages import model_name
-from fk_bench.core.progress import Display, minutes
 from fk_bench.core.rows import Status
+from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.core.terminal.progress import Display, minutes
 from fk_bench.serving import agreement, lanes, summary
 from fk_bench.serving.config import OWN, CompareConfig, Level
 from fk_bench.serving.estimate import AGREEMENT, START, Estimate

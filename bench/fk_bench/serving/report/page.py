@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages, rows
-from fk_bench.core.flags import ConfigError
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.runs import missing
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving import summary
 from fk_bench.serving.config import Level
 from fk_bench.serving.report import csv_file, numbers, requests, verdict

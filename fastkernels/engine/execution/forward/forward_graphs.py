@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.graph_capture import captured
-from fastkernels.core.measured import measuring
+from fastkernels.core.runtime.graph_capture import captured
+from fastkernels.core.runtime.measured import measuring
 
 SEEN = 1024  # shapes that are remembered
 log = logging.getLogger("fastkernels")

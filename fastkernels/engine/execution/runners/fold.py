@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.core.graph_capture import captured
+from fastkernels.core.runtime.graph_capture import captured
 from fastkernels.engine.cache.kv_cache import Limits
 from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.forward.runner import Runner

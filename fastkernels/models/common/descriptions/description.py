@@ -626,11 +626,6 @@ class Cross:
     head_size: int
     norm: Norm
 
-    @property
-    def state_channels(self) -> int:
-        """Numbers in the cache for each state."""
-        return 2 * self.heads * self.head_size
-
 
 @dataclass(frozen=True)
 class InnerMlp:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.dispatch import OPS
-from fastkernels.core.measured import slower
+from fastkernels.core.runtime.measured import slower
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.layers.encoder import size_of
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act

@@ -12,8 +12,8 @@ from torch.nn import functional
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import most_tokens
 from fastkernels.models.common.layers.clamped_experts import StackedExperts
-from fastkernels.overrides.collective.ep_combine import ep_combine
-from fastkernels.overrides.collective.ep_dispatch import ep_dispatch
+from fastkernels.overrides.expert_parallel.ep_combine import ep_combine
+from fastkernels.overrides.expert_parallel.ep_dispatch import ep_dispatch
 from fastkernels.overrides.moe.sparse_moe import Experts
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fk_bench.kernels.judge.processes import mounts, seccomp
-from fk_bench.kernels.judge.processes.cage import STEPS, own_home
+from fk_bench.kernels.judge.cage import mounts, seccomp
+from fk_bench.kernels.judge.cage.cage import STEPS, own_home
 from fk_bench.kernels.judge.processes.sides import CPU_ADDRESS_SPACE, CPU_MEMORY
 from fk_bench.kernels.judge.processes.zygote import Zygote
 from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run

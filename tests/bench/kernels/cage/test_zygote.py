@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fk_bench.kernels.judge.cage.cgroup import Group
 from fk_bench.kernels.judge.processes import forkserver
-from fk_bench.kernels.judge.processes.cgroup import Group
 from fk_bench.kernels.judge.processes.messages import Done
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Child, Exit, Zygote, ZygoteError
@@ -356,7 +356,7 @@ def test_interpreter_without_module_is_an_error() -> None:
 
 JUDGE_DIES = """
 import os, sys, time
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
+from fk_bench.kernels.judge.cage.cage import STEPS, CageOptions
 from fk_bench.kernels.judge.processes.zygote import Zygote
 zygote = Zygote(entry="caged:main", preload=("json",), env={"PYTHONPATH": sys.argv[1]})
 child = zygote.spawn({"code": "import time; say('up'); time.sleep(1000)"}, CageOptions(readable=(sys.argv[1],)))

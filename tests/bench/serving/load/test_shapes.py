@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.flags import ConfigError
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.serving.config import CompareConfig, Level
 from fk_bench.serving.load.datasets import load
 from fk_bench.serving.measure import longest

@@ -17,12 +17,10 @@ import torch
 
 from fk_bench.core.rows import Status
 from fk_bench.core.wall_time import PHASES
-from fk_bench.kernels.judge.batches.lane import Lane, Sampled, Timed, check_written
+from fk_bench.kernels.judge.batches.lane import Lane, Sampled, Timed, check_written, mapped
 from fk_bench.kernels.judge.clock.call_times import Samples, batched, counted_alone, unsteady
-from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
+from fk_bench.kernels.judge.correctness.checks import Checks
 from fk_bench.kernels.judge.memory import ipc, producer
-from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
-from fk_bench.kernels.judge.memory.place import Place
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
@@ -63,7 +61,7 @@ class Batches:
                 lane.arena.publish()
                 self._prepare_weights(lane)
                 places = lane.side.ask("capture", segments=self.segments, alone=2 * self.n).outputs
-                lane.outputs = self._map(lane, places, mapping)
+                lane.outputs = mapped(lane.arena, places, mapping, lane is self.candidate, lane.side.trusted)
             compared = set(RANDOM.sample(range(self.rounds), min(COMPARED_ROUNDS, self.rounds)))
             for r in range(-1, self.rounds):  # the first one warms up, and uploads every graph
                 self._round(r, timed, r in compared)
@@ -80,15 +78,6 @@ class Batches:
             for mapping in mappings:
                 mapping.close()
         return timed
-
-    @PHASES.of("memory")
-    def _map(self, lane: Lane, places: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
-        try:
-            return map_outputs(lane.arena, places, mapping, over_inputs=lane.side.trusted)
-        except BadPlace as error:
-            if lane is self.candidate:
-                raise Wrong(str(error)) from None
-            raise RunnerError(Status.WRONG, str(error), False, "baseline") from None
 
     @staticmethod
     def _disturbed(timed: Timed) -> bool:
@@ -129,7 +118,7 @@ class Batches:
             self._check(sampled if full else sampled[:1], poisoned)
             if compared and long:
                 mine_of, theirs_of = (lane.outputs[:count] for lane in (self.candidate, self.baseline))
-                self.checks.same(self.slots, self.candidate.arena, self.baseline.arena, mine_of, theirs_of)
+                self.checks.same(self.slots, self.candidate.arena, mine_of, theirs_of)
 
     @PHASES.of("prepare")
     def _prepare_weights(self, lane: Lane, count: int | None = None) -> None:

@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fk_bench.core.rows import Status
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
-from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
+from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
+from fk_bench.kernels.judge.memory.place import Place
 from fk_bench.kernels.judge.memory.slots import Slots, poison
 from fk_bench.kernels.judge.processes.messages import Traced
-from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 
 @dataclass
@@ -81,6 +85,27 @@ class Timed:
     again: Samples
     traced: Traced = field(default_factory=Traced)
     priority: str = "on"
+
+
+@PHASES.of("memory")
+def mapped(
+    arena: Arena,
+    places: list[list[Place]],
+    mapping: ipc.Mapping,
+    own: bool,
+    trusted: bool,
+    who: str = "",
+) -> list[list[torch.Tensor]]:
+    """The outputs of all slots of a process, where it says that they lie.
+
+    own  it is the candidate's: a bad place is Wrong, and the baseline's a RunnerError. who: in front of the message
+    """
+    try:
+        return map_outputs(arena, places, mapping, over_inputs=trusted)
+    except BadPlace as error:
+        if own:
+            raise Wrong(f"{who}{error}") from None
+        raise RunnerError(Status.WRONG, f"{who}{error}", False, "baseline") from None
 
 
 def check_written(outputs: list[torch.Tensor]) -> None:

@@ -15,20 +15,16 @@ from collections.abc import Iterator
 
 import torch
 
-from fk_bench.core.rows import Status
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.batches import rank_gates
 from fk_bench.kernels.judge.batches.batches import cut, part
-from fk_bench.kernels.judge.batches.lane import Timed, check_written
+from fk_bench.kernels.judge.batches.lane import Timed, check_written, mapped
 from fk_bench.kernels.judge.batches.rank_calls import SITUATIONS
 from fk_bench.kernels.judge.batches.rank_gates import passed, unchanged
 from fk_bench.kernels.judge.clock.call_times import Samples, batched, unsteady
-from fk_bench.kernels.judge.correctness.checks import Wrong
 from fk_bench.kernels.judge.correctness.rank_checks import LATE_S, Lane, RankChecks, on
 from fk_bench.kernels.judge.memory import ipc
-from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES
-from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
 SINGLES = 12  # calls with a graph each, behind the 2n calls of batches
 ALONE = 4  # of them, in each round: timed calls of each side
@@ -103,13 +99,11 @@ class RankBatches:
         found = []
         for rank, (arena, reply) in enumerate(zip(lane.arenas, replies, strict=True)):
             mappings.append(ipc.Mapping())
-            try:
-                with on(arena.bytes.device):
-                    found.append(map_outputs(arena, reply.outputs, mappings[-1], lane.team.trusted))
-            except BadPlace as error:
-                if lane is self.candidate:
-                    raise Wrong(f"rank {rank}: {error}") from None
-                raise RunnerError(Status.WRONG, f"rank {rank}: {error}", False, "baseline") from None
+            own = lane is self.candidate
+            with on(arena.bytes.device):
+                found.append(
+                    mapped(arena, reply.outputs, mappings[-1], own, lane.team.trusted, f"rank {rank}: ")
+                )
         return found
 
     # -- a round

@@ -267,9 +267,8 @@ class Checks:
 
     @PHASES.of("compare")
     def same(
-        self, slots: Slots, mine: Arena, theirs: Arena, outputs: list[list[torch.Tensor]],
-        others: list[list[torch.Tensor]],
-    ) -> None:  # fmt: skip
+        self, slots: Slots, mine: Arena, outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]
+    ) -> None:
         """Compare the outputs of all calls with the baseline's on the same values.
 
         The oracle decides: it runs for the calls whose outputs differ most from the baseline's.

@@ -1,1 +1,1 @@
-"""The processes that run candidate and baseline: starting them, caging them, talking to them."""
+"""The processes that run candidate and baseline: starting them, talking to them. The folder cage restricts them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge.memory import layout
 
 

@@ -24,7 +24,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from fk_bench.kernels.judge.processes import cage, cgroup, linux, seccomp  # noqa: F401 (seccomp: nothing is imported for the first time in a cage)
+from fk_bench.kernels.judge.cage import cage, cgroup, linux, seccomp  # noqa: F401 (seccomp: nothing is imported for the first time in a cage)
 
 HEADER = struct.Struct(">Q")
 MAX_FDS = 64

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from fk_bench.core.rows import Status
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge.memory.place import Count, Place, Strict
 from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.gate import CallGate
 from fk_bench.kernels.judge.processes import messages

@@ -15,9 +15,9 @@ import torch
 from fastkernels.core.candidate import sources_folder
 from fastkernels.core.env import Environment
 from fk_bench.core.wall_time import PHASES
+from fk_bench.kernels.judge.cage.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.memory.gate import CallGate
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import Zygote
 

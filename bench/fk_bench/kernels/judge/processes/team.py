@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.cage import cage
 from fk_bench.kernels.judge.memory.arena import memory_file
-from fk_bench.kernels.judge.processes import cage
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess, TimeBudget
 from fk_bench.kernels.judge.processes.sides import Seat, Sides
 

@@ -27,9 +27,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fk_bench.kernels.judge.processes import cgroup, forkserver
-from fk_bench.kernels.judge.processes.cage import CageOptions
-from fk_bench.kernels.judge.processes.cgroup import Group
+from fk_bench.kernels.judge.cage import cgroup
+from fk_bench.kernels.judge.cage.cage import CageOptions
+from fk_bench.kernels.judge.cage.cgroup import Group
+from fk_bench.kernels.judge.processes import forkserver
 
 log = logging.getLogger("fastkernels")
 

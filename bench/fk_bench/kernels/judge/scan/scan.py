@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
-from fk_bench.core.text import printable
+from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge.scan import rules, state
 from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
 from fk_bench.kernels.judge.scan.state import targets
