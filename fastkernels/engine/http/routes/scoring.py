@@ -61,6 +61,9 @@ class Scoring:
                 for i in best
             ],
         }  # fmt: skip
+        if body.return_documents is False:
+            for one in answer["results"]:
+                del one["document"]
         return Response(to_json(answer), media_type="application/json")
 
     async def _scores(
