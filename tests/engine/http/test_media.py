@@ -305,10 +305,8 @@ def unusual() -> list[tuple[bytes, Any]]:
         (file(WIDE, "WEBP", lossless=True), WIDE),
         (moving("WEBP", lossless=True), WIDE),  # of animations, the first frame
         (moving("GIF"), Image.open(io.BytesIO(moving("GIF"))).convert("RGB")),
-        (
-            moving("MPO"),
-            Image.open(io.BytesIO(moving("MPO"))).convert("RGB"),
-        ),  # a camera's JPEG with a preview
+        # a camera's JPEG with a preview
+        (moving("MPO"), Image.open(io.BytesIO(moving("MPO"))).convert("RGB")),
         (file(WIDE, "BMP"), WIDE),
         (file(WIDE, exif=b"Exif\0\0damaged"), WIDE),
         (file(deep, transparency=level * 257), holes.convert("RGB")),

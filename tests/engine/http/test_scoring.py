@@ -79,16 +79,11 @@ def test_reranking_puts_the_best_first(servers, name):
         np.testing.assert_allclose(
             [r["relevance_score"] for r in answer["results"]], [want[i] for i in order[:2]], atol=1e-4
         )
-    more = {
-        "documents": [*DOCUMENTS, ""],
-        "top_n": 9,
-        "return_documents": False,
-    }  # an empty text is no failure
-    results = post(url, "/rerank", query=QUERY, **more).json()["results"]
-    assert sorted(r["index"] for r in results) == [0, 1, 2, 3] and set(results[0]) == {
-        "index",
-        "relevance_score",
-    }
+    more = [*DOCUMENTS, ""]  # an empty text is no failure
+    body = {"query": QUERY, "documents": more, "top_n": 9, "return_documents": False}
+    results = post(url, "/rerank", **body).json()["results"]
+    assert sorted(r["index"] for r in results) == [0, 1, 2, 3]
+    assert set(results[0]) == {"index", "relevance_score"}
 
 
 def test_logits_are_scores_without_the_activation(servers):
