@@ -47,7 +47,7 @@ def requests(plain: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def outcome(llm: LLM, given: Any, each: Any) -> tuple[list[Any], list[float], list[list[int]]]:
-    """What must be equal, by request; log-probabilities, which are nearly so; and the tokens of each first output."""
+    """Results that must be equal, by request; log-probabilities, which are nearly so; tokens of each first output."""
     same, near, texts = [], [], []
     for ids, output in zip(given, llm.generate(given, each, use_tqdm=False), strict=True):
         tops = [found for made in output.outputs for found in made.logprobs or ()] + (

@@ -66,7 +66,11 @@ FORMS = {"image_url": IMAGE_FORM, "video_url": VIDEO_FORM}
 _TEXT = {"type": "string", "minLength": 1}
 
 
-def _prompt(value: Any, most: int = MAX_PROMPTS) -> str | list[Any]:
+def _prompt(value: Any) -> str | list[Any]:
+    return _one_or_more(value, MAX_PROMPTS)
+
+
+def _one_or_more(value: Any, most: int) -> str | list[Any]:
     """One prompt or a list of prompts. Checked by hand for better messages than those of a union type."""
     if isinstance(value, str) and value:
         return value
@@ -88,7 +92,7 @@ def _prompt(value: Any, most: int = MAX_PROMPTS) -> str | list[Any]:
 
 
 def _input(value: Any) -> Any:
-    """The input of an encoder: as _prompt, one image or video, or a list of these."""
+    """The input of an encoder: as _one_or_more, one image or video, or a list of these."""
     if isinstance(value, dict):
         return _visual(value, "it")
     if not value or not isinstance(value, (str, list)):
@@ -97,7 +101,7 @@ def _input(value: Any) -> Any:
             f" {VIDEO_FORM}"
         )
     if isinstance(value, str) or not isinstance(value[0], dict):
-        return _prompt(value, MAX_INPUTS)
+        return _one_or_more(value, MAX_INPUTS)
     if len(value) > MAX_INPUTS:
         raise ValueError(f"at most {MAX_INPUTS} entries are allowed, got {len(value)}")
     return [_visual(part, f"entry {i}") for i, part in enumerate(value)]
