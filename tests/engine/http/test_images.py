@@ -126,10 +126,6 @@ def test_other_formats_and_modes_are_read(url):
         ({"input": "word " * 20}, "input", "takes images, as {"),
         ({"input": part(IMAGES[0], "TIFF")}, "input", "accepted are PNG, JPEG, WEBP, GIF, BMP of"),
         (
-            {"input": part(IMAGES[0], "WEBP", save_all=True, append_images=[IMAGES[0].rotate(90)])},
-            "input", "an image of 2 frames; accepted are",
-        ),
-        (
             {"input": {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}},
             "input", "downloads nothing: image_url.url begins with 'https://a.b/c.png'",
         ),
