@@ -231,6 +231,12 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
         LLM(llm.llm_engine.config.model, device="cpu", max_model_len=23).embed(image)
     with pytest.raises(ValueError, match="not an image of a known format; accepted are PNG, JPEG, WEBP"):
         decode(b"no image")
+    file = Path(llm.llm_engine.config.model) / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "size": {"shortest_edge": 32}}))
+    with pytest.raises(
+        ValueError, match="1 x 70000 pixels, which this model resizes to 32 x 2240000, and at most"
+    ):
+        LLM(str(file.parent), device="cpu").embed(Image.new("RGB", (1, 70_000)))
 
 
 def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Processors and tokenizers of models with random weights: files that a folder with a config.json alone lacks.
 
-Sizes of an image and its patches are those of the public checkpoints. The tokenizer knows bytes and the tokens of
-media, at the ids that the config has: prompts are token ids, and the hosts only look the names of these up.
+An image has at least and at most as many tokens as with the public checkpoints. The tokenizer knows bytes and the
+tokens of media, at the ids that the config has: prompts are token ids, and the hosts only look the names of these up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF = [0.5] * 3, [0.5] * 3
 WHISPER = "whisper"
 RATE, HOP = 16000, 160  # of Whisper's audio: samples a second, and of a frame
-# {model type: (class of the processor, least and most pixels of an image, mean and deviation of a channel)}
-VISION: dict[str, tuple[str, int, int, tuple[list[float], list[float]]]] = {
-    "qwen2_vl": ("Qwen2VL", 56 * 56, 3584 * 3584, CLIP),
-    "qwen2_5_vl": ("Qwen2_5_VL", 56 * 56, 3584 * 3584, CLIP),
-    "qwen3_vl": ("Qwen3VL", 256 * 256, 4096 * 4096, HALF),
-    "qwen3_vl_moe": ("Qwen3VL", 256 * 256, 4096 * 4096, HALF),
+MOST = 16384  # tokens of an image: 3584 x 3584 pixels for tokens of 28 x 28, 4096 x 4096 for those of 32 x 32
+# {model type: (class of the processor, least tokens of an image, mean and deviation of a channel)}
+VISION: dict[str, tuple[str, int, tuple[list[float], list[float]]]] = {
+    "qwen2_vl": ("Qwen2VL", 4, CLIP),
+    "qwen2_5_vl": ("Qwen2_5_VL", 4, CLIP),
+    "qwen3_vl": ("Qwen3VL", 64, HALF),
+    "qwen3_vl_moe": ("Qwen3VL", 64, HALF),
 }
 NAMES = {  # {field of a config: its token}
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
@@ -74,12 +75,14 @@ def _write_processor(folder: Path) -> None:
         _json(folder / FILE, _extractor(config))
         _tokenizer(folder, {})
         return
-    name, least, most, (mean, deviation) = VISION[kind]
+    name, least, (mean, deviation) = VISION[kind]
     vision = config["vision_config"]
+    token = (vision["patch_size"] * vision["spatial_merge_size"]) ** 2  # pixels
     fields = {
         "patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"],
         "temporal_patch_size": vision["temporal_patch_size"], "image_mean": mean, "image_std": deviation,
-        "size": {"shortest_edge": least, "longest_edge": most}, "processor_class": f"{name}Processor",
+        "size": {"shortest_edge": least * token, "longest_edge": MOST * token},
+        "processor_class": f"{name}Processor",
     }  # fmt: skip
     _json(folder / FILE, {**fields, "image_processor_type": "Qwen2VLImageProcessor"})
     videos = "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import threading
@@ -18,8 +19,9 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.configs.ultralytics_config import Letterbox
 from fastkernels.models.common.layers import cnn
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB
+DAMAGE = (OSError, SyntaxError, ValueError)  # of Pillow, for files that it cannot read
 _OPENED = [threading.Lock() for _ in range(64)]  # by id: Pillow reads an opened file once, for one thread
 
 
@@ -59,6 +61,7 @@ class ImageReader:
         config = getattr(hf_config, "vision_config", hf_config)
         self._patch_size: int = getattr(model, "patch_size", getattr(config, "patch_size", cnn.PATCH))
         self._steps: int = getattr(config, "tubelet_size", 1)
+        self._edge = _shorter_side(self._processor)
         self._model = model
 
     def _of_transformers(self, folder: Path) -> Any:
@@ -95,7 +98,9 @@ class ImageReader:
         view = (0.0, 0.0, image.width * seen[0], image.height * seen[1])
         return replace(found, view=view, size=image.size)
 
-    def _process(self, image: Any, **given: Any) -> Any:
+    def _process(self, image: Any, count: int = 1, **given: Any) -> Any:
+        """Call the processor. image: the first one of `count` of its size"""
+        self._check_resized(image, count)
         try:
             return self._processor(**given, return_tensors="pt")
         except (ValueError, RuntimeError, ZeroDivisionError) as error:
@@ -104,6 +109,17 @@ class ImageReader:
                 f"the prompt, {'an image' if self.kind == 'image' else 'frames'} of {size} pixels, cannot be"
                 f" processed: {error}"
             ) from error
+
+    def _check_resized(self, image: Any, count: int) -> None:
+        """Raise ValueError for a narrow image that becomes too large if its shorter side is as the model has it."""
+        short, long = sorted(image.size)
+        if count * self._edge**2 * long > MAX_PIXELS * short:
+            longer = self._edge * long // short
+            raise ValueError(
+                f"the prompt has {image.width} x {image.height} pixels, which this model resizes to {self._edge} x"
+                f" {longer}{f' in {count} frames' if count > 1 else ''}, and at most {MAX_PIXELS} pixels are possible:"
+                " cut it into parts that are less narrow"
+            )
 
     def _cut(self, frames: Any) -> tuple[Any, tuple[int, int, int]]:
         """The patches of frames [N, C, H, W], as a convolution's weight has them: (C, t, p, p)."""
@@ -148,13 +164,24 @@ class VideoReader(ImageReader):
             raise ValueError(
                 f"the prompt has {len(frames)} frames, and this model takes one or a multiple of {self._steps}"
             )
-        made = self._process(frames[0], videos=[[rgb(frame) for frame in frames]])["pixel_values_videos"][0]
+        made = self._process(frames[0], len(frames), videos=[[rgb(frame) for frame in frames]])
+        made = made["pixel_values_videos"][0]
         return self._made(*self._cut(made if len(made) > 1 else made.repeat(self._steps, 1, 1, 1)))
 
 
 def _own_processor(settings: Any) -> Any:
     """The processor of images for the settings of a checkpoint that transformers cannot read."""
     return LetterboxProcessor(settings) if isinstance(settings, Letterbox) else TimmProcessor(settings)
+
+
+def _shorter_side(processor: Any) -> int:
+    """The pixels that a processor gives to the shorter side of any image; 0 if it sizes images otherwise."""
+    if isinstance(processor, TimmProcessor):
+        return processor.edge if processor.settings.mode == "center" else 0
+    size = getattr(processor, "size", None) or {}
+    fixed = getattr(processor, "do_resize", False) and size.get("longest_edge") is None
+    edge = int(size.get("shortest_edge") or 0) if fixed else 0
+    return int(edge / (getattr(processor, "crop_pct", None) or 1))
 
 
 READERS = {"images": ImageReader, "videos": VideoReader}
@@ -172,22 +199,32 @@ def is_image(value: Any) -> bool:
 
 def rgb(image: Any) -> Any:
     """The image in RGB, upright as its EXIF orientation says."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with _OPENED[id(image) // 16 % len(_OPENED)]:
-        image = ImageOps.exif_transpose(image)
+        image = _upright(image)
     if image.mode.startswith("I;16"):  # convert() would clip, not scale
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
+def _upright(image: Any) -> Any:
+    """The image as its EXIF orientation says. EXIF that cannot be read has no effect, as in vLLM and browsers."""
+    from PIL import ImageOps
+
+    image.load()
+    with contextlib.suppress(Exception):
+        image = ImageOps.exif_transpose(image)
+    return image
+
+
 def _over_white(image: Any) -> Any:
     """An image with transparent pixels, over white as in vLLM's server; others as they are."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
-    above = ImageOps.exif_transpose(image)
+    above = _upright(image)
     if above.mode.startswith("I;16"):  # convert() would clip, not scale
         gray = np.asarray(above)
         return Image.fromarray(np.where(gray == above.info["transparency"], 255, gray >> 8).astype(np.uint8))
@@ -196,27 +233,27 @@ def _over_white(image: Any) -> Any:
 
 
 def decode(data: bytes) -> Any:
-    """The PIL image of a file's bytes. Raises ValueError for formats, sizes and damage, with what is accepted."""
+    """The PIL image of a file's bytes; of an animation, its first frame, as in vLLM.
+
+    Raises ValueError for formats, sizes and damage, with what is accepted.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise ValueError("images cannot be read here: the package pillow is not installed") from error
-    accepted = f"accepted are {', '.join(FORMATS)} of one frame and at most {MAX_PIXELS} pixels"
+    accepted = f"accepted are {', '.join(FORMATS)} of at most {MAX_PIXELS} pixels"
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
         found = re.search(r"\d+", str(error))  # Pillow gives no size
         raise ValueError(f"an image of {found[0] if found else 'too many'} pixels; {accepted}") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(f"not an image of a known format; {accepted}") from error
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(f"an image of {image.width} x {image.height} pixels; {accepted}")
-    frames = getattr(image, "n_frames", 1)
-    if frames != 1:
-        raise ValueError(f"an image of {frames} frames; {accepted}")
     try:
         return rgb(_over_white(image))
-    except (OSError, SyntaxError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(f"a damaged {image.format} image ({error}); {accepted}") from error
 
 

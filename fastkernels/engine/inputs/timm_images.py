@@ -16,6 +16,11 @@ class TimmProcessor:
     def __init__(self, settings: Preprocessing):
         self.settings = settings
 
+    @property
+    def edge(self) -> int:
+        """Pixels of the shorter side before the crop."""
+        return math.floor(self.settings.size / self.settings.crop_pct)
+
     def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
         """{"pixel_values": [1, 3, size, size]} in float32."""
         import torch
@@ -31,7 +36,7 @@ class TimmProcessor:
     def _cropped(self, image: Any) -> Any:
         from PIL import Image
 
-        s, edge = self.settings, math.floor(self.settings.size / self.settings.crop_pct)
+        s, edge = self.settings, self.edge
         width, height = edge, edge
         if s.mode == "center" and image.width <= image.height:  # the shorter side gets that length
             height = int(edge * image.height / image.width)

@@ -171,21 +171,27 @@ def _decoded(av: Any, container: Any, stream: Any, kept: Sequence[int], source: 
     """These frames. The last one stands for those that the header promised in vain. Raises VideoError."""
     found: list[np.ndarray] = []
     last: Any = None
+    turns = 0
     try:
         for i, frame in enumerate(container.decode(stream)):
             last = frame
+            turns = turns if i else round(frame.rotation / 90)
             while len(found) < len(kept) and kept[len(found)] == i:
-                found.append(_array(frame, source))
+                found.append(_array(frame, source, turns))
             if len(found) == len(kept):
                 return found
     except av.error.FFmpegError as error:
         raise VideoError(f"that is damaged: {error}") from error
     if last is None:
         raise VideoError("without frames")
-    rest = _array(last, source)
+    rest = _array(last, source, turns)
     return [*found, *[rest] * (len(kept) - len(found))]
 
 
-def _array(frame: Any, source: Source) -> np.ndarray:
-    """RGB of a frame. Its size may change within a file: it becomes that of the first one."""
-    return frame.to_ndarray(format="rgb24", width=source.width, height=source.height)
+def _array(frame: Any, source: Source, turns: int) -> np.ndarray:
+    """RGB of a frame. Its size may change within a file: it becomes that of the first one.
+
+    turns: quarters to the left, by which a phone's file says that it is shown; vLLM's OpenCV turns it, too
+    """
+    made = frame.to_ndarray(format="rgb24", width=source.width, height=source.height)
+    return np.rot90(made, turns) if turns else made

@@ -230,8 +230,13 @@ class SamplingParams:
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether the logits depend on which tokens came before."""
+        """Whether the logits are penalized for the tokens that came before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token's distribution depends on which tokens came before, other than through the model."""
+        return self.needs_penalties or self.repetition_aware is not None
 
     @property
     def stop_strings(self) -> Sequence[str]:

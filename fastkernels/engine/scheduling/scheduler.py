@@ -350,7 +350,7 @@ class Scheduler:
         """Look up drafts of a decoding request, and hold blocks for them, as far as no other request needs these."""
         settings = self.speculation
         assert settings is not None
-        if request.params.needs_penalties:  # which depend on the tokens before
+        if request.params.needs_history:  # which its drafts would be part of
             return 0
         left = request.max_tokens - len(request.output_token_ids) - request.num_inflight - 1
         most = min(

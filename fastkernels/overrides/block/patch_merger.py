@@ -82,9 +82,11 @@ def _is_plain(layer: Any, x: torch.Tensor) -> bool:
     if method is None:
         return plain_linear(layer, x) and layer.bias is not None
     kind: Any = type(method)  # by name: a file for a fork has no class of ours
-    column = type(layer).__name__ in ("ColumnParallelLinear", "VllmColumnParallelLinear")
-    unquantized = kind.__name__ in ("UnquantizedLinearMethod", "VllmUnquantizedLinearMethod")
+    column = type(layer).__name__.removeprefix("Vllm").removeprefix("SGLang") == "ColumnParallelLinear"
+    unquantized = kind.__name__.removeprefix("Vllm").removeprefix("SGLang") == "UnquantizedLinearMethod"
     if hasattr(kind, "fastkernels"):  # a patch's: the op `linear` computes the product
+        return False
+    if getattr(layer, "use_intel_amx_backend", False):  # SGLang's: the weight is packed
         return False
     if not column or not unquantized or layer.gather_output or layer.skip_bias_add or changed(layer):
         return False
@@ -112,6 +114,8 @@ def _build(cls: Any, args: list[Any]) -> Callable[[], Any]:
         if of_block and not assemble.takes(cls, "use_postshuffle_norm"):
             raise ValueError(f"{cls.__name__} normalizes patches, not whole blocks")
         more: dict[str, Any] = {"use_postshuffle_norm": True} if of_block else {}
+        if assemble.takes(cls, "padded_context_dim"):
+            more["padded_context_dim"] = size
         if bias is None and assemble.takes(cls, "norm_layer"):
             more["norm_layer"] = partial(VllmRMSNorm if issubclass(cls, PatchMerger) else nn.RMSNorm, eps=EPS)
         module = assemble.make(cls, x, len(fc2), size, spatial_merge_size=merge, **more)

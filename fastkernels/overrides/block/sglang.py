@@ -1,7 +1,9 @@
-"""SGLang's MLP, attention blocks and decoder layers of Llama, Qwen3 and Mixtral."""
+"""SGLang's MLP, attention blocks and decoder layers of Llama, Qwen3 and Mixtral; mergers of Qwen's vision towers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from fastkernels.overrides.block.decoder_layer import (
     run_layer,
 )
 from fastkernels.overrides.block.gated_mlp import PackedMLP, check_activation
+from fastkernels.overrides.block.patch_merger import EPS, IN_MLP, NAMED, PatchMerger, merge, unlike
 from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention
 from fastkernels.overrides.linear.parallel_linear import Row
 from fastkernels.overrides.linear.sglang import (
+    SGLangColumnParallelLinear,
     SGLangMergedColumnParallelLinear,
     SGLangMergedColumnParallelLinear_0_5_16,
     SGLangQKVParallelLinear,
@@ -313,6 +317,137 @@ class SGLangMixtralDecoderLayer(_SGLangMixtralDecoderLayer):
         return hidden + stream
 
 
+def _inner(
+    sizes: tuple[int, int], quant_config: Any, prefix: str, last: bool, group: Any = "tp"
+) -> nn.Module:
+    cls = SGLangRowParallelLinear if last else SGLangColumnParallelLinear
+    return cls(*sizes, bias=True, quant_config=quant_config, prefix=prefix, parallel_group=group)
+
+
+class SGLangQwen2VisionPatchMerger(PatchMerger):
+    """Qwen2VisionPatchMerger: patches x [P, context_dim] to [P / spatial_merge_size^2, d_model]."""
+
+    parts = IN_MLP
+
+    def __init__(
+        self,
+        d_model: int,
+        context_dim: int,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        spatial_merge_size: int = 2,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.ln_q = (norm_layer or partial(nn.LayerNorm, eps=EPS))(context_dim)
+        first = _inner((wide, wide), quant_config, f"{prefix}.mlp.0", False)
+        second = _inner((wide, d_model), quant_config, f"{prefix}.mlp.2", True)
+        self.mlp = nn.ModuleList([first, nn.GELU(), second])
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(IN_MLP, module)
+
+    needs_host = supports
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, IN_MLP, x)
+
+
+class SGLangQwen2_5_VisionPatchMerger(PatchMerger):
+    """Qwen2_5_VisionPatchMerger: as SGLangQwen2VisionPatchMerger, with RMSNorm. x: [..., context_dim]
+
+    padded_context_dim: of the MLP, which may be wider so that tensor parallelism divides it
+    """
+
+    parts = IN_MLP
+
+    def __init__(
+        self,
+        dim: int,
+        context_dim: int,
+        padded_context_dim: int,
+        spatial_merge_size: int = 2,
+        quant_config: Any = None,
+        prefix: str = "",
+        use_data_parallel: bool = False,
+        cast_x_before_out_mul: bool = False,
+        force_native_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.padded_context_dim = inner = padded_context_dim * spatial_merge_size**2
+        self.ln_q = SGLangRMSNorm(
+            context_dim, eps=EPS, cast_x_before_out_mul=cast_x_before_out_mul, force_native=force_native_norm
+        )
+        group = "replicated" if use_data_parallel else "tp"
+        first = _inner((wide, inner), quant_config, f"{prefix}.mlp.0", False, group)
+        second = _inner((inner, dim), quant_config, f"{prefix}.mlp.2", True, group)
+        self.mlp = nn.ModuleList([first, nn.GELU(), second])
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return unlike(IN_MLP, module)
+
+    needs_host = supports
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, IN_MLP, x.reshape(-1, x.shape[-1]))
+
+
+class SGLangQwen3VLMoeVisionPatchMerger(PatchMerger):
+    """Qwen3VLMoeVisionPatchMerger, of Qwen3-VL with and without experts: as SGLangQwen2_5_VisionPatchMerger.
+
+    use_postshuffle_norm: a norm of whole blocks, as of layers within the tower (deepstack)
+    disable_merger_proj: the norm alone; unsupported
+    """
+
+    parts = NAMED
+
+    def __init__(
+        self,
+        dim: int,
+        context_dim: int,
+        padded_context_dim: int,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        spatial_merge_size: int = 2,
+        use_postshuffle_norm: bool = False,
+        quant_config: Any = None,
+        prefix: str = "",
+        use_data_parallel: bool = False,
+        parallel_group: Any = None,
+        disable_merger_proj: bool = False,
+    ) -> None:
+        super().__init__()
+        if disable_merger_proj:
+            raise ValueError("disable_merger_proj=True is not supported: such a merger is a norm alone")
+        self.hidden_size = wide = context_dim * spatial_merge_size**2
+        self.padded_context_dim = inner = padded_context_dim * spatial_merge_size**2
+        self.use_postshuffle_norm, self.disable_merger_proj = use_postshuffle_norm, False
+        self.norm = (norm_layer or partial(nn.LayerNorm, eps=EPS))(
+            wide if use_postshuffle_norm else context_dim
+        )
+        group = "replicated" if use_data_parallel else parallel_group or "attn_tp"
+        self.linear_fc1 = _inner((wide, inner), quant_config, f"{prefix}.linear_fc1", False, group)
+        self.act_fn = nn.GELU()
+        self.linear_fc2 = _inner((inner, dim), quant_config, f"{prefix}.linear_fc2", True, group)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why the host's code has to run: there are no products, or an activation that ours does not call."""
+        if getattr(module, "disable_merger_proj", False):
+            return "disable_merger_proj leaves the norm alone"
+        return unlike(NAMED, module)
+
+    needs_host = supports
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return merge(self, NAMED, x)
+
+
 _MODELS = "sglang.srt.models"
 _MLP = f"{_MODELS}.llama:LlamaMLP"
 _LLAMA = f"{_MODELS}.llama:LlamaDecoderLayer"
@@ -325,7 +460,18 @@ _BOUNDARY_NOTE = (
 )
 _MIXTRAL_NOTE = "it only calls its parts, which are patched one by one"
 
+_MERGERS = (  # the class with all options first: the judge's
+    ("qwen3_vl:Qwen3VLMoeVisionPatchMerger", "SGLangQwen3VLMoeVisionPatchMerger"),
+    ("qwen2_vl:Qwen2VisionPatchMerger", "SGLangQwen2VisionPatchMerger"),
+    ("qwen2_5_vl:Qwen2_5_VisionPatchMerger", "SGLangQwen2_5_VisionPatchMerger"),
+)
+_MERGER_NOTE = "Off by default: not measured in SGLang."
+
 TARGETS = {
+    "patch_merger": tuple(
+        Target("sglang", f"sglang.srt.models.{path}", ours, "module", ">=0.5.23", False, _MERGER_NOTE)
+        for path, ours in _MERGERS
+    ),
     "gated_mlp": (
         Target("sglang", _MLP, "SGLangLlamaMLP_0_5_16", "module", "<0.5.23", False, _MLP_NOTE),
         Target("sglang", _MLP, "SGLangLlamaMLP", "module", ">=0.5.23", False, _MLP_NOTE),

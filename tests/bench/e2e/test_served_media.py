@@ -203,6 +203,13 @@ def test_prompt_without_room_for_text_is_refused(configs: Path) -> None:
         placed("m", path, configs, [Load(1, 6, 8)], "generate", Media(2, 64), True)
 
 
+def test_small_patches_keep_the_least_tokens_of_an_image(tmp_path: Path) -> None:
+    """Qwen3-VL has 64 tokens at least, of 32 x 32 pixels; the tiny model's are of 8 x 8."""
+    own = config_alone("qwen3_vl", tmp_path)
+    _, place = placed("m", str(own), tmp_path / "run", [], "generate", Media(2, 40), True)
+    assert place.features == 2 * 63
+
+
 def test_processor_is_generated_next_to_a_copy(tmp_path: Path) -> None:
     """For random weights only; the folder of the user stays as it is."""
     own = config_alone("qwen2_vl", tmp_path)

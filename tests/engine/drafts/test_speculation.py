@@ -12,7 +12,7 @@ from support.drafts import ALWAYS, SMALL, counts, params, prompts, results
 from support.llada import make_tiny_llada
 from support.tiny import make_scripted, make_tiny, make_tiny_bert
 
-from fastkernels import LLM, SamplingParams, StructuredOutputsParams
+from fastkernels import LLM, SamplingParams
 from fastkernels.engine.execution.drafts import draft_costs
 from fastkernels.engine.execution.runners.generate import Generate
 from fastkernels.engine.options.config import EngineConfig
@@ -79,35 +79,6 @@ def test_generated_blocks_hold_keys_of_accepted_tokens(folder: Path) -> None:
         plain, longer, params(0, max_tokens=8)
     )
     assert drafting.llm_engine.scheduler.prefix_hits > before + 80
-
-
-def test_other_parameters_change_nothing_either(engines: tuple[LLM, LLM]) -> None:
-    plain, drafting = engines
-    given = prompts(8, seed=1)
-    greedy = [c[0][0] for c in results(plain, given, params(0))]
-    each = [
-        params(0, stop_token_ids=[greedy[0][9]]), params(1, n=3), params(1, logit_bias={7: 4.0}),
-        params(0, repetition_penalty=1.3), params(1, top_p=0.8, top_k=20), params(0, max_tokens=1),
-        params(0, stop_token_ids=greedy[6][:3], min_tokens=9), params(1, allowed_token_ids=[5, 6, 7, 8]),
-    ]  # fmt: skip
-    assert results(drafting, given, each) == results(plain, given, each)
-    words = params(1, structured_outputs=StructuredOutputsParams(choice=["abcabcabc", "abcabd"]))
-    mixed = [params(0), words, params(1)]
-    assert results(drafting, given[:3], mixed) == results(plain, given[:3], mixed)
-
-
-def test_logprobs_are_those_without_drafts(engines: tuple[LLM, LLM]) -> None:
-    given, own = prompts(4, seed=2), params(1, logprobs=2, prompt_logprobs=1)
-    for a, b in zip(*(llm.generate(given, own, use_tqdm=False) for llm in engines), strict=True):
-        one, two = a.outputs[0], b.outputs[0]
-        assert one.token_ids == two.token_ids and one.cumulative_logprob == pytest.approx(
-            two.cumulative_logprob
-        )
-        for x, y in zip(one.logprobs, two.logprobs, strict=True):
-            assert {t: (v.rank, v.decoded_token) for t, v in x.items()} == {
-                t: (v.rank, v.decoded_token) for t, v in y.items()
-            }
-            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
 def test_repeated_text_takes_fewer_steps(tmp_path: Path, steps: list[StepInput]) -> None:

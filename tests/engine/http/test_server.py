@@ -150,7 +150,7 @@ def test_chat(client):
 def test_templates_get_parts_and_roles_that_they_read(live, template, expected):
     url, server = live
     tokenizer = server.llm.engine.tokenizer
-    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    user = {"role": "user", "content": [{"type": "refusal", "refusal": "a"}, "b"]}
     before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         messages = [{"role": "developer", "content": "S"}, user]

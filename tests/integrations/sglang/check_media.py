@@ -18,11 +18,11 @@ OPS = [
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _QWEN2 = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _SECTIONS}
 _QWEN3 = {"head_dim": 32, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}}
-# {model: (fields, fields of the tower, layers of the tower)}
+# {model: (fields, fields of the tower, its layers, its mergers)}
 TOWERS = {
-    "qwen2_vl": (_QWEN2, {"in_chans": 3}, 2),
-    "qwen2_5_vl": (_QWEN2, {"window_size": 56}, 3),
-    "qwen3_vl": (_QWEN3, {"intermediate_size": 64}, 3),
+    "qwen2_vl": (_QWEN2, {"in_chans": 3}, 2, 1),
+    "qwen2_5_vl": (_QWEN2, {"window_size": 56}, 3, 1),
+    "qwen3_vl": (_QWEN3, {"intermediate_size": 64}, 3, 3),
 }
 PROMPTS = [("hello", []), (f"a{IMAGE}b", [(0, 84, 56)]), (f"a{IMAGE}b{IMAGE}c", [(1, 140, 84), (2, 56, 56)])]
 
@@ -39,9 +39,15 @@ def generate(engine):
     return found
 
 
+def check_same(found, stock):
+    for (tokens, logprobs), (theirs, expected) in zip(found, stock, strict=True):
+        assert tokens == theirs and logprobs == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", TOWERS)
 def test_vision_tower_is_patched_and_undone(kind, tmp_path, monkeypatch):
-    fields, tower, layers = TOWERS[kind]
+    """And its mergers alone, of which Qwen3-VL has two within the tower (deepstack)."""
+    fields, tower, layers, mergers = TOWERS[kind]
     model = make_tiny_vlm(tmp_path / kind, kind, tower={"patch_size": 14, **tower}, **fields)
     monkeypatch.setenv("TINY_LLAMA", str(model))
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "0")  # no pass finds an image's features of an earlier one
@@ -50,14 +56,21 @@ def test_vision_tower_is_patched_and_undone(kind, tmp_path, monkeypatch):
         stock = generate(engine)
         assert stock[0] != stock[1] != stock[2]
         report = fastkernels.patch(engine, ops=OPS)
-        for (tokens, logprobs), (theirs, expected) in zip(generate(engine), stock, strict=True):
-            assert tokens == theirs and logprobs == pytest.approx(expected, abs=1e-4)
+        check_same(generate(engine), stock)
         rows = report.refresh().active
         print(report)
         assert not any(row.fallbacks for row in report.rows)
         assert not any(kind is Kind.UNKNOWN_VERSION for row in report.rows for kind in row.kinds)
         (attention,) = [row for row in rows if row.op == "attention_dense"]
         assert attention.modules == layers and attention.calls and attention.proof == "calls"
+        report.undo()
+        assert generate(engine) == stock
+        report = fastkernels.patch(engine, ops=["patch_merger"])
+        check_same(generate(engine), stock)
+        rows = report.refresh().active
+        print(report)
+        assert not any(row.fallbacks for row in report.rows)
+        assert sum(row.modules for row in rows) == mergers and all(row.proof == "calls" for row in rows)
         report.undo()
         assert generate(engine) == stock
     finally:

@@ -221,7 +221,7 @@ class RerankDocument(BaseModel):
 
 class RerankResult(BaseModel):
     index: int
-    document: RerankDocument
+    document: RerankDocument | None = None
     relevance_score: float
 
 

@@ -16,6 +16,8 @@ MEDIA_FORMS = {  # {type of a content part: (kind of medium, form)}
     "input_audio": ("audio", '{"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}'),
     "audio_url": ("audio", '{"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,..."}}'),
 }
+# {type of a content part: its field with text}; the others than `text` are OpenAI's of answers and of responses
+TEXT_FORMS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -54,6 +56,15 @@ def media_urls(contents: Sequence[Any]) -> list[tuple[str, str]]:
     return [(kind, part[part["type"]]["url"]) for kind, part in kinds]
 
 
+def _text_of(part: Any) -> str | None:
+    """The text of a content part, which may be a text alone, as in vLLM; None for another part."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXT_FORMS[kind]) if isinstance(kind, str) and kind in TEXT_FORMS else None
+    return text if isinstance(text, str) else None
+
+
 def _content(value: Any) -> str | list[dict[str, Any]] | None:
     """A message's text, or its parts. Whether the template gets parts or their text is decided in prompts.py."""
     if value is None or isinstance(value, str):
@@ -63,8 +74,8 @@ def _content(value: Any) -> str | list[dict[str, Any]] | None:
     for part in parts:
         if (medium := media_part(part)) is not None:
             found.append(medium)
-        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            found.append({"type": "text", "text": part["text"]})
+        elif (text := _text_of(part)) is not None:
+            found.append({"type": "text", "text": text})
         else:
             raise ValueError(
                 f'must be a text, or a list of {{"type": "text", "text": ...}} and {IMAGE_FORM}, or of type'
@@ -79,10 +90,15 @@ def _arguments(value: Any) -> str | dict[str, Any] | None:
     return value
 
 
-_PART = {
-    "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}  # fmt: skip
+_TEXTS: list[dict[str, Any]] = [{"type": "string"}]
+_TEXTS += [
+    {
+        "type": "object",
+        "properties": {"type": {"const": kind}, name: {"type": "string"}},
+        "required": ["type", name],
+    }
+    for kind, name in TEXT_FORMS.items()
+]
 _IMAGE = {
     "type": "object", "required": ["type", "image_url"],
     "properties": {
@@ -116,7 +132,7 @@ _AUDIO = {
         },
     },
 }  # fmt: skip
-_PARTS = {"type": "array", "items": {"anyOf": [_PART, _IMAGE, *_FILES, _AUDIO]}}
+_PARTS = {"type": "array", "items": {"anyOf": [*_TEXTS, _IMAGE, *_FILES, _AUDIO]}}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]}
 _ARGUMENTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 

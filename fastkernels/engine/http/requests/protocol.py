@@ -31,6 +31,7 @@ from fastkernels.engine.structured.bodies import (
 
 MAX_N = 128
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # of an encoder, as OpenAI's; texts that are scored
 MAX_STOP = 128
 INT64 = 2**63 - 1
 
@@ -66,6 +67,10 @@ _TEXT = {"type": "string", "minLength": 1}
 
 
 def _prompt(value: Any) -> str | list[Any]:
+    return _one_or_more(value, MAX_PROMPTS)
+
+
+def _one_or_more(value: Any, most: int) -> str | list[Any]:
     """One prompt or a list of prompts. Checked by hand for better messages than those of a union type."""
     if isinstance(value, str) and value:
         return value
@@ -74,8 +79,8 @@ def _prompt(value: Any) -> str | list[Any]:
     if type(value[0]) is int:
         _token_ids(value, "it")
         return value
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")
+    if len(value) > most:
+        raise ValueError(f"at most {most} entries are allowed, got {len(value)}")
     for i, prompt in enumerate(value):
         if type(prompt) is not type(value[0]) or not isinstance(prompt, (str, list)):
             raise ValueError(f"entry {i} differs in type: a list holds either texts or lists of token ids")
@@ -87,7 +92,7 @@ def _prompt(value: Any) -> str | list[Any]:
 
 
 def _input(value: Any) -> Any:
-    """The input of an encoder: as _prompt, one image or video, or a list of these."""
+    """The input of an encoder: as _one_or_more, one image or video, or a list of these."""
     if isinstance(value, dict):
         return _visual(value, "it")
     if not value or not isinstance(value, (str, list)):
@@ -96,9 +101,9 @@ def _input(value: Any) -> Any:
             f" {VIDEO_FORM}"
         )
     if isinstance(value, str) or not isinstance(value[0], dict):
-        return _prompt(value)
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")
+        return _one_or_more(value, MAX_INPUTS)
+    if len(value) > MAX_INPUTS:
+        raise ValueError(f"at most {MAX_INPUTS} entries are allowed, got {len(value)}")
     return [_visual(part, f"entry {i}") for i, part in enumerate(value)]
 
 
@@ -161,6 +166,7 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": 1024}
 _STOP_SCHEMA = {"anyOf": [_STOP_STRING, _array(_STOP_STRING, MAX_STOP), {"type": "null"}]}
 Stop = Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)]
 _PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKENS, _array(_TEXT, MAX_PROMPTS, 1), _array(_TOKENS, MAX_PROMPTS, 1)]}
+_INPUTS = [_TEXT, _TOKENS, _array(_TEXT, MAX_INPUTS, 1), _array(_TOKENS, MAX_INPUTS, 1)]
 _VISUAL = [
     {
         "type": "object", "required": ["type", kind],
@@ -174,7 +180,7 @@ _VISUAL = [
     }
     for kind in FORMS
 ]  # fmt: skip
-_INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], *_VISUAL, _array({"anyOf": _VISUAL}, MAX_PROMPTS, 1)]}
+_INPUT_SCHEMA = {"anyOf": [*_INPUTS, *_VISUAL, _array({"anyOf": _VISUAL}, MAX_INPUTS, 1)]}
 
 
 class Strict(BaseModel):
@@ -536,17 +542,19 @@ class PoolingTaskRequest(EmbeddingRequest):
 
 
 def _texts(value: Any) -> list[str]:
-    """One text or a list of texts."""
+    """One text or a list of texts. A text may be empty, as in vLLM: a corpus may have an empty document."""
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t for t in texts):
-        raise ValueError("must be a text, not empty, or a list of such texts")
-    if len(texts) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(texts)}")
+    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError("must be a text or a list of texts, not empty")
+    if len(texts) > MAX_INPUTS:
+        raise ValueError(f"at most {MAX_INPUTS} entries are allowed, got {len(texts)}")
     return texts
 
 
 Texts = Annotated[
-    Any, PlainValidator(_texts), WithJsonSchema({"anyOf": [_TEXT, _array(_TEXT, MAX_PROMPTS, 1)]})
+    Any,
+    PlainValidator(_texts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _array({"type": "string"}, MAX_INPUTS, 1)]}),
 ]
 MaxTokens = Annotated[
     int | None, Field(ge=0, le=INT64, description="Cut each of these texts to so many tokens; 0: not at all.")
@@ -634,11 +642,15 @@ class ScoreRequest(ScoringRequest):
 
 
 class RerankRequest(ScoringRequest):
-    """Jina's and Cohere's rerank, as in vLLM. top_n: the number of results, 0 for all."""
+    """Jina's and Cohere's rerank, as in vLLM. top_n: the number of results, 0 for all.
+
+    return_documents: Jina's and Cohere's; False: results have no `document`
+    """
 
     query: str = Field(min_length=1)
     documents: Texts
     top_n: int | None = Field(0, ge=0, le=INT64)
+    return_documents: bool | None = True
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:

@@ -120,8 +120,9 @@ async def encoded(
     """The outputs of all inputs, in order; None if the client has gone."""
     requests, own = [], uuid.uuid4().hex
     given = body.inputs
-    if len(given) > context.llm.config.max_waiting:
-        raise ApiError(400, f"{len(given)} inputs are more than the queue holds", "input")
+    waiting = context.llm.config.max_waiting
+    if len(given) > waiting:
+        raise ApiError(400, f"{len(given)} inputs are more than the queue holds, {waiting}", "input")
     for i, one in enumerate(given):
         prompt = await read(i, one)
         make = partial(context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)

@@ -153,7 +153,7 @@ class PictureList(BaseModel):
 def _of_form(form: type[BaseModel]) -> dict[str, Any]:
     """Keyword arguments of a route that reads a form with an image."""
     properties = form.model_json_schema()["properties"]
-    file = {"type": "string", "format": "binary", "description": "A PNG, JPEG or WEBP file."}
+    file = {"type": "string", "format": "binary", "description": "A PNG, JPEG, WEBP, GIF or BMP file."}
     body = {
         "type": "object", "required": ["image", "prompt"], "properties": {"image": file, **properties},
         "additionalProperties": False,
@@ -246,7 +246,7 @@ async def _form(raw: Request, files: list[bytes]) -> dict[str, Any]:
             else:
                 files.append(await value.read())
     if not files:
-        raise ApiError(400, "image is required: a PNG, JPEG or WEBP file in the form", "image")
+        raise ApiError(400, "image is required: a PNG, JPEG, WEBP, GIF or BMP file in the form", "image")
     return found
 
 

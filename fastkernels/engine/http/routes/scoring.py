@@ -54,12 +54,12 @@ class Scoring:
         check_finite(scores, "document", self.context)
         documents = body.sides[1]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+        ranked: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        if body.return_documents is not False:
+            for one in ranked:
+                one["document"] = {"text": documents[one["index"]], "multi_modal": None}
         answer = {
-            "id": f"score-{uuid.uuid4().hex}", "model": self.context.model_name, "usage": tokens,
-            "results": [
-                {"index": i, "document": {"text": documents[i], "multi_modal": None}, "relevance_score": scores[i]}
-                for i in best
-            ],
+            "id": f"score-{uuid.uuid4().hex}", "model": self.context.model_name, "usage": tokens, "results": ranked,
         }  # fmt: skip
         return Response(to_json(answer), media_type="application/json")
 

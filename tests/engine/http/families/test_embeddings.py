@@ -67,6 +67,7 @@ def test_text_and_token_ids_give_the_same(url, expected):
         ({}, "input", "input is required"),
         ({"input": ""}, "input", "not empty"),
         ({"input": []}, "input", "not empty"),
+        ({"input": ["a"] * 10_000}, "input", "at most 2048 entries are allowed, got 10000"),
         ({"input": [["a"]]}, "input", "token ids"),
         ({"input": ["a", [5]]}, "input", "entry 1 differs in type"),
         ({"input": [5, 40000]}, "input", "40000 is not in the vocabulary"),

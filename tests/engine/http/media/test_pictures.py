@@ -183,7 +183,7 @@ EDIT = {"prompt": "a", "num_inference_steps": "2"}
     [
         ({}, [("mask", b"a")], "mask", "mask is a file, and only the file image is supported"),
         ({}, [("other", b"a")], "other", "other is a file"),
-        ({"user": "me"}, [], "image", "image is required: a PNG, JPEG or WEBP file"),
+        ({"user": "me"}, [], "image", "image is required: a PNG, JPEG, WEBP, GIF or BMP file"),
         ({"image": "abc"}, [], "image", "image must be a file in the form"),
         ({}, [("image", b"GIF89a")], "image", "not an image of a known format; accepted are PNG, JPEG, WEBP"),
         ({}, [("image[]", png(8, 8)), ("image[]", png(8, 8))], "image", "image is given twice"),
