@@ -1,1 +1,1 @@
-"""What a process finds out while it runs: faster code for a shape, and whether a user's code works in time."""
+"""Measurements and trials in a running process: faster code for a shape, and whether a user's code works in time."""
