@@ -123,7 +123,7 @@ def check(config: Any) -> None:
             raise Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
     for names in MULTIPLES:
         heads, groups = (getattr(config, name, None) for name in names)
-        if heads and groups and heads % groups:
+        if type(heads) is type(groups) is int and groups > 0 and heads % groups:
             raise Unsupported(f"config.{names[0]}={heads} is not a multiple of {names[1]}={groups}")
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
