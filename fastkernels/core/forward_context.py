@@ -106,13 +106,15 @@ def most_tokens(tokens: int) -> int:
     return max(tokens, _current.most_tokens) if _current is not None else tokens
 
 
-def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any) -> T:
+def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any, captured: bool = False) -> T:
     """The value of make(tensor, *args), kept on a CPU for calls with the same arguments in the same `forward_context`.
 
     For what all layers derive from the batch. Tensors count as the same by address and layout, so they must not change
     during a step. Outside a context and on other devices, whose graphs replay a step, `make` runs on every call.
+
+    captured: keep it on other devices, too: all calls of a context are in one graph, or in none
     """
-    if _current is None or not tensor.is_cpu:
+    if _current is None or not (tensor.is_cpu or captured):
         return make(tensor, *args)
     given = (tensor, *args)
     key = (make, *((t.data_ptr(), t.shape, t.stride()) if isinstance(t, torch.Tensor) else t for t in given))

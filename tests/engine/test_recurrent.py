@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.kernels.decode_launches import Recorded
 from support.splits import IDS, check_logits
 from support.tiny import RECURRENT, make_tiny
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.engine.steps.input_batch import InputBatch, packed_words
+from fastkernels.engine.steps.step import StepInput
 from fastkernels.models.common.checkpoints.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -118,6 +122,58 @@ def test_preempted_sequences_keep_their_tokens(
             scheduler._preempt(scheduler.running.pop())
     assert scheduler.num_preemptions > 0
     assert [s.output_token_ids for s in sequences] == [greedy(folder, p, 12) for p in prompts]
+
+
+def test_slots_of_states_come_with_the_inputs(jamba: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation runs for them between the copy of a step's inputs and the first layer."""
+    runner = LLM(str(jamba), num_blocks=100, **SMALL).llm_engine.runner
+    forward, before = runner._forward, list[list[str]]()
+
+    def recorded(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        with Recorded() as ops:
+            entered = runner.model.register_forward_pre_hook(lambda *_: before.append([*ops.names]))
+            hidden = forward(ids, *args, **more)
+        entered.remove()
+        assert len(ops.names) > 20
+        return hidden
+
+    monkeypatch.setattr(runner, "_forward", recorded)
+    step = StepInput(
+        np.array([2, 0]), np.array([1, 3], np.int32), np.array([1, 3], np.int32), np.zeros(2, np.int64),
+        np.arange(4), 1, np.array([[2, 0, 1], [0, 0, 2]], np.int32),
+    )  # fmt: skip
+    runner.batch.update(step.block_updates)
+    runner._run(step)
+    assert before == [[]]
+
+
+def test_slots_of_states_have_static_addresses() -> None:
+    """Each step that a graph's buffer gets has its own slots; padding, and the dummy slot 4, has slot 0."""
+    batch, steps = InputBatch(torch.device("cpu"), 4, 64, 4, groups=2), []
+    for slots, lens, seqs in (
+        ([4] * 5, [1] * 5, [1] * 5),
+        ([2, 0, 3], [1, 1, 2], [9, 1, 2]),
+        ([1], [4], [30]),
+    ):
+        ids = np.zeros(sum(lens), np.int64)
+        steps.append(StepInput(
+            np.array(slots), np.array(lens, np.int32), np.array(seqs, np.int32), np.zeros(len(slots), np.int64), ids,
+            lens.count(1), np.empty((0, 3), np.int32),
+        ))  # fmt: skip
+    buffer = torch.zeros(packed_words(6, 5, 2), dtype=torch.int64)
+    views = batch.load(steps[0], 6, 5, buffer)
+    found = []
+    for step in steps:
+        inputs = batch.load(step, 6, 5, buffer, views)
+        assert inputs.state_slots.data_ptr() == views.state_slots.data_ptr()
+        assert inputs.fresh.data_ptr() == views.fresh.data_ptr()
+        assert (inputs.state_slots.dtype, inputs.fresh.dtype) == (torch.int32, torch.bool)
+        rows = len(step.slots)
+        computed = inputs.cu_seqlens_q.diff() == inputs.seq_lens
+        assert torch.equal(inputs.fresh[:rows], computed[:rows])
+        assert inputs.slot_mapping.shape == inputs.more_slot_mappings[0].shape == (6,)
+        found.append(inputs.state_slots.tolist())
+    assert found == [[0] * 5, [3, 1, 4, 0, 0], [2, 0, 0, 0, 0]]
 
 
 def test_too_many_sequences_name_the_number_that_fits(mamba2: Path) -> None:

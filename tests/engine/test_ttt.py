@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels.decode_launches import Recorded
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
@@ -70,6 +71,13 @@ def test_batch_has_the_tokens_of_each_sequence(folder: Path, greedy: Any, overla
     llm = LLM(str(folder), async_scheduling=overlap, **SMALL)
     prompts = [PROMPT, *OTHERS]
     assert tokens(llm.generate(prompts, LONG)) == [greedy(folder, prompt, 30) for prompt in prompts]
+
+
+def test_slots_of_tokens_are_found_once_a_step(folder: Path) -> None:
+    llm = LLM(str(folder), **SMALL)
+    with Recorded() as ops:
+        llm.generate([PROMPT[:5], OTHERS[1]], SamplingParams(temperature=0, max_tokens=1))
+    assert ops.names.count("aten::searchsorted.Tensor") == 1  # for two layers and what they keep
 
 
 @pytest.mark.parametrize("most", [4, 7])

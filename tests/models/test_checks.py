@@ -119,6 +119,31 @@ def test_impossible_groups_of_experts_are_refused(fields: dict[str, Any], said: 
         Experts(8, 3, 16, **fields)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fields", "said"),
+    [
+        ("mamba2", "Mamba2", {"n_groups": 3}, "config.num_heads=128 is not a multiple of n_groups=3"),
+        ("mamba2", "Mamba2", {"num_heads": 100}, "hidden_size * expand (8192) must equal num_heads * head_dim (6400)"),
+        ("mamba2", "Mamba2", {"time_step_limit": [0.5]},
+         "config.time_step_limit=[0.5] is not supported, only two numbers from 0, the lesser one first"),
+        ("qwen3_next", "Qwen3Next", {"linear_num_value_heads": 24},
+         "config.linear_num_value_heads=24 is not a multiple of linear_num_key_heads=16"),
+        ("jamba", "Jamba", {"attn_layer_period": 0}, "attn_layer_period=0 is not supported, only integers above 0"),
+        ("gla", "GLA", {"clamp_min": float("nan")}, "config.clamp_min=nan is not supported, only numbers and None"),
+        ("rwkv7", "RWKV7", {"norm_eps": 0}, "config.norm_eps=0 is not supported, only numbers above 0"),
+    ],
+)  # fmt: skip
+def test_sizes_of_recurrent_layers_are_refused(
+    tmp_path: Path, kind: str, name: str, fields: dict[str, Any], said: str
+) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 2,
+             "num_attention_heads": 32}  # fmt: skip
+    raw = {"model_type": kind, "architectures": [f"{name}ForCausalLM"], **sizes, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises((CheckpointError, Unsupported), match=re.escape(said)):
+        registry.describe(build.load_config(tmp_path))
+
+
 def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
     """A known architecture with auto_map is built from the model here."""
     folder = edited(folders / "llama", tmp_path / "copy", auto_map=REMOTE)

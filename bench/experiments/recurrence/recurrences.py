@@ -167,6 +167,7 @@ LINEAR_WAYS = {
     "whole": with_way(partial(linear_chunks.run, segment=0)),
     "halves": with_way(lambda p, out: linear_chunks.run(p, out, 64 * -(-len(p.v) // 128))),
     "sixths": with_way(lambda p, out: linear_chunks.run(p, out, 64 * -(-len(p.v) // 384))),
+    "products by head": partial(mock.patch.object, linear_chunks, "shares", lambda p: False),
     "warps 8": with_tile(linear_chunks, "tile_of", num_stages=2, num_warps=8),
     "stages 3": with_tile(linear_chunks, "tile_of", num_stages=3, num_warps=4),
 }

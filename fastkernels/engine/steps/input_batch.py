@@ -16,7 +16,8 @@ import torch
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.steps.step import StepInput
 
-TURN = 10  # the place of `turn` among the arrays of a packed buffer
+TURN, FIXED = 10, 13  # the place of `turn` among the arrays of a packed buffer, and how many all steps have
+NUMPY, TORCH = (np.int32, np.bool_), (torch.int32, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Inputs:
     sample_slots                                     [B] int64: slots; the dummy slot where nothing is sampled
     seq_lens [B], cu_seqlens_q [B + 1]               int32
     turn                                             [1] int32: the row of InputBatch.sampled for the step's tokens
+    state_slots, fresh                               [B] int32 and bool: see AttentionMetadata
     num_rows, num_decodes                            on the host: rows without padding, and those with one query
     max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  on the host
     host_query_lens, host_seq_lens                   [B] int32 numpy, with padding
@@ -48,6 +50,8 @@ class Inputs:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     turn: torch.Tensor
+    state_slots: torch.Tensor
+    fresh: torch.Tensor
     num_rows: int
     num_decodes: int
     max_seqlen_q: int
@@ -67,20 +71,22 @@ class Inputs:
         """The device tensors, in the order of `unpack`."""
         return (
             self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
-            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn, *self.more_slot_mappings,
-            *(() if self.nodes is None else (self.nodes,)),
+            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn, self.state_slots,
+            self.fresh, *self.more_slot_mappings, *(() if self.nodes is None else (self.nodes,)),
         )  # fmt: skip
 
 
 def packed_words(tokens: int, rows: int, groups: int = 1) -> int:
     """The size of a packed buffer in int64 words. groups: of layers, each with a slot_mapping; one more for nodes."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
-    # after 5 * four words int32 ends: seq_lens, cu_seqlens_q, turn
-    return 4 * even + 5 * four + 2 + (groups - 1) * even
+    # after 5 * four words int32 ends: seq_lens, cu_seqlens_q, turn; then state_slots and fresh in four words
+    return 4 * even + 6 * four + 2 + (groups - 1) * even
 
 
-def unpack(buffer: Any, tokens: int, rows: int, int32: Any, groups: int = 1) -> tuple[Any, ...]:
+def unpack(buffer: Any, tokens: int, rows: int, types: tuple[Any, Any], groups: int = 1) -> tuple[Any, ...]:
     """The arrays of Inputs, in order, as views of a packed int64 buffer (a tensor or a numpy array).
+
+    types: NUMPY or TORCH, its int32 and bool
 
     Each starts at a multiple of 16 bytes, so that Triton compiles each kernel for one alignment only.
     """
@@ -88,11 +94,13 @@ def unpack(buffer: Any, tokens: int, rows: int, int32: Any, groups: int = 1) -> 
     by_token = [buffer[i * even : i * even + tokens] for i in range(4)]
     at = 4 * even
     by_row = [buffer[at + i * four : at + i * four + rows] for i in range(4)]
-    small = buffer[at + 4 * four : at + 5 * four + 2].view(int32)
+    small = buffer[at + 4 * four : at + 6 * four + 2].view(types[0])
     turn = small[2 * four + 2 : 2 * four + 3]
-    at += 5 * four + 2
+    state_slots = small[2 * four + 4 : 2 * four + 4 + rows]
+    fresh = small[3 * four + 4 :].view(types[1])[:rows]
+    at += 6 * four + 2
     more = [buffer[at + i * even : at + i * even + tokens] for i in range(groups - 1)]
-    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1], turn, *more)
+    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1], turn, state_slots, fresh, *more)
 
 
 class Staging:
@@ -231,7 +239,7 @@ class InputBatch:
         turn = len(self.sampled) - 1 if unread else self._turn
 
         def fill(buffer: np.ndarray) -> None:
-            host.extend(unpack(buffer, tokens, rows, np.int32, self.arrays))
+            host.extend(unpack(buffer, tokens, rows, NUMPY, self.arrays))
             self._fill(step, n_tokens, n_rows, host)
             host[TURN][0] = turn
 
@@ -246,21 +254,25 @@ class InputBatch:
             longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
             numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
         if views is None:
-            tensors = unpack(packed, tokens, rows, torch.int32, self.arrays)
+            tensors = unpack(packed, tokens, rows, TORCH, self.arrays)
         else:
             tensors = views.tensors()
-        first, more = tensors[: TURN + 1], tensors[TURN + 1 :]
+        first, more = tensors[:FIXED], tensors[FIXED:]
         more, nodes = (more[:-1], more[-1]) if self.trees else (more, None)
         fields: tuple[Any, ...] = (*first, *numbers, query_lens, seq_lens, turn, more, nodes)
         return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
-        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _, *more = host
+        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, *more = host
+        _, state_slots, fresh, *more = more
         ids[:n], ids[n:] = step.input_ids, 0
         slots[:b], slots[b:] = step.slots, self.dummy
         offsets[:b], offsets[b:] = np.maximum(step.offsets, 0), 0
         sampled[:b], sampled[b:] = self.sample_slots(step), self.dummy
         seq_lens[:b], seq_lens[b:] = step.seq_lens, 1
+        state_slots[:b] = (step.slots + 1) % (self.dummy + 1)  # 0 for the dummy slot
+        np.equal(step.query_lens, step.seq_lens, out=fresh[:b])
+        state_slots[b:], fresh[b:] = 0, True
         starts[0] = 0
         np.cumsum(step.query_lens, out=starts[1 : b + 1])
         starts[b + 1 :] = n

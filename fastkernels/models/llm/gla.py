@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,10 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(config: Any) -> d.Decoder:
     d.refuse(config, use_gk=True, use_gv=False, gate_low_rank_dim=RANK, gate_logit_normalizer=NORMALIZER)
-    return fla.linear_decoder(config, rank=RANK, normalizer=NORMALIZER, least_decay=config.clamp_min)
+    least = config.clamp_min
+    if least is not None and not (type(least) in (int, float) and math.isfinite(least)):
+        raise d.Unsupported(f"config.clamp_min={least!r:.80} is not supported, only numbers and None")
+    return fla.linear_decoder(config, rank=RANK, normalizer=NORMALIZER, least_decay=least)
 
 
 ARCH = Architecture(

@@ -27,6 +27,7 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def describe(config: Any) -> d.Decoder:
     d.refuse(config, hidden_act="sqrelu", attn=None)
     fla.positive(config, "head_dim", *RANKS)
+    fla.numbers(config, "norm_eps")
     hidden, size, count = config.hidden_size, config.head_dim, config.num_hidden_layers
     if hidden % size:
         raise d.Unsupported(f"config.head_dim={size} is not supported, only divisors of hidden_size={hidden}")

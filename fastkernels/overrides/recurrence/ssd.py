@@ -169,7 +169,7 @@ SPEC = OpSpec(
         cases.odd("begins_3", {"seq_lens": (1,) * 3, **_heads(2, 16, 16), "decode": True, "new": 1, **_ALL}, "float32"),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16), "state_dtype": "float16"}),
         cases.odd("empty", {"seq_lens": (0, 6), **_heads(2, 8, 16), "new": 2}, "float16"),
-        cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 32, 24), "new": 1, **_ALL}),
+        cases.odd("chunks", {"seq_lens": (150,), **_heads(8, 32, 24, 2), "new": 1, **_ALL}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **_heads(2, 16, 16), "new": 2, "padding": 1}, "float32"),
     ),
     activations=("x",),

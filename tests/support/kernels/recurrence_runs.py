@@ -25,6 +25,7 @@ BY_CHANNEL = "gated_linear_attention", "kda"
 SEGMENTED = "gated_linear_attention", "ssd"
 SEGMENT = 128  # tokens
 SEGMENTS = {"seq_lens": (300, 0, 5, 257, 128), "new": 1, "padding": 1}
+SHARED = {"heads": 4}  # of one group: their products are computed once
 PARTS = 70, 1, 70  # in chunks, token by token, in chunks
 
 
@@ -80,7 +81,7 @@ def problems(name: str) -> Iterator[tuple[str, str | None]]:
         for (kind, edit), gate in itertools.product(
             {"none": lambda args: None, **spec.extremes}.items(), gates
         ):
-            dims = {**case.dims, **SEGMENTS} | ({"gates": gate} if gate else {})
+            dims = {**case.dims, **SEGMENTS} | ({"gates": gate} if gate else SHARED)
             args = make_args(spec, dataclasses.replace(case, dims=dims))
             edit(args)
             want = oracle(spec, args)

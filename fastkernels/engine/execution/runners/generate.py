@@ -521,9 +521,7 @@ class Generate(Runner):
             groups = tuple(replace(group, tree=masks) for group in metadata.groups)
             metadata = replace(metadata, tree=masks, groups=groups)
         if self.states is not None:
-            slots = (inputs.slots + 1) % (self.batch.dummy + 1)  # 0 for the dummy slot
-            fresh = inputs.cu_seqlens_q.diff() == inputs.seq_lens
-            metadata = replace(metadata, state_slots=slots.to(torch.int32), fresh=fresh)
+            metadata = replace(metadata, state_slots=inputs.state_slots, fresh=inputs.fresh)
         if self.cross is not None:
             metadata = replace(metadata, cross=self.cross.metadata(inputs.token_slots))
         with forward_context(metadata), direct_calls(self.device):

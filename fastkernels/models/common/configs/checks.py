@@ -25,6 +25,12 @@ POSITIVE = (
     "linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "mamba_d_state", "mamba_d_conv", "mamba_expand",
     "mamba_dt_rank",
 )  # fmt: skip
+PERIODS = "attn_layer_period", "expert_layer_period"  # transformers divides by them
+# Fields of which the first is a multiple of the second
+MULTIPLES = (
+    ("num_attention_heads", "num_key_value_heads"), ("num_heads", "n_groups"), ("mamba_num_heads", "n_groups"),
+    ("mamba_n_heads", "mamba_n_groups"), ("linear_num_value_heads", "linear_num_key_heads"),
+)  # fmt: skip
 # Two are names of sparse attention, in transformers' releases; linear attention is any recurrent layer. A layer of
 # kind mlp mixes no tokens.
 LAYER_TYPES = (
@@ -64,6 +70,9 @@ def check_file(folder: Path) -> None:
         return
     _check_dtype(file, raw)
     _check_integers(file, raw)
+    for name in PERIODS:
+        if not (type(raw.get(name, 1)) is int and raw.get(name, 1) > 0):
+            raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported, only integers above 0")
     if names[0] in arch.text_of:
         raw = raw.get(arch.within)
         if not isinstance(raw, dict):
@@ -112,11 +121,10 @@ def check(config: Any) -> None:
             continue  # transformers sets an unused window of Qwen2-MoE to 0
         if value is not None and not (type(value) is int and value > 0):
             raise Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
-    heads, kv_heads = (getattr(config, n, None) for n in ("num_attention_heads", "num_key_value_heads"))
-    if heads and kv_heads and heads % kv_heads:
-        raise Unsupported(
-            f"config.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
+    for names in MULTIPLES:
+        heads, groups = (getattr(config, name, None) for name in names)
+        if type(heads) is type(groups) is int and groups > 0 and heads % groups:
+            raise Unsupported(f"config.{names[0]}={heads} is not a multiple of {names[1]}={groups}")
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if experts and chosen and chosen > experts:

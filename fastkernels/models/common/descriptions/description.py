@@ -727,6 +727,11 @@ class Decoder:
 
 def limits(values: Sequence[float]) -> tuple[float, float | None]:
     """The limits of Mamba-2's time steps from a config's pair of numbers, of which the second may be infinite."""
+    pair = isinstance(values, list | tuple) and [type(n) in (int, float) for n in values] == [True] * 2
+    if not pair or not 0 <= values[0] <= values[1]:
+        raise Unsupported(
+            f"config.time_step_limit={values!r:.80} is not supported, only two numbers from 0, the lesser one first"
+        )
     least, most = values
     return float(least), None if math.isinf(most) else float(most)
 

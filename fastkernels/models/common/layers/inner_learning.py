@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.core.forward_context import get_forward_context
+from fastkernels.core.forward_context import get_forward_context, once_per_step
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common.descriptions import description
 from fastkernels.models.common.layers.state_layers import Stateful
@@ -37,15 +37,21 @@ T = torch.Tensor
 LOGITS = 1 << 26  # that are computed at once
 
 
-def token_slots(tokens: int) -> T:
-    """The slot of each token of the step [T]; 0 for padding."""
+def _token_slots(positions: T) -> T:
+    """The slot of each token of the step [T] int32; 0 for padding."""
     m = get_forward_context()
     assert m.state_slots is not None
     if m.decode_only:
         return m.state_slots
-    at = torch.arange(tokens, device=m.cu_seqlens_q.device)
+    at = torch.arange(len(positions), device=positions.device)
     row = torch.searchsorted(m.cu_seqlens_q[1:].contiguous(), at, right=True).clamp(max=len(m.seq_lens) - 1)
     return torch.where(at < m.cu_seqlens_q[-1], m.state_slots[row], 0)
+
+
+def _inner_slots(positions: T, chunk: int) -> T:
+    """The slot of the weights that each token reads [T] int32: those of the checkpoint in the first chunk."""
+    slots = once_per_step(_token_slots, positions, captured=True)
+    return torch.where(positions < chunk, 0, slots).to(torch.int32)
 
 
 class InnerMlp(Stateful):
@@ -90,7 +96,7 @@ class InnerMlp(Stateful):
 
     def forward(self, positions: T, x: T) -> T:
         states, _ = self.bound_states()
-        slots = torch.where(positions < self.chunk, 0, token_slots(len(x))).to(torch.int32)
+        slots = once_per_step(_inner_slots, positions, self.chunk, captured=True)
         longest = get_forward_context().max_seqlen_q
         return parallel.all_reduce(ttt_mlp(x, states["gate_up"], states["down"], slots, longest))
 
@@ -254,7 +260,7 @@ class Learner(Stateful):
     def keep(self, ids: T, positions: T, entered: T) -> None:
         """Keep the step's tokens, and what enters the first layer [T, H]."""
         states, _ = self.bound_states()
-        at = token_slots(len(ids)).long(), positions % self.chunk
+        at = once_per_step(_token_slots, positions, captured=True).long(), positions % self.chunk
         states["entered"].index_put_(at, entered.to(states["entered"].dtype))
         states["ids"].index_put_(at, ids)
 
