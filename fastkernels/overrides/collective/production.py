@@ -158,6 +158,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "ep_combine_batched": _composed("ep_combine_batched"),
     "ep_dispatch": _composed("ep_dispatch"),
     "ep_dispatch_batched": _composed("ep_dispatch_batched"),
+    "ep_dispatch_batched_fp8": _composed("ep_dispatch_batched_fp8"),
     "ep_dispatch_fp8": _composed("ep_dispatch_fp8"),
     "linear_all_reduce": _composed("linear_all_reduce"),
     "linear_reduce_scatter": _composed("linear_reduce_scatter"),
