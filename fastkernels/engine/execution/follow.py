@@ -205,7 +205,7 @@ def _connect(config: EngineConfig, kind: str, seconds: float, **more: Any) -> Ch
     Raises TimeoutError, ValueError if it refuses this node, ConnectionError if it ends, and WorkerDied with its reason
     if it cannot start.
     """
-    where = f"{config.master_addr}:{config.master_port}"
+    where = nodes.place(config)
     patience, waits = Patience(seconds), f"node {config.node_rank} waits for node 0 at {where}"
     while True:
         try:

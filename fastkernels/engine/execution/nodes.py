@@ -247,9 +247,8 @@ class Gathering:
             if patience.left <= 0:
                 raise TimeoutError(self._late())
             if missing := self._missing():
-                where = f"{config.master_addr}:{config.master_port}"
                 patience.report(
-                    f"node 0 waits at {where} for {_named(missing)} of {config.nnodes}",
+                    f"node 0 waits at {place(config)} for {_named(missing)} of {config.nnodes}",
                     f"start the same command there with --node-rank {missing[0]}, and see what it says",
                 )
             ready = wait([self._sock, *(node.connection for node in self.nodes.values())], patience.pause)
@@ -310,9 +309,8 @@ class Gathering:
         if not missing:
             return f"the ranks of other nodes did not connect to node 0 in {config.dist_timeout:g} s"
         return (
-            f"{_named(missing)} of {config.nnodes} did not come to {config.master_addr}:{config.master_port} in"
-            f" {config.dist_timeout:g} s: start it with the same options and --node-rank {missing[0]}, or increase"
-            " --dist-timeout"
+            f"{_named(missing)} of {config.nnodes} did not come to {place(config)} in {config.dist_timeout:g} s: start"
+            f" it with the same options and --node-rank {missing[0]}, or increase --dist-timeout"
         )
 
     def _accept(self, seconds: float) -> None:
@@ -402,6 +400,12 @@ def listening(config: EngineConfig) -> Iterator[None]:
     finally:
         _gathering.reset(token)
         made.close()
+
+
+def place(config: EngineConfig) -> str:
+    """Where node 0 listens, for messages."""
+    host = config.master_addr
+    return f"{f'[{host}]' if ':' in host else host}:{config.master_port}"
 
 
 def described(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from fastkernels.overrides.collective.reduce_scatter import reduce_scatter
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 
 MOST_ROWS = 4096  # of all ranks, whose sources one program holds
-EXPERTS, CHANNELS = 32, 128  # that one program adds at once
+EXPERTS, CHANNELS = 16, 512  # that one program adds at once
 
 
 def reference(
@@ -31,6 +31,15 @@ def reference(
     every = zip(x, weights, source, strict=True)
     total = exchange.total([_summed(t, w, s) for t, w, s in every])
     return [part.to(t.dtype) for part, t in zip(total.chunk(len(x)), x, strict=True)]
+
+
+def _check(x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor) -> None:
+    if x.dim() != 3 or not x.shape[:2] == weights.shape == source.shape or source.is_floating_point():
+        found = ", ".join(f"{tuple(t.shape)}" for t in (x, weights, source))
+        raise ValueError(
+            "ep_combine_batched takes x [E, ranks * T, H], its weights [E, ranks * T] and its sources [E, ranks * T] in"
+            f" int32, got {found} in {source.dtype}"
+        )
 
 
 def _summed(x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -47,6 +56,7 @@ def _summed(x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor) -> tor
 def _composed(
     x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor, group: str = "tp"
 ) -> torch.Tensor:
+    _check(x, weights, source)
     # In float32: sums of a rank that were rounded to bfloat16 first exceed the judge's tolerance.
     return reduce_scatter(_summed(x, weights, source), group).to(x.dtype)
 
@@ -89,6 +99,7 @@ def summed(x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor) -> torc
 
 
 def _triton(x: torch.Tensor, weights: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    _check(x, weights, source)
     return reduce_scatter(summed(x, weights, source), group).to(x.dtype)
 
 

@@ -5,6 +5,7 @@ The contract of vLLM's prepare step, with fixed sizes: a captured graph can be r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,18 +74,29 @@ def _bits(x: torch.Tensor) -> torch.dtype:
     return exchange.WORDS[x.element_size()]
 
 
+def check_routing(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Raise ValueError for ids and weights that are not those of x's tokens."""
+    if x.dim() != 2 or topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or len(x) != len(topk_ids):
+        found = ", ".join(f"{tuple(t.shape)}" for t in (x, topk_ids, topk_weights))
+        raise ValueError(f"ep_dispatch takes x [T, H], topk_ids [T, K] and topk_weights [T, K], got {found}")
+    if topk_ids.is_floating_point() or not topk_weights.is_floating_point():
+        found = f"{topk_ids.dtype} and {topk_weights.dtype}"
+        raise ValueError(f"ep_dispatch takes integer topk_ids and floating topk_weights, got {found}")
+
+
 def gathered_tensors(
-    gather: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], group: str
+    op: str, gather: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], group: str
 ) -> list[torch.Tensor]:
-    """Tensors [T, ...] of all ranks, by one exchange of bytes."""
-    tokens = given[0].shape[0]
+    """Tensors [T, ...] of all ranks, by one exchange of bytes. op: names the call, which all ranks must make."""
+    comm, tokens = parallel.communicator(group), given[0].shape[0]
+    comm.arrive(op, *given)  # the bytes of other dtypes may be as many
     given = [t.contiguous() for t in given]
-    parts = [t.view(tokens, -1).view(torch.uint8) for t in given]
+    parts = [t.view(tokens, math.prod(t.shape[1:])).view(torch.uint8) for t in given]
     together = gather(torch.cat(parts, 1), group)
     found, at = [], 0
     for t, part in zip(given, parts, strict=True):
         piece = together[:, at : at + part.shape[1]].contiguous()
-        found.append(piece.view(t.dtype).view(-1, *t.shape[1:]))
+        found.append(piece.view(t.dtype).view(comm.size * tokens, *t.shape[1:]))
         at += part.shape[1]
     return found
 
@@ -92,8 +104,9 @@ def gathered_tensors(
 def _composed(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Dispatched:
-    comm = parallel.communicator(group)
-    every = gathered_tensors(all_gather, (x, topk_ids, topk_weights), group)
+    check_routing(x, topk_ids, topk_weights)
+    comm, call = parallel.communicator(group), f"ep_dispatch to {num_experts} experts"
+    every = gathered_tensors(call, all_gather, (x, topk_ids, topk_weights), group)
     return own_part(every, num_experts, comm.rank, comm.size)
 
 
@@ -216,6 +229,7 @@ def launch(
 
     quantized: channels of a scale of rows in float8; 0: rows as they are, and no scales. least: see quantize_fp8
     """
+    check_routing(x, topk_ids, topk_weights)
     symmetric = exchange.symmetric_of(op, x, group)
     (tokens, hidden), k, ranks = x.shape, topk_ids.shape[1], symmetric.size
     experts = parallel.divide(num_experts, ranks, "experts")

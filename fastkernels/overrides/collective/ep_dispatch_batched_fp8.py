@@ -1,6 +1,6 @@
 """Expert parallelism for decodes with half the bytes: `ep_dispatch_batched` of rows in float8 e4m3 with scales.
 
-The batched format of vLLM's prepare step with quantized rows: each expert has the scales of its rows beside them.
+The batched format of vLLM's prepare step with quantized rows: each expert has its rows, and their scales.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def test_node_that_does_not_come_is_named(
 
 
 def test_error_of_node_0_reaches_the_other_nodes(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also to one that comes later, and from before the engine is made."""
+    """Also to one that comes later, over IPv6, and from before the engine is made."""
     made = configs(tiny, free_port(), tensor_parallel_size=2)
     other = Node(EngineConfig(**made[1]))
     with pytest.raises(CheckpointError, match="no-such-folder"):
@@ -219,7 +219,7 @@ def test_error_of_node_0_reaches_the_other_nodes(tiny: Path, caplog: pytest.LogC
     assert re.match(
         "WorkerDied: rank 0 cannot start the engine: CheckpointError: .*no-such-folder", other.said()
     )
-    made = configs(tiny, free_port(), nnodes=3, tensor_parallel_size=3)
+    made = configs(tiny, free_port(), nnodes=3, tensor_parallel_size=3, master_addr="::1")
     early = Node(EngineConfig(**made[1]))
     with pytest.raises(OSError, match="port 8000"), nodes.listening(EngineConfig(**made[0])):
         late = Node(EngineConfig(**made[2]))
