@@ -193,14 +193,14 @@ def test_node_that_does_not_come_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nodes, "FIRST_S", 0.1)
-    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=0.5)
+    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=1.5)
     where = f"{NODE_0}:{made[0]['master_port']}"
     with pytest.raises(
-        TimeoutError, match=rf"node 1 of 2 did not come to {where} in 0.5 s: start it .* --node-rank 1"
+        TimeoutError, match=rf"node 1 of 2 did not come to {where} in 1.5 s: start it .* --node-rank 1"
     ):
         LLM(**made[0])
     with pytest.raises(
-        TimeoutError, match=rf"node 0 did not answer at {where} in 0.5 s .*correct --master-addr"
+        TimeoutError, match=rf"node 0 did not answer at {where} in 1.5 s .*correct --master-addr"
     ):
         LLM(**made[1])
     said = " ".join(caplog.messages)
