@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.cuda import nccl
 
 import fastkernels
 from fastkernels.engine.execution import nodes
@@ -77,7 +78,7 @@ def _gpus(number: int) -> dict[str, Any]:
     return {
         "GPUs": ", ".join(kinds),
         "NVIDIA driver": None if driver is None else driver.group(),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "NCCL": ".".join(map(str, nccl.version())),
     }
 
 

@@ -321,7 +321,7 @@ def test_kinds_of_gpus_and_of_weights_are_compared(
     driver = tmp_path / "version"
     monkeypatch.setattr(follow, "DRIVER", driver)
     monkeypatch.setattr(follow.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(follow.torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(follow.nccl, "version", lambda: (2, 27, 5))
     folder = shutil.copytree(tiny, tmp_path / "copy")
     config, found = EngineConfig(str(tiny), device="cuda"), []
     for kind, version, method in (("H200", "570.86.15", None), ("H100", "550.54", "fp8")):
