@@ -64,7 +64,9 @@ def rows(model, ops=None):
 def test_every_layer_that_looks_like_ours_has_a_row():
     classes = layer_classes()
     listed = {t.path for op in registry.op_names() for t in registry.get(op).targets_for(HOST)}
-    listed |= {class_path(c) for c in classes if any(adapter().of(op).serves(made(c)) for op in registry.op_names())}
+    listed |= {
+        class_path(c) for c in classes if any(adapter().of(op).serves(made(c)) for op in registry.op_names())
+    }
     expected = [c for c in classes if class_path(c) not in listed and c.__name__ not in OTHERS]
     assert len(expected) > 3
     text = "\n".join(row.reason for row in rows(nn.ModuleList(made(c) for c in classes)))

@@ -246,6 +246,7 @@ def serve(
     """
     from fastkernels.core.registry import UnknownName
     from fastkernels.engine.execution.follow import follow
+    from fastkernels.engine.execution.nodes import listening
     from fastkernels.engine.execution.ranks import WorkerDied
     from fastkernels.engine.http import process
     from fastkernels.models.common.checkpoints.weights import CheckpointError
@@ -262,7 +263,7 @@ def serve(
         config = EngineConfig(**engine_fields(model, engine))
         if config.node_rank:
             return follow(config, server_config.drain_timeout)
-        with process.bind(host, port) as sock:
+        with listening(config), process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError, WorkerDied) as error:
         typer.echo(f"fk-bench serve: {error}", err=True)

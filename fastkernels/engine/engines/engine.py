@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.forward.startup import Phases
+from fastkernels.engine.execution.nodes import listening
 from fastkernels.engine.inputs import tokenizer
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.options.runners import RUNNERS, runner_name
@@ -241,11 +242,12 @@ def make_engine(config: EngineConfig) -> Engine:
         raise ValueError(
             f"node_rank {config.node_rank} has no engine of its own: use LLM or `fk-bench serve` there"
         )
-    opened = Checkpoint.open(config)
-    kind = RUNNERS[opened.runner]
-    if not kind.engine:
-        raise ValueError(f"{config.model} cannot be used alone: it is for {kind.use}")
-    return registry.load(kind.engine)(config, opened)
+    with listening(config):
+        opened = Checkpoint.open(config)
+        kind = RUNNERS[opened.runner]
+        if not kind.engine:
+            raise ValueError(f"{config.model} cannot be used alone: it is for {kind.use}")
+        return registry.load(kind.engine)(config, opened)
 
 
 def token_ids(prompt: Any) -> list[int]:

@@ -144,7 +144,7 @@ class TensorParallelExecutor(Executor):
             self.call("choose_kernels")
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException as error:
-            self._ranks.tell_nodes(_described(error))
+            self._ranks.tell_nodes(nodes.described(error))
             self.shutdown()
             raise
         self._ready = True
@@ -152,21 +152,19 @@ class TensorParallelExecutor(Executor):
     def _start(self, setup: Setup) -> None:
         """Start the workers of this node, and wait for those of the others."""
         config = setup.config
-        gathering = None
-        if config.nnodes > 1:
-            gathering = nodes.Gathering(config, follow.about(config, setup.folder))
+        gathering = nodes.Gathering.of(config) if config.nnodes > 1 else None
         try:
             for rank in range(1, config.ranks_per_node):
                 self._ranks.start(replace(setup, rank=rank))
             if gathering is not None:
                 self._address = gathering.address
-                for worker in gathering.workers():
+                for worker in gathering.workers(follow.about(config, setup.folder)):
                     worker.begin(replace(setup, rank=worker.rank))
                     self._ranks.workers.append(worker)
                 self._ranks.nodes = list(gathering.nodes.values())
         except BaseException as error:
             if gathering is not None:
-                gathering.cancel(_described(error))
+                gathering.cancel(error)
             raise
         finally:
             if gathering is not None:
@@ -232,7 +230,7 @@ class TensorParallelExecutor(Executor):
                 self.shutdown()
                 raise ranks.failure from ranks.failure.__cause__
             trace = traceback.format_exc()
-            ranks.kill(_described(error))
+            ranks.kill(nodes.described(error))
             self.shutdown()
             if not self._ready or not isinstance(error, Exception):
                 raise
@@ -334,11 +332,6 @@ class _Checked:
         with self._executor._together():
             self._executor._send(pack(masks))
             self._own.sample(masks)
-
-
-def _described(error: BaseException) -> str:
-    """An error for the other nodes, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+from torch.cuda import nccl
 
 import fastkernels
 from fastkernels.engine.execution import nodes
-from fastkernels.engine.execution.nodes import Channel, proof
+from fastkernels.engine.execution.nodes import Channel, Patience, proof
 from fastkernels.engine.execution.ranks import GRACE, WorkerDied, ended, how_ended, start
 from fastkernels.engine.execution.worker import interfaces
 from fastkernels.engine.options.config import EngineConfig
@@ -33,12 +37,12 @@ from fastkernels.models.common.checkpoints.checkpoint import INDEX, SINGLE
 log = logging.getLogger("fastkernels")
 LOOK_S = 0.1  # between looks at processes
 RETRY_S = 0.2  # between attempts to connect
-ERROR_S = 10.0  # for node 0 to hear that this node cannot start
 OWN = {  # options that may differ between nodes
     "model", "tokenizer", "voices", "device", "node_rank", "master_addr", "dist_timeout", "skip_tokenizer_init",
 }  # fmt: skip
 # That change results or the calls of collectives.
 VARIABLES = "FASTKERNELS_PROVIDER", "FASTKERNELS_VERIFY", "TRITON_INTERPRET"
+DRIVER = Path("/proc/driver/nvidia/version")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 SAMPLES, SAMPLE = 16, 4096  # blocks of a file of weights that are compared, and bytes of each
 
@@ -48,10 +52,14 @@ def about(config: EngineConfig, folder: Path) -> dict[str, Any]:
     given, draft = dict(config.speculative_config or {}), _draft(config)
     given.pop("model", None)
     options = {name: value for name, value in asdict(config).items() if name not in OWN}
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = {
         "fastkernels": f"{fastkernels.__version__} (source {_source()})",
         "torch": torch.__version__,
-        "device": config.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        "triton": triton.__version__,
+        "device": device,
+        "GPUs": _gpus(config.ranks_per_node) if device == "cuda" else {},
+        "checkpoint": _formats(folder),
         "a model whose fingerprint is": fingerprint(folder, config.load_format != "dummy"),
         "options": options | {"speculative_config": given},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -59,6 +67,32 @@ def about(config: EngineConfig, folder: Path) -> dict[str, Any]:
     if draft is not None:
         found["a draft model whose fingerprint is"] = fingerprint(draft)
     return found
+
+
+def _gpus(number: int) -> dict[str, Any]:
+    """The kind of this node's GPUs, and the versions with which they compute and communicate."""
+    kinds = sorted({torch.cuda.get_device_name(i) for i in range(min(number, torch.cuda.device_count()))})
+    driver = None
+    with contextlib.suppress(OSError):
+        driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text())
+    return {
+        "GPUs": ", ".join(kinds),
+        "NVIDIA driver": None if driver is None else driver.group(),
+        "NCCL": ".".join(map(str, nccl.version())),
+    }
+
+
+def _formats(folder: Path) -> dict[str, Any]:
+    """The formats of a checkpoint's weights, which its fingerprint does not name."""
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+        quantized = raw.get("quantization_config") or {}
+        return {
+            "a model in the dtype": raw.get("dtype") or raw.get("torch_dtype"),
+            "a model with the quantization": quantized.get("quant_method"),
+        }
+    except (OSError, ValueError, AttributeError):  # of a pipeline, or wrong: its loader has the message
+        return {}
 
 
 def _draft(config: EngineConfig) -> Path | None:
@@ -109,16 +143,16 @@ def follow(config: EngineConfig, patience: float | None = None) -> None:
     patience  seconds after SIGTERM in which node 0's requests may finish, before it ends the engine; None: signals are
               left to the caller. See ending_by_signals
 
-    Raises ValueError for a node that node 0 refuses, TimeoutError if node 0 does not answer, CheckpointError, and
-    WorkerDied if the engine ends with an error.
+    Raises ValueError for a node that node 0 refuses, TimeoutError if node 0 does not answer, ConnectionError if it ends
+    first, CheckpointError, and WorkerDied if the engine does not start or ends with an error.
     """
     try:
         folder = weights.resolve(config.model)
         _check_gpus(config)
         said = about(config, folder)
     except (ValueError, OSError, weights.CheckpointError) as error:  # node 0 need not wait for this node
-        with contextlib.suppress(OSError, ValueError):
-            _connect(config, "control", min(config.dist_timeout, ERROR_S), error=str(error)).close()
+        with contextlib.suppress(OSError, ValueError, WorkerDied):
+            _connect(config, "control", min(config.dist_timeout, nodes.TELL_S), error=str(error)).close()
         raise
     control = _connect(config, "control", config.dist_timeout, about=said)
     log.info("node %d: node 0 is at %s:%d", config.node_rank, control.there, config.master_port)
@@ -129,7 +163,12 @@ def follow(config: EngineConfig, patience: float | None = None) -> None:
             contextlib.nullcontext(lambda: False) if patience is None else ending_by_signals(patience) as ends
         ):
             for rank in range(first, first + config.ranks_per_node):
-                processes[rank] = _start(config, rank, folder, control.here)
+                try:
+                    processes[rank] = _start(config, rank, folder, control.here)
+                except (OSError, ValueError):
+                    if wait([control.connection], GRACE):
+                        _hear_end(control)  # which is the reason
+                    raise
             _watch(config, control, processes, ends)
         for process in processes.values():
             ended(process)
@@ -162,9 +201,13 @@ def _check_gpus(config: EngineConfig) -> None:
 
 
 def _connect(config: EngineConfig, kind: str, seconds: float, **more: Any) -> Channel:
-    """A connection to node 0, which may come later. Raises TimeoutError, and ValueError if it refuses this node."""
-    where = f"{config.master_addr}:{config.master_port}"
-    until, last = time.monotonic() + seconds, ""
+    """A connection to node 0, which may come later, or may be busy.
+
+    Raises TimeoutError, ValueError if it refuses this node, ConnectionError if it ends, and WorkerDied with its reason
+    if it cannot start.
+    """
+    where = nodes.place(config)
+    patience, waits = Patience(seconds), f"node {config.node_rank} waits for node 0 at {where}"
     while True:
         try:
             sock = socket.create_connection((config.master_addr, config.master_port), nodes.GREETING_S)
@@ -174,17 +217,22 @@ def _connect(config: EngineConfig, kind: str, seconds: float, **more: Any) -> Ch
                 f"master_addr {config.master_addr!r} is not a known address: {error.strerror}"
             ) from error
         except OSError as error:
-            last = str(error)
-        if time.monotonic() > until:
+            last = error.strerror or str(error)
+        if patience.left < 0:
             raise TimeoutError(
                 f"node 0 did not answer at {where} in {seconds:g} s ({last}): start it, or correct --master-addr and"
                 " --master-port"
             )
+        patience.report(
+            f"{waits} ({last})",
+            "check that the same command runs with --node-rank 0 and what it says there, that --master-addr and"
+            " --master-port are equal on all nodes, and that no firewall is between them",
+        )
         time.sleep(RETRY_S)
     channel, nonce = Channel(sock), secrets.token_hex(16)
+    greeting = _greeting(channel, where, waits, patience)
     try:
         channel.limit(nodes.LOST_S)
-        greeting = channel.receive()
         message = {"node": config.node_rank, "kind": kind, "nonce": nonce, **more}
         channel.send({**message, "proof": proof(greeting["nonce"], message)})
         answer = channel.receive()
@@ -197,8 +245,36 @@ def _connect(config: EngineConfig, kind: str, seconds: float, **more: Any) -> Ch
         refused = f"{nodes.KEY} is not that of node 0"
     if refused:
         channel.close()
+        if answer.get("failed"):
+            raise WorkerDied(0, f"cannot start the engine: {refused}")
         raise ValueError(f"node 0 refuses this node: {refused}")
     return channel
+
+
+def _greeting(channel: Channel, where: str, waits: str, patience: Patience) -> dict[str, Any]:
+    """Wait for node 0's greeting. Raises what _connect raises."""
+    try:
+        while not channel.connection.poll(patience.pause):
+            patience.report(
+                f"{waits}, which has not greeted it",
+                "node 0 may still read its model; otherwise another program has this port",
+            )
+            if patience.left < 0:
+                raise ValueError("it sent no greeting in time")
+        channel.limit(nodes.LOST_S)
+        found = channel.receive()
+        if not isinstance(found, dict) or "nonce" not in found:
+            raise ValueError("it sent another greeting")
+        return found
+    except (EOFError, OSError) as error:
+        channel.close()
+        raise ConnectionError(
+            f"{where} closed the connection before a greeting: node 0 has ended, and its own output says why; or it is"
+            " another program: correct --master-addr and --master-port"
+        ) from error
+    except ValueError as error:
+        channel.close()
+        raise ValueError(f"{where} is not node 0 of an engine that waits for nodes ({error})") from error
 
 
 def _start(config: EngineConfig, rank: int, folder: Path, address: str) -> subprocess.Popen[bytes]:
@@ -226,13 +302,7 @@ def _watch(
     alive, deaths, until = dict(processes), dict[int, str](), float("inf")
     while time.monotonic() < until:
         if wait([control.connection], LOOK_S):
-            try:
-                reason = str(control.receive()["end"])
-            except (EOFError, OSError, ValueError, TypeError, KeyError):
-                reason = f"node 0 ({control.there}) has ended"
-            if reason:
-                raise WorkerDied(0, f"has ended the engine: {reason}")
-            return
+            return _hear_end(control)
         if stopping():
             control.send({"stopped": True})
             raise WorkerDied(config.node_rank * config.ranks_per_node, "was stopped with its node")
@@ -244,6 +314,16 @@ def _watch(
                 with contextlib.suppress(OSError):
                     control.send({"rank": rank, "how": deaths[rank]})
     raise WorkerDied(*next(iter(deaths.items())))
+
+
+def _hear_end(control: Channel) -> None:
+    """Read how node 0 has ended the engine. Raises WorkerDied if it was an error."""
+    try:
+        reason = str(control.receive()["end"])
+    except (EOFError, OSError, ValueError, TypeError, KeyError):
+        reason = f"node 0 ({control.there}) has ended"
+    if reason:
+        raise WorkerDied(0, f"has ended the engine: {reason}")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 A node has one connection of its own to node 0, its control connection, and two for each of its ranks, which are those
 of a worker (see worker.py). All begin with a greeting in JSON: only a node that knows FASTKERNELS_NODE_KEY is let in.
 Over the control connection the node then says how its processes ended, and node 0 when the engine ends; see follow.py.
+Node 0 listens before it reads the model, so that the others learn why it does not start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from hashlib import sha256
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -36,6 +39,9 @@ KEY = "FASTKERNELS_NODE_KEY"
 GREETING_S = 5.0  # in which a connection must say who it is
 MOST_BYTES = 1 << 20  # of a message
 LOST_S = 30  # until a machine that does not answer counts as lost
+TELL_S = 10.0  # for a node that is starting to hear that another one cannot
+FIRST_S, OFTEN_S = 5.0, 60.0  # until a wait is reported first, and the longest time between two reports
+MOST_DIFFERENCES = 5  # of a node that a message lists
 SIOCGIFADDR = 0x8915
 
 
@@ -84,6 +90,31 @@ def proof(nonce: str, message: Mapping[str, Any]) -> str:
     """Shows that the sender of a message knows the key."""
     text = nonce + json.dumps(message, sort_keys=True)
     return hmac.new(os.environ.get(KEY, "").encode(), text.encode(), sha256).hexdigest()
+
+
+class Patience:
+    """The time that one node waits for another, which is reported in growing intervals."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._start = seconds, time.monotonic()
+        self._next = FIRST_S
+
+    @property
+    def left(self) -> float:
+        return self._start + self._seconds - time.monotonic()
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next report or the end, at least 0."""
+        return max(0.0, min(self.left, self._start + self._next - time.monotonic()))
+
+    def report(self, waits: str, check: str) -> None:
+        """Log who waits for whom, and what to check, if it is time for that."""
+        waited = time.monotonic() - self._start
+        if waited < self._next or self.left <= 0:
+            return
+        self._next += min(self._next, OFTEN_S)
+        log.warning("%s: %.0f s so far, at most %g s; %s", waits, waited, self._seconds, check)
 
 
 class Node:
@@ -182,38 +213,51 @@ class RemoteWorker(Worker):
 class Gathering:
     """Node 0 while it waits for the connections of all other nodes."""
 
-    def __init__(self, config: EngineConfig, about: Mapping[str, Any]):
-        """about: the facts that the nodes must have in common. Raises OSError if the port cannot be used."""
-        self._config, self._about = config, about
+    def __init__(self, config: EngineConfig):
+        """Listen. Raises OSError if the port cannot be used."""
+        self._config = config
+        self._about: Mapping[str, Any] = {}
         self._sock = _listen(config.master_addr, config.master_port)
         self.address: str = self._sock.getsockname()[0]
         self.nodes: dict[int, Node] = {}
         self._channels: dict[tuple[int, str], Channel] = {}  # by rank and kind
+        self._refused: set[int] = set()  # nodes that know why the engine does not start
+        self._failure = ""  # of this node
         if not os.environ.get(KEY) and not ipaddress.ip_address(self.address).is_loopback:
             log.warning(
                 "any process that reaches %s:%d can join as a node: set %s to the same secret on all nodes, or use a"
                 " private network", self.address, config.master_port, KEY,
             )  # fmt: skip
 
-    def workers(self) -> list[RemoteWorker]:
+    @staticmethod
+    def of(config: EngineConfig) -> Gathering:
+        """The one of the context of `listening`, or a new one."""
+        return _gathering.get() or Gathering(config)
+
+    def workers(self, about: Mapping[str, Any]) -> list[RemoteWorker]:
         """Wait for all ranks of the other nodes, and return their workers.
 
-        Raises TimeoutError that names nodes that did not come, and ValueError for one that differs.
+        about: the facts that the nodes must have in common. Raises TimeoutError that names nodes that did not come,
+        and ValueError for one that differs.
         """
-        config = self._config
-        until = time.monotonic() + config.dist_timeout
+        config, self._about = self._config, about
+        patience = Patience(config.dist_timeout)
         ranks = range(config.ranks_per_node, config.num_ranks)
         while len(self._channels) < 2 * len(ranks):
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(self._missing())
-            ready = wait([self._sock, *(node.connection for node in self.nodes.values())], left)
+            if patience.left <= 0:
+                raise TimeoutError(self._late())
+            if missing := self._missing():
+                patience.report(
+                    f"node 0 waits at {place(config)} for {_named(missing)} of {config.nnodes}",
+                    f"start the same command there with --node-rank {missing[0]}, and see what it says",
+                )
+            ready = wait([self._sock, *(node.connection for node in self.nodes.values())], patience.pause)
             for node in self.nodes.values():
                 if node.connection in ready:
                     rank, reason = node.early_end()
                     raise WorkerDied(max(rank, node.number * config.ranks_per_node), reason)
             if self._sock in ready:
-                self._accept(min(max(left, 1e-3), GREETING_S))  # 0 is no limit
+                self._accept(min(max(patience.left, 1e-3), GREETING_S))  # 0 is no limit
         return [
             RemoteWorker(
                 self.nodes[rank // config.ranks_per_node], rank,
@@ -226,29 +270,54 @@ class Gathering:
         """Accept no more connections."""
         self._sock.close()
 
-    def cancel(self, reason: str) -> None:
-        """End the nodes that have come."""
-        for node in self.nodes.values():
-            node.end(reason)
-            node.close()
-        for channel in self._channels.values():
-            channel.cut()
-            channel.close()
+    def cancel(self, error: BaseException) -> None:
+        """End the nodes that have come, and tell the others why this one does not start, if they come soon."""
+        if self._sock.fileno() < 0:
+            return
+        self._failure = described(error)
+        try:
+            for node in self.nodes.values():
+                node.end(self._failure)
+            # Late nodes have had their time, and a user who ends this one does not wait.
+            soon = isinstance(error, Exception) and not isinstance(error, TimeoutError)
+            self._refuse(min(TELL_S, self._config.dist_timeout) if soon else 0.0)
+        finally:
+            self.close()
+            for node in self.nodes.values():
+                node.close()
+            for channel in self._channels.values():
+                channel.cut()
+                channel.close()
 
-    def _missing(self) -> str:
-        config = self._config
-        numbers = [number for number in range(1, config.nnodes) if number not in self.nodes]
-        if not numbers:
+    def _refuse(self, seconds: float) -> None:
+        """Tell the nodes that come in this time why the engine does not start."""
+        until = time.monotonic() + seconds
+        if (missing := self._missing()) and seconds:
+            log.error(
+                "node 0 cannot start: %s. It waits %g s to tell %s", self._failure, seconds, _named(missing)
+            )
+        while self._missing() and wait([self._sock], max(0.0, until - time.monotonic())):
+            with contextlib.suppress(ValueError):  # a node that cannot start itself, or with another key
+                self._accept(GREETING_S)
+
+    def _missing(self) -> list[int]:
+        """The nodes that have not come."""
+        return [n for n in range(1, self._config.nnodes) if n not in self.nodes and n not in self._refused]
+
+    def _late(self) -> str:
+        config, missing = self._config, self._missing()
+        if not missing:
             return f"the ranks of other nodes did not connect to node 0 in {config.dist_timeout:g} s"
-        named = ", ".join(map(str, numbers))
         return (
-            f"node {named} of {config.nnodes} did not come to {config.master_addr}:{config.master_port} in"
-            f" {config.dist_timeout:g} s: start it with the same options and --node-rank {numbers[0]}, or increase"
-            " --dist-timeout"
+            f"{_named(missing)} of {config.nnodes} did not come to {place(config)} in {config.dist_timeout:g} s: start"
+            f" it with the same options and --node-rank {missing[0]}, or increase --dist-timeout"
         )
 
     def _accept(self, seconds: float) -> None:
-        """Let a connection in, if it is of another node. Raises ValueError for a node that differs."""
+        """Let a connection in, if it is of another node. Raises ValueError for a node that differs.
+
+        After a failure of node 0 a node is told, and not let in.
+        """
         try:
             channel = Channel(self._sock.accept()[0])
         except OSError:  # it has already left
@@ -287,19 +356,65 @@ class Gathering:
             channel.close()
             return
         node = Node(number, channel)
+        if self._failure:
+            self._answer(channel, theirs, self._failure, failed=True)
+            self._refused.add(number)
+            channel.close()
+            return
         wrong = said.get("error") or difference(self._about, about, str(node))
         self._answer(channel, theirs, wrong)
         if wrong:
+            self._refused.add(number)
             channel.close()
             raise ValueError(wrong if not said.get("error") else f"{node}: {wrong}")
         self.nodes[number] = node
         log.info("%s has come: %d of %d", node, len(self.nodes) + 1, self._config.nnodes)
 
     @staticmethod
-    def _answer(channel: Channel, nonce: str, refused: str) -> None:
-        answer = {"refused": refused}
+    def _answer(channel: Channel, nonce: str, refused: str, failed: bool = False) -> None:
+        """failed: node 0 cannot start, and this is why."""
+        answer = {"refused": refused, "failed": failed}
         with contextlib.suppress(OSError):
             channel.send({**answer, "proof": proof(nonce, answer)})
+
+
+_gathering: ContextVar[Gathering | None] = ContextVar("gathering", default=None)
+
+
+@contextmanager
+def listening(config: EngineConfig) -> Iterator[None]:
+    """Listen for the other nodes from now on: an error in this context is told to them.
+
+    For node 0 of several; nothing happens inside another such context. Raises OSError if the port cannot be used.
+    """
+    if config.nnodes == 1 or config.node_rank or _gathering.get() is not None:
+        yield
+        return
+    made = Gathering(config)
+    token = _gathering.set(made)
+    try:
+        yield
+    except BaseException as error:
+        made.cancel(error)
+        raise
+    finally:
+        _gathering.reset(token)
+        made.close()
+
+
+def place(config: EngineConfig) -> str:
+    """Where node 0 listens, for messages."""
+    host = config.master_addr
+    return f"{f'[{host}]' if ':' in host else host}:{config.master_port}"
+
+
+def described(error: BaseException) -> str:
+    """An error for the other nodes, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _named(numbers: list[int]) -> str:
+    return f"node {', '.join(map(str, numbers))}"
 
 
 def _end_connections(address: str) -> None:
@@ -315,19 +430,22 @@ def _end_connections(address: str) -> None:
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], node: str) -> str:
-    """A message with the first difference of a node from node 0; '' if there is none."""
+    """A message with the differences of a node from node 0; '' if there is none."""
+    found: list[str] = []
     for name, value in json.loads(json.dumps(ours)).items():
-        found = theirs.get(name)
-        if found == value:
-            continue
+        other = theirs.get(name)
         if isinstance(value, dict):
-            name, value, found = next(
-                (key, value[key], (found or {}).get(key))
-                for key in value
-                if value[key] != (found or {}).get(key)
-            )
-        return f"{node} has {name} {found}, and node 0 has {value}: it must be the same on all nodes"
-    return ""
+            other = other or {}
+            pairs = [(key, value[key], other.get(key)) for key in value]
+        else:
+            pairs = [(name, value, other)]
+        found += [f"{key} {has}, and node 0 has {want}" for key, want, has in pairs if want != has]
+    if not found:
+        return ""
+    if len(found) > MOST_DIFFERENCES:
+        found[MOST_DIFFERENCES:] = [f"{len(found) - MOST_DIFFERENCES} more differences"]
+    must = "it" if len(found) == 1 else "they"
+    return f"{node} has {'; '.join(found)}: {must} must be the same on all nodes"
 
 
 def _listen(host: str, port: int) -> socket.socket:

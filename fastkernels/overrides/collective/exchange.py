@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,17 +72,18 @@ def gathered(op: str, x: torch.Tensor, group: str) -> list[torch.Tensor]:
 
 
 def gathered_tensors(
-    gather: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], group: str
+    op: str, gather: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], group: str
 ) -> list[torch.Tensor]:
-    """Tensors [T, ...] of all ranks, by one exchange of bytes."""
-    tokens = given[0].shape[0]
+    """Tensors [T, ...] of all ranks, by one exchange of bytes. op: names the call, which all ranks must make."""
+    comm, tokens = parallel.communicator(group), given[0].shape[0]
+    comm.arrive(op, *given)  # the bytes of other dtypes may be as many
     given = [t.contiguous() for t in given]
-    parts = [t.view(tokens, -1).view(torch.uint8) for t in given]
+    parts = [t.view(tokens, math.prod(t.shape[1:])).view(torch.uint8) for t in given]
     together = gather(torch.cat(parts, 1), group)
     found, at = [], 0
     for t, part in zip(given, parts, strict=True):
         piece = together[:, at : at + part.shape[1]].contiguous()
-        found.append(piece.view(t.dtype).view(-1, *t.shape[1:]))
+        found.append(piece.view(t.dtype).view(comm.size * tokens, *t.shape[1:]))
         at += part.shape[1]
     return found
 

@@ -63,10 +63,10 @@ def gathered(
 ) -> list[torch.Tensor]:
     """All ranks' tensors [T, ...] one behind the other in order of rank: by one kernel on a GPU, see `gathers`."""
     comm = parallel.communicator(ours.group)
-    comm.arrive("all_gather", *tensors)
     if comm.symmetric is not None:
+        comm.arrive("all_gather", *tensors)
         return words.gather_words(list(tensors), comm.symmetric, outs)
-    found = exchange.gathered_tensors(all_gather, tensors, ours.group)
+    found = exchange.gathered_tensors("ep_dispatch", all_gather, tensors, ours.group)
     if outs is None:
         return found
     for out, t in zip(outs, found, strict=True):

@@ -52,7 +52,16 @@ def _placed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return out[:rows]
 
 
+def _check(x: torch.Tensor, source: torch.Tensor) -> None:
+    if x.dim() != 2 or source.shape != x.shape[:1] or source.is_floating_point():
+        raise ValueError(
+            f"ep_combine takes x [ranks * T, H] and its sources [ranks * T] in int32, got {tuple(x.shape)} and"
+            f" {tuple(source.shape)} in {source.dtype}"
+        )
+
+
 def _composed(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    _check(x, source)
     return reduce_scatter(_placed(x, source), group)
 
 
@@ -97,6 +106,7 @@ def _combine_kernel(
 
 
 def _triton(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
+    _check(x, source)
     symmetric = exchange.symmetric_of("ep_combine", x, group)
     tokens, hidden = rows(x, group), x.shape[1]
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)

@@ -73,11 +73,22 @@ def _bits(x: torch.Tensor) -> torch.dtype:
     return exchange.WORDS[x.element_size()]
 
 
+def check_routing(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Raise ValueError for ids and weights that are not those of x's tokens."""
+    if x.dim() != 2 or topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape or len(x) != len(topk_ids):
+        found = ", ".join(f"{tuple(t.shape)}" for t in (x, topk_ids, topk_weights))
+        raise ValueError(f"ep_dispatch takes x [T, H], topk_ids [T, K] and topk_weights [T, K], got {found}")
+    if topk_ids.is_floating_point() or not topk_weights.is_floating_point():
+        found = f"{topk_ids.dtype} and {topk_weights.dtype}"
+        raise ValueError(f"ep_dispatch takes integer topk_ids and floating topk_weights, got {found}")
+
+
 def _composed(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, group: str = "tp"
 ) -> Dispatched:
-    comm = parallel.communicator(group)
-    every = exchange.gathered_tensors(all_gather, (x, topk_ids, topk_weights), group)
+    check_routing(x, topk_ids, topk_weights)
+    comm, call = parallel.communicator(group), f"ep_dispatch to {num_experts} experts"
+    every = exchange.gathered_tensors(call, all_gather, (x, topk_ids, topk_weights), group)
     return own_part(every, num_experts, comm.rank, comm.size)
 
 
@@ -197,6 +208,7 @@ def launch(
 
     quantized: channels of a scale of rows in float8; 0: rows as they are, and no scales. least: see quantize_fp8
     """
+    check_routing(x, topk_ids, topk_weights)
     symmetric = exchange.symmetric_of(op, x, group)
     (tokens, hidden), k, ranks = x.shape, topk_ids.shape[1], symmetric.size
     experts = parallel.divide(num_experts, ranks, "experts")

@@ -54,10 +54,11 @@ def _composed(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, block: int = 128,
     group: str = "tp",
 ) -> Dispatched:  # fmt: skip
-    comm = parallel.communicator(group)
+    plain.check_routing(x, topk_ids, topk_weights)
+    comm, call = parallel.communicator(group), f"ep_dispatch_fp8 to {num_experts} experts"
     q, scales = quantize_fp8(x, None, block, None, GROUP_EPS)
     rows, every_scale, ids, weights = exchange.gathered_tensors(
-        all_gather, (q, scales, topk_ids, topk_weights), group
+        call, all_gather, (q, scales, topk_ids, topk_weights), group
     )
     rows, ids, weights, source = plain.own_part((rows, ids, weights), num_experts, comm.rank, comm.size)
     return rows, _at(every_scale, source), ids, weights, source

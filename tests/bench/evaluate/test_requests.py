@@ -224,4 +224,8 @@ def test_wrong_candidate_of_a_recommender_is_dropped(tmp_path: Path) -> None:
         found = run.measure({p.stem: str(p) for p in (good, wrong)}, set_files([tmp_path]))
     assert found.found.kept == ("linear",)
     assert [(d.op, d.reason) for d in found.found.dropped] == [("cross_low_rank", Reason.INCORRECT)]
-    assert found.outcome is not None and found.outcome.correctness == pytest.approx(1.0, abs=1e-4) and found.live["linear"] > 0
+    assert (
+        found.outcome is not None
+        and found.outcome.correctness == pytest.approx(1.0, abs=1e-4)
+        and found.live["linear"] > 0
+    )

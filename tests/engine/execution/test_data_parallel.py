@@ -28,7 +28,7 @@ from support.eagle import make_tiny_eagle3
 from support.mtp import make_mtp
 from support.rerun import install
 from support.serving.rank_forks import Fork
-from support.tiny import MODELS, make_tiny, make_tiny_bert
+from support.tiny import KINDS, MODELS, SIZES, make_tiny, make_tiny_bert, model_class
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.core import parallel
@@ -50,6 +50,11 @@ PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331)), 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_blocks": 40,
 }  # fmt: skip
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Fork}))
 
 
 def forks(folder: Path, **settings: Any) -> LLM:
@@ -242,6 +247,51 @@ def test_groups_of_experts_equal_one_process(tmp_path: Path, kind: str, groups: 
         got = [tokens(llm.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
     with LLM(str(made), **SETTINGS) as one:
         assert got == [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
+
+
+# Mixtures with six experts, which four ranks cannot share evenly, and sizes that suit three and four ranks.
+SIX: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6},
+    "mixtral": {"num_local_experts": 6},
+    "deepseek_v3": {"n_routed_experts": 6, "n_group": 2, "topk_group": 1},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "glm4_moe": {"n_routed_experts": 6, "n_group": 2, "topk_group": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("kind", SIX)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor_parallel_size": 4, "expert_parallel_size": 2}, {"data_parallel_size": 3}],
+    ids=["two_groups_of_two", "three_ranks"],
+)
+def test_six_experts_on_several_ranks_equal_one_process(
+    tmp_path: Path, kind: str, layout: dict[str, int]
+) -> None:
+    made = make_tiny(tmp_path / kind, kind, "float32", **SIX[kind])
+    with LLM(str(made), **SETTINGS, **layout) as llm:
+        got = [tokens(llm.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
+    with LLM(str(made), **SETTINGS) as one:
+        assert got == [tokens(one.generate(PROMPTS[:n], GREEDY, use_tqdm=False)) for n in (5, 1)]
+
+
+@pytest.mark.parametrize("kind", SIX)
+def test_six_experts_on_four_ranks_are_refused(tmp_path: Path, kind: str) -> None:
+    """Before any process starts, with the numbers that are possible."""
+    prefix, fields = KINDS[kind]
+    cls = model_class(prefix)
+    given = {**SIZES, **fields, **SIX[kind]}
+    computed = {name for name in given if isinstance(getattr(cls.config_class, name, None), property)}
+    config = cls.config_class(**{name: value for name, value in given.items() if name not in computed})
+    config.architectures = [cls.__name__]
+    config.save_pretrained(tmp_path)
+    settings = {**SETTINGS, "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(ValueError, match=r"6 experts cannot be divided by 4; supported: 1, 2"):
+        LLM(str(tmp_path), **settings, tensor_parallel_size=4, expert_parallel_size=4)
+    with pytest.raises(ValueError, match=r"data_parallel_size 4 .*experts 6 cannot be divided over 4 ranks"):
+        LLM(str(tmp_path), **settings, data_parallel_size=4)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -5,6 +5,7 @@ The slow tests give each node a network of its own, and run `fk-bench serve`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ from fastkernels.engine.engines.engine import make_engine
 from fastkernels.engine.execution import follow, nodes, ranks, worker
 from fastkernels.engine.execution.ranks import WorkerDied
 from fastkernels.engine.options.config import EngineConfig
+from fastkernels.models.common.checkpoints.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
@@ -176,7 +178,8 @@ def test_other_weights_on_a_node_are_refused(tiny: Path, tmp_path: Path) -> None
         ({"torch": "2"}, "node 1 has torch 2, and node 0 has 1"),
         ({"device": "cpu"}, "node 1 has device cpu, and node 0 has cuda"),
         ({"options": {"a": 1, "b": 3}}, "node 1 has b 3, and node 0 has 2"),
-        ({"options": None}, "node 1 has a None, and node 0 has 1"),
+        ({"options": None}, "node 1 has a None, and node 0 has 1; b None, and node 0 has 2: they must be"),
+        ({"torch": "2", "options": {}}, "node 1 has torch 2, and node 0 has 1; a None, and node 0 has 1"),
         ({}, ""),
     ],
 )
@@ -186,17 +189,64 @@ def test_differences_are_named(theirs: dict[str, Any], what: str) -> None:
     assert bool(nodes.difference(ours, ours | theirs, "node 1")) is bool(what)
 
 
-def test_node_that_does_not_come_is_named(tiny: Path) -> None:
-    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=0.5)
+def test_node_that_does_not_come_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nodes, "FIRST_S", 0.1)
+    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=1.5)
     where = f"{NODE_0}:{made[0]['master_port']}"
     with pytest.raises(
-        TimeoutError, match=rf"node 1 of 2 did not come to {where} in 0.5 s: start it .* --node-rank 1"
+        TimeoutError, match=rf"node 1 of 2 did not come to {where} in 1.5 s: start it .* --node-rank 1"
     ):
         LLM(**made[0])
     with pytest.raises(
-        TimeoutError, match=rf"node 0 did not answer at {where} in 0.5 s .*correct --master-addr"
+        TimeoutError, match=rf"node 0 did not answer at {where} in 1.5 s .*correct --master-addr"
     ):
         LLM(**made[1])
+    said, far = " ".join(caplog.messages), r"\d s so far, at most 1.5 s"
+    assert re.search(rf"node 0 waits at {where} for node 1 of 2: {far}; start the same command", said)
+    assert re.search(rf"node 1 waits for node 0 at {where} \(Connection refused\): {far}; check that", said)
+
+
+def loopback() -> str:
+    """The IPv6 address if this machine has one."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return "::1"
+    except OSError:
+        return NODE_0
+
+
+def test_error_of_node_0_reaches_the_other_nodes(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also to one that comes later, over IPv6, and from before the engine is made."""
+    monkeypatch.setattr(nodes, "TELL_S", 60.0)
+    made = configs(tiny, free_port(), tensor_parallel_size=2)
+    other = Node(EngineConfig(**made[1]))
+    with pytest.raises(CheckpointError, match="no-such-folder"):
+        LLM(**made[0] | {"model": "no-such-folder/x"})
+    assert re.match(
+        "WorkerDied: rank 0 cannot start the engine: CheckpointError: .*no-such-folder", other.said()
+    )
+    made = configs(tiny, free_port(), nnodes=3, tensor_parallel_size=3, master_addr=loopback())
+    early = Node(EngineConfig(**made[1]))
+    with pytest.raises(OSError, match="port 8000"), nodes.listening(EngineConfig(**made[0])):
+        late = Node(EngineConfig(**made[2]))
+        raise OSError("port 8000 is in use")
+    for node in (early, late):
+        assert node.said() == "WorkerDied: rank 0 cannot start the engine: OSError: port 8000 is in use"
+    assert "It waits 60 s to tell node 1, 2" in " ".join(caplog.messages)
+
+
+def test_node_0_that_ends_before_a_greeting_is_named(tiny: Path) -> None:
+    made = configs(tiny, free_port(), tensor_parallel_size=2)
+    with socket.create_server((NODE_0, made[1]["master_port"])) as node_0:
+        other = Node(EngineConfig(**made[1]))
+        node_0.accept()[0].close()
+    assert re.match(
+        "ConnectionError: .* closed the connection before a greeting: node 0 has ended", other.said()
+    )
 
 
 def test_port_in_use_and_foreign_address_are_refused(tiny: Path) -> None:
@@ -218,7 +268,7 @@ def test_port_in_use_and_foreign_address_are_refused(tiny: Path) -> None:
 def test_strangers_do_not_join(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, another protocol and a node with another key leave node 0 waiting."""
     made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=4.0)
-    gathering = nodes.Gathering(EngineConfig(**made[0]), {})
+    gathering = nodes.Gathering(EngineConfig(**made[0]))
     with socket.create_connection(gathering._sock.getsockname()) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
         gathering._accept(1.0)
@@ -230,7 +280,7 @@ def test_strangers_do_not_join(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     gathering._accept(2.0)
     assert "FASTKERNELS_NODE_KEY is not that of node 0" in other.said()
     with pytest.raises(TimeoutError, match="node 1 of 2 did not come"):
-        gathering.workers()
+        gathering.workers({})
     gathering.close()
 
 
@@ -273,6 +323,35 @@ def test_too_few_gpus_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     config = EngineConfig("model", nnodes=2, node_rank=1, tensor_parallel_size=4)
     with pytest.raises(ValueError, match="node 1 needs 2 GPUs, and there are 1"):
         follow._check_gpus(config)
+
+
+def test_kinds_of_gpus_and_of_weights_are_compared(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "version"
+    monkeypatch.setattr(follow, "DRIVER", driver)
+    monkeypatch.setattr(follow.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(follow.nccl, "version", lambda: (2, 27, 5))
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    config, found = EngineConfig(str(tiny), device="cuda"), []
+    for kind, version, method in (("H200", "570.86.15", None), ("H100", "550.54", "fp8")):
+        driver.write_text(
+            f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build\n"
+        )
+        monkeypatch.setattr(follow.torch.cuda, "get_device_name", lambda i: f"NVIDIA {kind}")  # noqa: B023
+        raw = json.loads((folder / "config.json").read_text())
+        raw |= {"quantization_config": {"quant_method": method}} if method else {}
+        (folder / "config.json").write_text(json.dumps(raw))
+        found.append(follow.about(config, folder))
+    said = nodes.difference(*found, "node 1")
+    assert (
+        "node 1 has GPUs NVIDIA H100, and node 0 has NVIDIA H200; NVIDIA driver 550.54, and node 0 has"
+        in said
+    )
+    assert "570.86.15; a model with the quantization fp8, and node 0 has None; a model whose fing" in said
+    assert (
+        found[0]["GPUs"]["NCCL"] == "2.27.5" and found[0]["checkpoint"]["a model in the dtype"] == "float32"
+    )
 
 
 def test_rank_uses_the_folders_of_its_node() -> None:

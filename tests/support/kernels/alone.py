@@ -21,6 +21,7 @@ from fastkernels.engine.steps.input_batch import InputBatch
 from fastkernels.overrides.attention import attention_decode_split
 from fastkernels.overrides.collective import exchange, words
 from fastkernels.overrides.dense_attention import wide_heads
+from fastkernels.overrides.expert_parallel import ep_combine_batched, ep_dispatch_batched
 from fastkernels.overrides.latent_attention import mla_triton
 from fastkernels.overrides.linear import linear_int4
 from fastkernels.overrides.moe import expert_libraries, mxfp4_prompt
@@ -125,6 +126,17 @@ def _dispatched() -> None:
     _of_ranks("ep_dispatch", torch.zeros(TOKENS, HIDDEN, dtype=BF16), ids, torch.zeros(TOKENS, 2), 8, "tp")
 
 
+def _packed() -> None:
+    rows, ids = torch.zeros(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, 2, dtype=I32)
+    scales = torch.zeros(TOKENS, 2)
+    ep_dispatch_batched.pack((rows, ids, torch.zeros(TOKENS, 2), ids[:, 0]), 4, scales)
+
+
+def _summed() -> None:
+    source = torch.zeros(4, TOKENS, dtype=I32)
+    ep_combine_batched.summed(torch.zeros(4, TOKENS, HIDDEN, dtype=BF16), torch.zeros(4, TOKENS), source)
+
+
 def _with_case(op: str, call: Callable[..., Any], case: str = "") -> None:
     """A call with the arguments of a case of the op, or of its first odd one."""
     spec = registry.get(op)
@@ -155,7 +167,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "overrides.collective.all_reduce_rms_norm:_all_reduce_rms_norm_kernel": lambda: _normed(0),
     "overrides.collective.all_reduce_rms_norm:_words_rms_norm_kernel": lambda: _normed(1),
     "overrides.expert_parallel.ep_combine:_combine_kernel": _combined,
+    "overrides.expert_parallel.ep_combine_batched:_sum_kernel": _summed,
     "overrides.expert_parallel.ep_dispatch:_dispatch_kernel": _dispatched,
+    "overrides.expert_parallel.ep_dispatch_batched:_pack_kernel": _packed,
     "overrides.collective.exchange:_exchange_kernel": _exchanged,
     "overrides.collective.words:_words_kernel": lambda: _message(words.sum_words),
     "overrides.collective.words:_scatter_kernel": lambda: _message(words.scatter_words),
