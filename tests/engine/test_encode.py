@@ -243,7 +243,7 @@ def test_pooling_modes(mode: str) -> None:
         torch.testing.assert_close(found[row], expected)
 
 
-def test_pooling_follows_the_checkpoint(tmp_path: Path) -> None:
+def test_pooling_follows_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_pooling(minilm_path()) == Pooling("mean", True, 256)
     assert read_pooling(tmp_path) == Pooling("mean", True, None)
     folder = tmp_path / "cls"
@@ -260,7 +260,10 @@ def test_pooling_follows_the_checkpoint(tmp_path: Path) -> None:
     # As sentence-transformers 6 writes it
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 100}')
-    assert read_pooling(folder) == Pooling("last", False, 100)
+    (folder / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}')
+    with caplog.at_level("WARNING", "fastkernels"):
+        assert read_pooling(folder) == Pooling("last", False, 100)
+    assert "its default prompt 'query' is not put before texts" in caplog.text
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": "64"}')
     with pytest.raises(CheckpointError, match="max_seq_length='64' is not supported"):
         read_pooling(folder)

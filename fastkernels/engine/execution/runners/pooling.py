@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 
+log = logging.getLogger("fastkernels")
 MODES = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "lasttoken": "last"}
 NEWER = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}  # since sentence-transformers 6
 FLAG = "pooling_mode_"
@@ -72,6 +74,11 @@ def read_pooling(folder: Path) -> Pooling:
     if unknown or "Pooling" not in kinds:
         raise CheckpointError(
             f"{folder / 'modules.json'} has {', '.join(kinds)}: supported are {', '.join(KNOWN)}, with a Pooling"
+        )
+    prompt = (_read(folder / "config_sentence_transformers.json", dict) or {}).get("default_prompt_name")
+    if prompt is not None:
+        log.warning(
+            "%s: its default prompt %r is not put before texts: do so yourself, as clients of vLLM do", folder, prompt
         )
     return Pooling(_mode(kinds["Pooling"] / "config.json"), "Normalize" in kinds, _longest(folder))
 
