@@ -78,7 +78,9 @@ def read_pooling(folder: Path) -> Pooling:
     prompt = (_read(folder / "config_sentence_transformers.json", dict) or {}).get("default_prompt_name")
     if prompt is not None:
         log.warning(
-            "%s: its default prompt %r is not put before texts: do so yourself, as clients of vLLM do", folder, prompt
+            "%s: its default prompt %r is not put before texts: do so yourself, as clients of vLLM do",
+            folder,
+            prompt,
         )
     return Pooling(_mode(kinds["Pooling"] / "config.json"), "Normalize" in kinds, _longest(folder))
 

@@ -153,7 +153,7 @@ def check(config: Any) -> None:
     chosen = getattr(config, "num_experts_per_tok", 0)
     if experts and chosen is None:
         raise Unsupported(f"config.num_experts_per_tok=None is not supported with {experts} experts")
-    if experts and chosen and chosen > experts:
+    if type(experts) is type(chosen) is int and chosen > experts > 0:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
     if known is None or known.arch.inputs == "tokens":  # configs of other models use the name for other kinds
