@@ -204,5 +204,6 @@ def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any] | None:
     if made is None:
         scaling = scaling or {"rope_type": "default"}
         made = {"rope_theta": raw.get("rope_theta"), **scaling} if isinstance(scaling, dict) else None
-    plain = isinstance(made, dict) and made.get("rope_type") in ("default", "llama3")
-    return dict(made) if plain and type(made.get("rope_theta")) in (int, float) else None
+    if not isinstance(made, dict) or made.get("rope_type") not in ("default", "llama3"):
+        return None
+    return dict(made) if type(made.get("rope_theta")) in (int, float) else None
