@@ -243,7 +243,7 @@ def test_pooling_modes(mode: str) -> None:
         torch.testing.assert_close(found[row], expected)
 
 
-def test_pooling_follows_the_checkpoint(tmp_path: Path) -> None:
+def test_pooling_follows_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_pooling(minilm_path()) == Pooling("mean", True, 256)
     assert read_pooling(tmp_path) == Pooling("mean", True, None)
     folder = tmp_path / "cls"
@@ -257,12 +257,38 @@ def test_pooling_follows_the_checkpoint(tmp_path: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({**flags, "pooling_mode_mean_tokens": True}))
     with pytest.raises(CheckpointError, match=r"cls_token \+ mean_tokens is not supported"):
         read_pooling(folder)
+    # As sentence-transformers 6 writes it
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    (folder / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}')
+    with caplog.at_level("WARNING", "fastkernels"):
+        assert read_pooling(folder) == Pooling("last", False, 100)
+    assert "its default prompt 'query' is not put before texts" in caplog.text
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": "64"}')
+    with pytest.raises(CheckpointError, match="max_seq_length='64' is not supported"):
+        read_pooling(folder)
+    (folder / "sentence_bert_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"must hold an object, got \[\]"):
+        read_pooling(folder)
+    (folder / "sentence_bert_config.json").unlink()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": ["mean", "weightedmean"]}))
+    with pytest.raises(CheckpointError, match=r"pooling mean \+ weightedmean is not supported"):
+        read_pooling(folder)
     (folder / "modules.json").write_text(json.dumps([*kinds, {"type": "x.Dense", "path": "2_Dense"}]))
     with pytest.raises(CheckpointError, match=r"modules.json has Transformer, Pooling, Dense"):
         read_pooling(folder)
     (folder / "modules.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
         read_pooling(folder)
+
+
+def test_texts_are_lower_cased_as_the_checkpoint_says(bert: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bert, tmp_path / "copy"))
+    (copy / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    as_is, lowered = (
+        [o.prompt_token_ids for o in LLM(str(f), device="cpu").embed(["Ab Ä", "ab ä"])] for f in (bert, copy)
+    )
+    assert as_is[0] != as_is[1] and lowered == [as_is[1]] * 2
 
 
 def test_an_input_that_is_too_long_is_refused(minilm: LLM) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fk_bench.cli import app
-from support.tiny import make_tiny
+from support.tiny import KINDS, SIZES, make_tiny
 from typer.testing import CliRunner
 
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
@@ -95,6 +96,47 @@ def test_config_is_refused_with_field_and_value(
         done = CliRunner().invoke(app, [*command, str(folder)], input="y\n")
         assert done.exit_code == status and isinstance(done.exception, SystemExit), done.exception
         assert said in done.stderr and "Traceback" not in done.output
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("deepseek_v3", {"n_group": None}, "config.n_group=None: not supported by DeepseekV3ForCausalLM"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "config.first_k_dense_replace=None: not supported"),
+        ("deepseek_v3", {"v_head_dim": None}, "config.v_head_dim=None is not supported, only integers"),
+        ("dots1", {"num_experts_per_tok": None}, "config.num_experts_per_tok=None is not supported with 8 experts"),
+        ("granitemoe", {"logits_scaling": 0.0}, "config.logits_scaling=0.0: not supported by GraniteMoe"),
+        ("qwen2", {"rope_parameters": {**ROPE, "rope_type": ["yarn"]}}, "rope_type=['yarn'] is not supported, only"),
+        ("qwen2", {"rope_parameters": {**ROPE, "factor": "4"}}, "factor='4' is not supported, only numbers above 0"),
+        ("stablelm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "at most 1"),
+    ],
+)  # fmt: skip
+def test_null_and_damaged_fields_are_refused_by_name(kind: str, fields: dict[str, Any], said: str) -> None:
+    prefix, differs = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **differs, **fields})
+    config.architectures = [f"{prefix}ForCausalLM"]
+    with pytest.raises(Unsupported, match=re.escape(said)):
+        checks.check(config)
+        registry.describe(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("gemma3_text", {"num_attention_heads": 0}, "config.num_attention_heads=0 is not supported, only integers"),
+        ("olmoe", {"rope_parameters": -1}, "config.rope_parameters=-1 is not supported, only a table of fields"),
+        ("cohere2", {"rope_parameters": {**ROPE, "beta_fast": "fast"}}, "beta_fast='fast' is not supported, only"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {**ROPE, "factor": -2}}, "config.rope_scaling: factor=-2"),
+    ],
+)  # fmt: skip
+def test_values_on_which_transformers_fails_are_named(
+    folders: Path, tmp_path: Path, kind: str, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        build.load_config(edited(folders / kind, tmp_path / "copy", **fields))
 
 
 def test_unused_window_may_be_zero() -> None:

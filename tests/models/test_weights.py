@@ -284,6 +284,21 @@ def test_unknown_architecture(copy):
         model_class("GPT5")
 
 
+def test_adapters_are_refused_or_left_out_with_a_warning(copy, tmp_path, caplog):
+    own = tmp_path / "adapter"
+    own.mkdir()
+    (own / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (own / "adapter_model.safetensors").touch()
+    with pytest.raises(
+        CheckpointError, match=r"an adapter \(.*\) of org/base and no whole weights: merge it"
+    ):
+        resolve(str(own))
+    shutil.copy(own / "adapter_config.json", copy)
+    with caplog.at_level("WARNING", "fastkernels"):
+        assert resolve(str(copy)) == copy
+    assert "of org/base: it is not applied, the other weights are used" in caplog.text
+
+
 def test_resolve_keeps_a_folder(tiny):
     assert resolve(str(tiny)) == tiny
 

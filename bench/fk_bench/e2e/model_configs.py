@@ -130,7 +130,9 @@ def _read(model: str, path: Path) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **wanted)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
-    except (OSError, ValueError, KeyError, StrictDataclassError, json.JSONDecodeError) as error:
+    except (
+        OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, StrictDataclassError,
+    ) as error:  # fmt: skip
         if path.is_dir():
             raise ModelError(
                 f"{path / 'config.json'} cannot be used: {' '.join(str(error).split())}"

@@ -42,6 +42,7 @@ class EncodeEngine(BudgetEngine):
 
     def _start(self) -> None:
         super()._start()
+        tokenizer.lower(self.tokenizer, self.folder)
         self.images: ImageReader | None = None
         if self.inputs in READERS:
             self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)

@@ -41,6 +41,21 @@ def load(source: str | Path) -> Any:
         ) from error
 
 
+def lower(tokenizer: Any, folder: Path) -> None:
+    """Make the tokenizer lower-case its texts first, if do_lower_case of sentence_bert_config.json says so."""
+    try:
+        found = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(found, dict) or found.get("do_lower_case") is not True:
+        return
+    from tokenizers import normalizers
+
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+
+
 def encode(
     tokenizer: Any, text: str, special: bool = True, limit: int | None = None, side: str | None = None
 ) -> list[int]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# rope_types that scale from the length of the training
+FROM_LENGTH = ("llama3", "yarn", "longrope")
+
 
 def head_size(config: Any) -> int:
     """Return head_dim of the config, by default hidden_size / num_attention_heads.
@@ -24,6 +27,9 @@ def rope_parameters(config: Any, kind: str = "") -> dict[str, Any]:
     """Return rope_parameters (transformers 5), or theta, scaling and partial factor of an older config.
 
     kind  a layer type, where layer types have parameters of their own
+
+    Of the two places of original_max_position_embeddings, the config itself goes before its parameters, as in
+    transformers and vLLM. Without either it is max_position_embeddings.
     """
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
@@ -34,4 +40,11 @@ def rope_parameters(config: Any, kind: str = "") -> dict[str, Any]:
     partial = getattr(config, "partial_rotary_factor", None)
     if partial is not None:
         p.setdefault("partial_rotary_factor", partial)
+    if (p.get("rope_type") or p.get("type")) in FROM_LENGTH:
+        name = "original_max_position_embeddings"
+        outer = getattr(config, name, None)
+        if outer is not None and not (isinstance(found, Mapping) and kind in found):
+            p[name] = outer
+        elif p.get(name) is None:
+            p[name] = getattr(config, "max_position_embeddings", None)
     return p

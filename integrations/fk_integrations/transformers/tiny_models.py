@@ -74,7 +74,9 @@ def read(source: str | Path) -> Any:
                 + (f"; the checkpoint {needs}" if needs else "")
             )
         return _named(AutoConfig.from_pretrained(where, local_files_only=path.is_dir()))
-    except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
+    except (
+        OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, StrictDataclassError,
+    ) as error:  # fmt: skip
         if isinstance(error, NoReference):
             raise
         lines = [line for line in str(error).splitlines() if line.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,11 @@ import torch.nn.functional as F
 
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 
+log = logging.getLogger("fastkernels")
 MODES = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "lasttoken": "last"}
+NEWER = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}  # since sentence-transformers 6
+FLAG = "pooling_mode_"
+UNLIMITED = 10**9  # transformers' word for a tokenizer without a limit is far above it
 KNOWN = ("Transformer", "Pooling", "Normalize")
 
 
@@ -59,31 +64,66 @@ def read_pooling(folder: Path) -> Pooling:
 
     Raises CheckpointError for a pooling that is not supported.
     """
-    modules = _read(folder / "modules.json")
+    modules = _read(folder / "modules.json", list)
     if modules is None:
         return Pooling()
+    if not all(isinstance(m, dict) and {"type", "path"} <= m.keys() for m in modules):
+        raise CheckpointError(f"{folder / 'modules.json'} must hold a list of objects with type and path")
     kinds = {str(m["type"]).rpartition(".")[2]: folder / str(m["path"]) for m in modules}
     unknown = [kind for kind in kinds if kind not in KNOWN]
     if unknown or "Pooling" not in kinds:
         raise CheckpointError(
             f"{folder / 'modules.json'} has {', '.join(kinds)}: supported are {', '.join(KNOWN)}, with a Pooling"
         )
-    file = kinds["Pooling"] / "config.json"
-    flags = {k.removeprefix("pooling_mode_"): v for k, v in (_read(file) or {}).items()}
-    chosen = [name for name, on in flags.items() if on is True and name not in ("include_prompt",)]
-    if len(chosen) != 1 or chosen[0] not in MODES:
-        raise CheckpointError(
-            f"{file}: pooling {' + '.join(chosen) or 'none'} is not supported: {', '.join(MODES)}"
+    prompt = (_read(folder / "config_sentence_transformers.json", dict) or {}).get("default_prompt_name")
+    if prompt is not None:
+        log.warning(
+            "%s: its default prompt %r is not put before texts: do so yourself, as clients of vLLM do",
+            folder,
+            prompt,
         )
-    sizes = _read(folder / "sentence_bert_config.json") or {}
-    return Pooling(MODES[chosen[0]], "Normalize" in kinds, sizes.get("max_seq_length"))
+    return Pooling(_mode(kinds["Pooling"] / "config.json"), "Normalize" in kinds, _longest(folder))
 
 
-def _read(file: Path) -> Any:
-    """The JSON of a file, None if there is none. Raises CheckpointError for a file that is not JSON."""
+def _mode(file: Path) -> str:
+    """The mode of a Pooling module: `pooling_mode`, or in older files the flag that is set; mean without a flag."""
+    fields = _read(file, dict)
+    if fields is None:
+        raise CheckpointError(f"{file} is missing: modules.json has a Pooling")
+    found = fields.get("pooling_mode")
+    if found is None:
+        flags = [
+            name.removeprefix(FLAG) for name, on in fields.items() if name.startswith(FLAG) and on is True
+        ]
+        found = flags or "mean"
+    chosen = [str(mode) for mode in found] if isinstance(found, list) else [str(found)]
+    known = MODES | NEWER
+    if len(chosen) != 1 or chosen[0] not in known:
+        raise CheckpointError(f"{file}: pooling {' + '.join(chosen)} is not supported: {', '.join(known)}")
+    return known[chosen[0]]
+
+
+def _longest(folder: Path) -> int | None:
+    """The longest input: max_seq_length of sentence_bert_config.json, else the tokenizer's model_max_length."""
+    own, name = folder / "sentence_bert_config.json", "max_seq_length"
+    found = (_read(own, dict) or {}).get(name)
+    if found is not None and not (type(found) is int and found > 0):
+        raise CheckpointError(f"{own}: {name}={found!r} is not supported, only integers above 0")
+    if found is None:
+        found = (_read(folder / "tokenizer_config.json", dict) or {}).get("model_max_length")
+    return found if type(found) is int and 0 < found < UNLIMITED else None
+
+
+def _read(file: Path, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
+    """The JSON of a file, an object or a list; None if there is none. Raises CheckpointError for other content."""
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, kind):
+        raise CheckpointError(
+            f"{file} must hold {'an object' if kind is dict else 'a list'}, got {found!r:.80}"
+        )
+    return found

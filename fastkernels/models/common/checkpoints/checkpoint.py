@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,12 +17,14 @@ import torch
 
 from fastkernels.models.common.checkpoints import scenes
 
+log = logging.getLogger("fastkernels")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SPEECH = "cosyvoice3.yaml"  # of a CosyVoice3, with a file for each part
 PIPELINE = "model_index.json"  # of a pipeline of diffusers, with a folder for each part
 OF_DIFFUSERS = "diffusion_pytorch_model.safetensors"
 ARRAYS = "model.npz"  # arrays of NumPy, as of JAX models
+ADAPTER = "adapter_config.json"  # of PEFT
 OLDER_INDEX, OLDER = "pytorch_model.bin.index.json", "pytorch_model.bin"  # of checkpoints without safetensors
 # Keys of a weight norm, as PyTorch's parametrization has them
 LENGTH, DIRECTION = (f".parametrizations.weight.original{i}" for i in range(2))
@@ -86,12 +89,31 @@ def resolve(model: str) -> Path:
 
 
 def _with_config(folder: Path) -> Path:
+    if (folder / ADAPTER).is_file():
+        _check_adapter(folder)
     known = any((folder / name).is_file() for name in ("config.json", PIPELINE, SPEECH))
     if not known and scenes.find(folder) is None:
         raise CheckpointError(
             f"{folder} has no config.json and no {PIPELINE}: it is not a Hugging Face checkpoint"
         )
     return folder
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raise CheckpointError for a folder with an adapter alone. Next to whole weights, it is left out with a warning.
+
+    transformers applies an adapter next to weights if PEFT is installed; vLLM does not.
+    """
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    own = f"{folder} has an adapter ({ADAPTER}) of {base or 'another checkpoint'}"
+    advice = "merge it into its base first, as PEFT's merge_and_unload does, and save the result"
+    files = [f for kind in ("*.safetensors", "*.bin") for f in folder.glob(kind)]
+    if all(f.name.startswith("adapter_") for f in files):
+        raise CheckpointError(f"{own} and no whole weights: {advice}")
+    log.warning("%s: it is not applied, the other weights are used; %s", own, advice)
 
 
 def _hub_problem(error: Exception) -> str:

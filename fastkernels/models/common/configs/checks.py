@@ -11,7 +11,15 @@ from typing import Any
 from fastkernels.models.common.checkpoints import quantization
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions import registry
-from fastkernels.models.common.descriptions.description import Attention, Decoder, Mlp, Recurrent, Unsupported
+from fastkernels.models.common.descriptions.architecture import Architecture
+from fastkernels.models.common.descriptions.description import (
+    Attention,
+    Decoder,
+    Mlp,
+    Recurrent,
+    Unsupported,
+    check_rope,
+)
 
 MOST_LAYERS = 10_000  # building more would take hours
 LAYER_COUNTS = re.compile(r"(^|[_.])(layers?|blocks|depths?(\.\d+)?)$")
@@ -83,12 +91,35 @@ def check_file(folder: Path) -> None:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
+    if arch.inputs == "tokens":
+        _check_values(file, raw, arch)
     if arch.inputs != "tokens" or names[0] in arch.text_of or arch.media:
         return  # transformers' defaults are public models: wrong sizes do not fit the weights
     required = [name for size in REQUIRED if (name := arch.sizes.get(size, size))]
     missing = [name for name in required if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
+
+
+def _check_values(file: Path, raw: dict[str, Any], arch: Architecture) -> None:
+    """Raise CheckpointError for values on which transformers fails without the field's name."""
+    for name in (arch.sizes.get(size, size) for size in REQUIRED):
+        if type(raw.get(name)) is int and raw[name] < 1:
+            raise CheckpointError(
+                f"{file}: config.{name}={raw[name]} is not supported, only integers above 0"
+            )
+    for field in ("rope_parameters", "rope_scaling"):
+        found = raw.get(field)
+        if not isinstance(found, dict | None):
+            raise CheckpointError(
+                f"{file}: config.{field}={reprlib.repr(found)} is not supported, only a table of fields"
+            )
+        tables = [own for own in (found or {}).values() if isinstance(own, dict)] or [found or {}]
+        for table in tables:
+            try:
+                check_rope(table, field)
+            except Unsupported as error:
+                raise CheckpointError(f"{file}: {error}") from error
 
 
 def _check_dtype(file: Path, raw: dict[str, Any]) -> None:
@@ -126,8 +157,11 @@ def check(config: Any) -> None:
         if type(heads) is type(groups) is int and groups > 0 and heads % groups:
             raise Unsupported(f"config.{names[0]}={heads} is not a multiple of {names[1]}={groups}")
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if experts and chosen and chosen > experts:
+    experts = experts or getattr(config, "n_routed_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", 0)
+    if experts and chosen is None:
+        raise Unsupported(f"config.num_experts_per_tok=None is not supported with {experts} experts")
+    if type(experts) is type(chosen) is int and chosen > experts > 0:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
     quantization.read(config)
     if known is None or known.arch.inputs == "tokens":  # configs of other models use the name for other kinds

@@ -198,10 +198,12 @@ def _is_plain(raw: dict[str, Any], arch: Architecture) -> bool:
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any] | None:
     """Rope parameters as transformers 5 writes them, also from rope_theta and rope_scaling; None if not plain."""
-    if raw.get("rope_parameters") is not None:
-        made = raw["rope_parameters"]
-    else:
-        scaling = raw.get("rope_scaling") or {"rope_type": "default"}
+    made, scaling = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if made is not None and scaling:
+        return None  # transformers decides
+    if made is None:
+        scaling = scaling or {"rope_type": "default"}
         made = {"rope_theta": raw.get("rope_theta"), **scaling} if isinstance(scaling, dict) else None
-    plain = isinstance(made, dict) and made.get("rope_type") in ("default", "llama3")
-    return dict(made) if plain and type(made.get("rope_theta")) in (int, float) else None
+    if not isinstance(made, dict) or made.get("rope_type") not in ("default", "llama3"):
+        return None
+    return dict(made) if type(made.get("rope_theta")) in (int, float) else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastkernels.models.common.descriptions import registry
+from fastkernels.overrides.block import attention_sizes
 
 
 def longest(config: Any) -> int | None:
@@ -30,9 +31,7 @@ def longest(config: Any) -> int | None:
 def notice(config: Any, max_model_len: int) -> str:
     """A warning about LongRoPE with this length, or ''."""
     for rope in _ropes(config):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
+        original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type", rope.get("type")) == "longrope" and original and max_model_len > original:
             return (
                 "LongRoPE: the factors for long texts are used for all requests, because max_model_len is"
@@ -47,5 +46,5 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return []
-    nested = [value for value in found.values() if isinstance(value, Mapping)]
-    return nested or [found]
+    nested = [kind for kind, value in found.items() if isinstance(value, Mapping)]
+    return [attention_sizes.rope_parameters(config, kind) for kind in nested or [""]]

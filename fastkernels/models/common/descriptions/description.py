@@ -172,6 +172,14 @@ class LatentAttention:
     window: None = None
     indexer: Indexer | None = None
 
+    def __post_init__(self) -> None:
+        """Raise Unsupported for sizes that are missing."""
+        fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = (self.rank, self.nope_size, self.rope_size, self.value_size)
+        for name, size in zip(fields, sizes, strict=True):
+            if size is None:
+                raise Unsupported(f"config.{name}=None is not supported, only integers above 0")
+
     @property
     def index_channels(self) -> int:
         """Numbers in the indexer's cache for each token."""
@@ -758,21 +766,54 @@ def head_size(config: Any) -> int:
         raise Unsupported(str(error)) from error
 
 
+ROPE_NUMBERS = (
+    "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")  # as if absent
+
+
+def check_rope(parameters: Mapping[str, Any], field: str = "rope_parameters") -> None:
+    """Raise Unsupported for rotary parameters that are no numbers, or none that can be used.
+
+    field: of the config, which has them
+    """
+    for name in ROPE_NUMBERS:
+        value = parameters.get(name)
+        number = type(value) in (int, float)
+        if value is None or (number and 0 < value < math.inf) or (value == 0 and name in MAY_BE_ZERO):
+            continue
+        raise Unsupported(f"config.{field}: {name}={value!r} is not supported, only numbers above 0")
+    if (parameters.get("partial_rotary_factor") or 1.0) > 1:
+        factor = parameters["partial_rotary_factor"]
+        raise Unsupported(f"config.{field}: partial_rotary_factor={factor!r} is not supported, at most 1")
+
+
 def rope(config: Any, kind: str = "", partial: bool = False) -> dict[str, Any]:
     """The rotary parameters of a config. Raises Unsupported.
 
     kind     those of one layer type, where layers differ
     partial  the model of this architecture may rotate a part of each head (partial_rotary_factor)
     """
+    given = getattr(config, "rope_parameters", None)
+    own = given.get(kind, given) if isinstance(given, Mapping) else given
+    if not isinstance(own, Mapping | None) or (own is None and given is not None):
+        what = f"{kind}={own!r}" if isinstance(given, Mapping) else repr(given)
+        raise Unsupported(f"config.rope_parameters: {what} is not supported, only a table of fields")
     found = attention_sizes.rope_parameters(config, kind)
     scaling = found.get("rope_type") or found.get("type") or "default"
-    if scaling != "default" and scaling not in ROPE_TYPES:
+    if type(scaling) is not str or (scaling != "default" and scaling not in ROPE_TYPES):
         known = ", ".join(map(repr, ("default", *ROPE_TYPES)))
         raise Unsupported(f"config.rope_parameters: rope_type={scaling!r} is not supported, only {known}")
+    check_rope(found)
     partial = partial or scaling == "proportional"
     if not partial and (found.pop("partial_rotary_factor", None) or 1.0) != 1.0:
         factor = attention_sizes.rope_parameters(config, kind)["partial_rotary_factor"]
         raise Unsupported(ambiguous(config, f"partial_rotary_factor={factor!r}", "rotates whole heads"))
+    if scaling == "yarn" and own is not given and not found.get("truncate", True):
+        raise Unsupported(
+            ambiguous(config, f"rope_parameters: truncate=False of {kind}", "reads it for all layers alone")
+        )
     if scaling == "longrope":
         found = _longrope(config, found)
     missing = [name for name in ROPE_TYPES.get(scaling, ()) if found.get(name) is None]
@@ -800,9 +841,8 @@ def ambiguous(config: Any, field: str, meaning: str) -> str:
 
 def _longrope(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     """LongRoPE's parameters with the lengths that choose the factors. config.max_model_len: set by the engine."""
-    original = getattr(config, "original_max_position_embeddings", None)
     longest = getattr(config, "max_model_len", None) or config.max_position_embeddings
-    found = {"original_max_position_embeddings": original, "max_model_len": longest, **found}
+    found = {"max_model_len": longest, **found}
     pairs = int(head_size(config) * found.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
         given = found.get(name)

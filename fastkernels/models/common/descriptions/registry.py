@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -17,7 +17,7 @@ from typing import Any
 from fastkernels.core.registry import DuplicateName, UnknownName
 from fastkernels.models.common.descriptions import agreement
 from fastkernels.models.common.descriptions.architecture import Architecture
-from fastkernels.models.common.descriptions.description import Decoder
+from fastkernels.models.common.descriptions.description import Decoder, Unsupported
 
 MODELS_ROOT = Path(__file__).resolve().parents[2]
 MODELS_PACKAGE = "fastkernels.models"
@@ -152,9 +152,39 @@ def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
     allow_mixed_sizes(config)
     names = getattr(config, "architectures", None) or [""]
-    made: Decoder = load(f"{find(names[0], config).module}:describe")(config)
-    agreement.check(config, made)
+    make = load(f"{find(names[0], config).module}:describe")
+    try:
+        made: Decoder = make(config)
+        agreement.check(config, made)
+    except (TypeError, ArithmeticError) as error:
+        raise Unsupported(_unusable(make, config, error)) from error
     return made
+
+
+class _Reads:
+    """A config that remembers the fields that are read."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__.update(config=config, read={})
+
+    def __getattr__(self, name: str) -> Any:
+        self.read[name] = value = getattr(self.config, name)
+        return value
+
+
+def _unusable(make: Any, config: Any, error: Exception) -> str:
+    """The message about a config whose description raises this error, with the fields that are null or 0.
+
+    Without such fields, the last one that was read.
+    """
+    reads = _Reads(config)
+    with suppress(Exception):
+        make(reads)
+    bad = 0 if isinstance(error, ArithmeticError) else None
+    found = [name for name, value in reads.read.items() if value == bad and type(value) is not bool]
+    found = found or list(reads.read)[-1:]
+    given = ", ".join(f"config.{name}={reads.read[name]!r}" for name in found)
+    return f"{given}: not supported by {config.architectures[0]} ({error})"
 
 
 def allow_mixed_sizes(config: Any) -> None:

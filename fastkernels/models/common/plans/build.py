@@ -75,7 +75,9 @@ def _from_transformers(folder: Path) -> Any:
 
     try:
         return config_file.from_transformers(folder)
-    except (OSError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (
+        OSError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, StrictDataclassError,
+    ) as error:  # fmt: skip
         why = _unknown_architecture(folder) or " ".join(str(error).split())
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {why}") from error
 
