@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +17,10 @@ from fk_bench.core import early_checks
 from fk_bench.core.output import fail
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk
+UNUSABLE = (  # of a path
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.ENOTEMPTY,
+)  # fmt: skip
 
 # name: (module:function, one-line description)
 COMMANDS = {
@@ -143,7 +149,28 @@ def build(only: str | None = None) -> typer.Typer:
 
 def _load(where: str) -> Callable[..., Any]:
     module, _, function = where.partition(":")
-    return getattr(importlib.import_module(f"fk_bench.{module}"), function)
+    command = getattr(importlib.import_module(f"fk_bench.{module}"), function)
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            for number in value if isinstance(value, list | tuple) else (value,):
+                if (problem := _unusable(name, number)) is not None:
+                    _end(f"fk-bench {problem}")
+        return command(*args, **options)
+
+    return run
+
+
+def _unusable(name: str, value: Any) -> str | None:
+    """Why no command takes this number for an option; None if one may, and for other values."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    waits = name.endswith("timeout") and name != "drain_timeout"  # 0: end at once
+    if 0 <= value < math.inf and not (waits and value == 0):
+        return None
+    expected = "seconds above 0" if waits else "a number of 0 or more"
+    return f"--{name.replace('_', '-')}: expected {expected}, got {value:g}"
 
 
 def _group() -> None:
@@ -174,19 +201,24 @@ def main(argv: list[str] | None = None) -> None:
         from fastkernels.core.registry import UnknownName
 
         _end(str(UnknownName("command", args[0], COMMANDS)))
-    if (wrong := early_checks.problem(args[0], args[1:])) is not None:
-        _end(wrong)
     try:
+        if (wrong := early_checks.problem(args[0], args[1:])) is not None:
+            _end(wrong)
         status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)
+        sys.stdout.flush()  # here, where a closed pipe is no error of the interpreter's end
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # during the imports; later ones are click's
+        raise SystemExit(130) from None
     except OSError as error:
-        if error.errno not in FULL:
-            raise
         where = f"{error.filename}: " if error.filename else ""
-        room = "make room, or write elsewhere: --out, FASTKERNELS_CACHE or TMPDIR"
-        fail(f"fk-bench {args[0]}: {where}{error.strerror}; {room}", 1)
+        if error.errno in FULL:
+            room = "make room, or write elsewhere: --out, FASTKERNELS_CACHE or TMPDIR"
+            fail(f"fk-bench {args[0]}: {where}{error.strerror}; {room}", 1)
+        if error.errno in UNUSABLE and _is_given(error.filename, args):
+            fail(f"fk-bench {args[0]}: {where}{error.strerror}; name another file or folder", 1)
+        raise
     except Exception as error:
         # Click's errors, whichever click typer uses
         message = getattr(error, "format_message", None)
@@ -196,6 +228,14 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _end(f"fk-bench {args[0]}: {message()}")
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _is_given(path: object, args: list[str]) -> bool:
+    """Whether an error's path is one of the command line, or is below it: an error of the user's, not of ours."""
+    words = [part for word in args for part in (word, word.partition("=")[2]) if part]
+    return isinstance(path, str | os.PathLike) and any(
+        os.path.abspath(path).startswith(os.path.abspath(os.path.expanduser(word))) for word in words
+    )
 
 
 def _end(message: str) -> NoReturn:
