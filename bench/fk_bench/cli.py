@@ -21,6 +21,7 @@ UNUSABLE = (  # of a path
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
     errno.ENOTEMPTY,
 )  # fmt: skip
+SIGNED = ("max_logprobs",)  # -1: no limit, as in vLLM
 
 # name: (module:function, one-line description)
 COMMANDS = {
@@ -164,7 +165,7 @@ def _load(where: str) -> Callable[..., Any]:
 
 def _unusable(name: str, value: Any) -> str | None:
     """Why no command takes this number for an option; None if one may, and for other values."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if name in SIGNED or isinstance(value, bool) or not isinstance(value, int | float):
         return None
     waits = name.endswith("timeout") and name != "drain_timeout"  # 0: end at once
     if 0 <= value < math.inf and not (waits and value == 0):
@@ -194,23 +195,32 @@ def overview() -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run one command. Exit status: 0 success, 1 a failure, 2 a usage error (a one-line message)."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        print(overview())
-        raise SystemExit(0 if args else 2)
-    if args[0] not in COMMANDS:
-        from fastkernels.core.registry import UnknownName
-
-        _end(str(UnknownName("command", args[0], COMMANDS)))
     try:
-        if (wrong := early_checks.problem(args[0], args[1:])) is not None:
-            _end(wrong)
-        status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)
+        status = _run(args)
         sys.stdout.flush()  # here, where a closed pipe is no error of the interpreter's end
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except KeyboardInterrupt:  # during the imports; later ones are click's
+    except KeyboardInterrupt:  # during imports; later ones are click's
         raise SystemExit(130) from None
+    raise SystemExit(status)
+
+
+def _run(args: list[str]) -> int:
+    """The exit status of a command line."""
+    if not args or args[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if args else 2
+    if args[0] not in COMMANDS:
+        from fastkernels.core.registry import UnknownName
+
+        _end(str(UnknownName("command", args[0], COMMANDS)))
+    if (wrong := early_checks.problem(args[0], args[1:])) is not None:
+        _end(wrong)
+    try:
+        status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         if error.errno in FULL:
@@ -227,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise SystemExit(130) from None
             raise
         _end(f"fk-bench {args[0]}: {message()}")
-    raise SystemExit(status if isinstance(status, int) else 0)
+    return status if isinstance(status, int) else 0
 
 
 def _is_given(path: object, args: list[str]) -> bool:

@@ -8,9 +8,10 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
+from fastkernels.core.registry import UnknownName
 from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
@@ -47,14 +48,20 @@ class LLM:
         with LLM(model) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
-    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
-    for invalid values and for a model that does not fit, and WorkerDied if a worker ends.
+    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, TypeError
+    for an unknown option, ValueError for invalid values and for a model that does not fit, and WorkerDied if a worker
+    ends.
 
     With nnodes from 2 on, each node makes one. On node 0 it has the engine. On the others it returns when that has
     ended, or raises why, and cannot be used.
     """
 
-    def __init__(self, model: str, **config: Any):
+    def __init__(self, model: str | os.PathLike[str], **config: Any):
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a checkpoint's folder or hub id, got {reprlib.repr(model)}")
+        options = {field.name for field in fields(EngineConfig)}
+        if unknown := [name for name in config if name not in options]:
+            raise TypeError(str(UnknownName("option of LLM", unknown[0], options)))
         made = EngineConfig(model=str(model), **config)
         if made.node_rank:
             follow(made)

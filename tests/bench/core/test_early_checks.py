@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,7 @@ print(json.dumps(found))
 
 
 def run_all(lines: list[str], folder: Path, **environment: str) -> list[tuple[int, str, str, list[str]]]:
-    """What a process of its own, without anything imported before, says to these command lines."""
+    """Run these command lines in a process of its own, without anything imported before."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, timeout=300, check=True,
         env={"HF_HUB_OFFLINE": "1", "HOME": str(folder), "PATH": "", **environment},
@@ -160,23 +163,33 @@ def test_unusable_numbers_are_refused(words: str, says: str) -> None:
     assert not last_json(done)["ok"]
 
 
-def test_unusable_path_of_the_command_line_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = fk_bench_here("trace", "export", tmp_path / "file", "--ops", "softplus", "--json")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: fk-bench trace: ")
-    assert str(tmp_path / "file") in done.stderr and "name another file or folder" in done.stderr
+def ending_with(error: BaseException) -> Callable[[str], Callable[..., None]]:
+    def command(*args: object, **options: object) -> None:
+        raise error
+
+    return lambda name: command
 
 
-def test_closed_pipe_and_interruption_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "from fk_bench import cli; cli.main(['list', 'ops'])"
-    done = subprocess.run(
-        ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{program}" | head -1; exit ${{PIPESTATUS[0]}}'],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode in (0, 1) and done.stdout.count("\n") == 1 and not done.stderr
+def test_unusable_path_of_the_command_line_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cli, "build", ending_with(IsADirectoryError(errno.EISDIR, "Is a directory", "run/rows"))
+    )
+    done = fk_bench_here("report", "run")
+    says = "fk-bench report: run/rows: Is a directory; name another file or folder"
+    assert done.returncode == 1 and done.stderr == f"error: {says}\n" and last_json(done)["error"] == says
+    with pytest.raises(IsADirectoryError):  # a path that the user has not given is a fault of ours
+        fk_bench_here("report", "other")
 
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "build", interrupted)
-    assert fk_bench_here("list", "ops").returncode == 130
+def test_interruption_and_closed_pipe_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "build", ending_with(KeyboardInterrupt()))
+    assert fk_bench_here("report", "run").returncode == 130
+    for word in ("--help", "nonsense"):
+        reading, writing = os.pipe()
+        os.close(reading)
+        program = ["-c", "import sys; from fk_bench import cli; cli.main(sys.argv[1:])", word]
+        done = subprocess.run(
+            [sys.executable, *program], stdout=writing, stderr=subprocess.PIPE, check=False, timeout=300
+        )
+        os.close(writing)
+        assert done.returncode == 1 and b"Traceback" not in done.stderr and b"ignored" not in done.stderr
