@@ -92,7 +92,7 @@ def describe_command(
     if dtype and dtype not in SIZES:
         fail(f"--dtype {dtype!r} is not one of {', '.join(SIZES)}")
     if roofline.peaks(gpu) is None:
-        fail(f"--gpu {gpu!r}: its peaks are not known")
+        fail(f"--gpu {gpu!r}: unknown peaks; known GPUs: {', '.join(roofline.known())}")
     try:
         name, config = load_config(model, quantized=True)
         made = plan(config, dtype)

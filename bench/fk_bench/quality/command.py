@@ -140,7 +140,9 @@ def quality_command(
             print(f"{Path(model).name} in {host}, {name} ...", file=sys.stderr, flush=True)
             chosen = comma_list("--ops", ops, str) if ops else None
             try:
-                found: Quality | str = measure(model, host, files, settings=settings[host], ops=chosen)
+                found: Quality | str = measure(
+                    model, host, files, settings=settings[host], ops=chosen, tell=_tell
+                )
             except (ModelError, HostFailed, ValueError) as error:
                 found = str(error)
             row = row_of(found, model, host, name, run, versions[host])
@@ -157,6 +159,10 @@ def quality_command(
     })  # fmt: skip
     if wrong:
         raise SystemExit(1)
+
+
+def _tell(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def row_of(
