@@ -167,6 +167,14 @@ def test_pages_stay_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= limit
 
 
+def test_install_page_names_every_extra() -> None:
+    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    extras = re.findall(r"^([a-z0-9-]+) = \[", section.partition("\n[")[0], re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?) \|", (DOCS / "start.md").read_text(), re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell)]
+    assert len(extras) > 15 and sorted(named) == sorted(extras)
+
+
 def test_glossary_has_at_most_40_words() -> None:
     rows = re.findall(r"^\| (?!word |---)", (DOCS / "concepts.md").read_text(), re.MULTILINE)
     assert 20 <= len(rows) <= 40

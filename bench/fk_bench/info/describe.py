@@ -96,7 +96,7 @@ def describe_command(
     try:
         name, config = load_config(model, quantized=True)
         made = plan(config, dtype)
-    except (ModelError, Unsupported, registry.UnknownName) as error:
+    except (ModelError, Unsupported, registry.UnknownName, ValueError) as error:
         fail(str(error))
     if plain:
         print(made)
