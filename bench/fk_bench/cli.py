@@ -21,6 +21,7 @@ UNUSABLE = (  # of a path
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
     errno.ENOTEMPTY,
 )  # fmt: skip
+PACKAGES = ("aiohttp", "httpx", "plotly", "psutil", "rich", "tomli")  # of the extra `bench`
 SIGNED = ("max_logprobs",)  # -1: no limit, as in vLLM
 
 # name: (module:function, one-line description)
@@ -229,6 +230,12 @@ def _run(args: list[str]) -> int:
         if error.errno in UNUSABLE and _is_given(error.filename, args):
             fail(f"fk-bench {args[0]}: {where}{error.strerror}; name another file or folder", 1)
         raise
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        _end(
+            f"fk-bench {args[0]} needs {error.name}: pip install 'fastkernels[bench]', or that package alone"
+        )
     except Exception as error:
         # Click's errors, whichever click typer uses
         message = getattr(error, "format_message", None)
@@ -241,11 +248,12 @@ def _run(args: list[str]) -> int:
 
 
 def _is_given(path: object, args: list[str]) -> bool:
-    """Whether an error's path is one of the command line, or is below it: an error of the user's, not of ours."""
-    words = [part for word in args for part in (word, word.partition("=")[2]) if part]
-    return isinstance(path, str | os.PathLike) and any(
-        os.path.abspath(path).startswith(os.path.abspath(os.path.expanduser(word))) for word in words
-    )
+    """Whether an error's path is one of the command line, or below one: an error of the user's, not of ours."""
+    words = {part for word in args for part in (word, word.partition("=")[2]) if part}
+    bases = {os.path.abspath(os.path.expanduser(word)) for word in words}
+    if not isinstance(path, str | os.PathLike):
+        return False
+    return any(os.path.commonpath((base, os.path.abspath(path))) == base for base in bases)
 
 
 def _end(message: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from fk_bench import cli
 from fk_bench.core import early_checks, hub, output
+from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.e2e import model_configs
 from support.commands import fk_bench_here, last_json
 
@@ -44,6 +46,7 @@ def run_all(lines: list[str], folder: Path, **environment: str) -> list[tuple[in
     return [tuple(found) for found in json.loads(done.stdout)]
 
 
+BENCH = (REPO_ROOT / "pyproject.toml").read_text().partition("\nbench = [")[2]
 REFUSED = {
     "kernels rms_nom --no-time": "unknown op 'rms_nom'. Did you mean 'rms_norm'?",
     "export rms_nom": "unknown op 'rms_nom'. Did you mean 'rms_norm'?",
@@ -179,6 +182,19 @@ def test_unusable_path_of_the_command_line_is_one_line(monkeypatch: pytest.Monke
     assert done.returncode == 1 and done.stderr == f"error: {says}\n" and last_json(done)["error"] == says
     with pytest.raises(IsADirectoryError):  # a path that the user has not given is a fault of ours
         fk_bench_here("report", "other")
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError("No module named 'plotly'", name="plotly")
+    monkeypatch.setattr(cli, "build", ending_with(missing))
+    done = fk_bench_here("report", "run")
+    assert (
+        done.returncode == 2
+        and "fk-bench report needs plotly: pip install 'fastkernels[bench]'" in done.stderr
+    )
+    assert set(cli.PACKAGES) | {"typer"} == {
+        re.split(r"[>=;]", text)[0] for text in re.findall(r'"([^"]+)"', BENCH.partition("]")[0])
+    }
 
 
 def test_interruption_and_closed_pipe_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
