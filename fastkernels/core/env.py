@@ -94,7 +94,10 @@ def _path(variable: str, value: str | None, what: str) -> Path | None:
         raise ValueError(
             f"{variable}: expected {what}, got {value!r}; unset it for the default, or write ./{text}"
         )
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~NAME of no user
+        raise ValueError(f"{variable}: {value!r} cannot be used ({error})") from None
 
 
 @cache  # of successes: kernels read the environment at their first calls
