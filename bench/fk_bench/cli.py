@@ -249,11 +249,12 @@ def _run(args: list[str]) -> int:
 
 def _is_given(path: object, args: list[str]) -> bool:
     """Whether an error's path is one of the command line, or below one: an error of the user's, not of ours."""
-    words = {part for word in args for part in (word, word.partition("=")[2]) if part}
-    bases = {os.path.abspath(os.path.expanduser(word)) for word in words}
     if not isinstance(path, str | os.PathLike):
         return False
-    return any(os.path.commonpath((base, os.path.abspath(path))) == base for base in bases)
+    place = os.path.abspath(str(path))
+    words = {part for word in args for part in (word, word.partition("=")[2]) if part}
+    bases = {os.path.abspath(os.path.expanduser(word)) for word in words}
+    return any(os.path.commonpath((base, place)) == base for base in bases)
 
 
 def _end(message: str) -> NoReturn:
