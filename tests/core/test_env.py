@@ -98,8 +98,8 @@ def test_folder_variables_refuse_files_and_words_of_flags(variable: str, tmp_pat
             Environment.read({variable: word})
     with pytest.raises(ValueError, match=rf"^{variable}: .* cannot be used \(File name too long\)"):
         Environment.read({variable: str(tmp_path / ("x" * 999))})
-    with pytest.raises(ValueError, match=rf"^{variable}: '~nobody-here' cannot be used \("):
-        Environment.read({variable: "~nobody-here"})
+    with pytest.raises(ValueError, match=rf"^{variable}: '~no-such-user' cannot be used \("):
+        Environment.read({variable: "~no-such-user"})
     default = Environment.read({})
     assert Environment.read({variable: " "}) == default
     made = Environment.read({variable: f" {tmp_path / 'made' / 'later'} "})
