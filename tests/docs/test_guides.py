@@ -234,10 +234,10 @@ def test_capture_guide_on_a_cpu(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_trace_guide_on_a_cpu(tmp_path: Path) -> None:
     guides.run("fk-bench stubs --op rms_norm --out my-set", tmp_path)
-    judged = of(guides.run("fk-bench kernels rms_norm --case odd_63 --candidate my-set/", tmp_path))
+    judged = of(guides.run("fk-bench kernels rms_norm --case odd_63 --candidate my-set/ --no-time", tmp_path))
     words = {"fk-bench-runs/kernels-1": str(Path(judged["rows"]).parent)}
     for line in starting(
-        TRACE, "fk-bench trace export data", "fk-bench trace import", "fk-bench kernels rms_norm"
+        TRACE, "fk-bench trace export", "fk-bench trace import", "fk-bench kernels rms_norm"
     ):
         last = of(guides.run(line, tmp_path, words))
         assert last["ok"] and last.get("failed", 0) == 0, (line, last)
