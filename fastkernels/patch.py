@@ -442,14 +442,20 @@ Candidates = Mapping[str, Any] | str | os.PathLike[str]
 
 def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, strict: bool | None) -> Request:
     env = Environment.read()
+    if strict is not None and not isinstance(strict, bool):
+        raise TypeError(f"strict must be True, False or None, got {strict!r:.80}")
     if isinstance(ops, str):
-        ops = [name.strip() for name in ops.split(",")]
+        ops = [name.strip() for name in ops.split(",") if name.strip()]
     elif ops is not None:
         ops = list(ops) if isinstance(ops, Iterable) else [ops]
         if wrong := [name for name in ops if not isinstance(name, str)]:
             raise TypeError(f"ops must be names of ops, such as ['rms_norm'], got {wrong[0]!r:.80}")
     names = env.ops if ops is None else check_names(ops)
     files = resolve(candidates)
+    if names == () and not files:
+        raise ValueError(
+            "ops is empty: name ops, such as ['rms_norm'], or omit it for those that are on by default"
+        )
     chosen = env.strict if strict is None else strict
     return Request("patch", names, files, env.disable, chosen, patch=uuid.uuid4().hex)
 
@@ -465,14 +471,18 @@ def find_host(target: Any) -> Host:
     found = hosts()
     if isinstance(target, str):
         if target not in found:
-            raise UnknownName("host", target, found)
+            raise UnknownName("host", target, found, "A model is passed as the live object, not by its name.")
         return found[target]
     for host in found.values():
         if host.matches(target):
             return host
-    kind = f"{type(target).__module__}.{type(target).__qualname__}"
+    kind = target if isinstance(target, type) else type(target)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    what = f"the class {name}: pass an object of it" if kind is target else name
+    known = ", ".join(sorted(found)) or "none are installed"
     raise PatchError(
-        f"no host integration knows {kind}. Hosts: {', '.join(sorted(found)) or 'none are installed'}"
+        f"no host integration knows {what}. Pass a live engine, model or pipeline of one of these hosts, or its name:"
+        f" {known}"
     )
 
 
@@ -495,8 +505,8 @@ def patch(
     module, as on a CPU, where our code is plain PyTorch, or in a convolutional network: the report then has no active
     row, and gives the reasons.
 
-    Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
-    PatchError if the patch fails or requested ops match nothing; nothing has changed then. The same holds for an
+    Raises UnknownName for an op or host that does not exist, CandidateError for a file or folder without candidates,
+    and PatchError if the patch fails or requested ops match nothing; nothing has changed then. The same holds for an
     exception from outside, such as Ctrl-C. If that interrupts the way back, too, the next patch or `unpatch` ends it.
     """
     host = find_host(target)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +17,12 @@ from fk_bench.core import early_checks
 from fk_bench.core.terminal.output import fail
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk
+UNUSABLE = (  # of a path
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.ENOTEMPTY,
+)  # fmt: skip
+PACKAGES = ("aiohttp", "httpx", "plotly", "psutil", "rich", "tomli")  # of the extra `bench`
+SIGNED = ("max_logprobs",)  # -1: no limit, as in vLLM
 
 # name: (module:function, one-line description)
 COMMANDS = {
@@ -143,7 +151,28 @@ def build(only: str | None = None) -> typer.Typer:
 
 def _load(where: str) -> Callable[..., Any]:
     module, _, function = where.partition(":")
-    return getattr(importlib.import_module(f"fk_bench.{module}"), function)
+    command = getattr(importlib.import_module(f"fk_bench.{module}"), function)
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            for number in value if isinstance(value, list | tuple) else (value,):
+                if (problem := _unusable(name, number)) is not None:
+                    _end(f"fk-bench {problem}")
+        return command(*args, **options)
+
+    return run
+
+
+def _unusable(name: str, value: Any) -> str | None:
+    """Why no command takes this number for an option; None if one may, and for other values."""
+    if name in SIGNED or isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    waits = name.endswith("timeout") and name != "drain_timeout"  # 0: end at once
+    if 0 <= value < math.inf and not (waits and value == 0):
+        return None
+    expected = "seconds above 0" if waits else "a number of 0 or more"
+    return f"--{name.replace('_', '-')}: expected {expected}, got {value:g}"
 
 
 def _group() -> None:
@@ -167,9 +196,22 @@ def overview() -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run one command. Exit status: 0 success, 1 a failure, 2 a usage error (a one-line message)."""
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(args)
+        sys.stdout.flush()  # here, where a closed pipe is no error of the interpreter's end
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:  # during imports; later ones are click's
+        raise SystemExit(130) from None
+    raise SystemExit(status)
+
+
+def _run(args: list[str]) -> int:
+    """The exit status of a command line."""
     if not args or args[0] in ("-h", "--help"):
         print(overview())
-        raise SystemExit(0 if args else 2)
+        return 0 if args else 2
     if args[0] not in COMMANDS:
         from fastkernels.core.registry import UnknownName
 
@@ -179,14 +221,21 @@ def main(argv: list[str] | None = None) -> None:
     try:
         status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        raise
     except OSError as error:
-        if error.errno not in FULL:
-            raise
         where = f"{error.filename}: " if error.filename else ""
-        room = "make room, or write elsewhere: --out, FASTKERNELS_CACHE or TMPDIR"
-        fail(f"fk-bench {args[0]}: {where}{error.strerror}; {room}", 1)
+        if error.errno in FULL:
+            room = "make room, or write elsewhere: --out, FASTKERNELS_CACHE or TMPDIR"
+            fail(f"fk-bench {args[0]}: {where}{error.strerror}; {room}", 1)
+        if error.errno in UNUSABLE and _is_given(error.filename, args):
+            fail(f"fk-bench {args[0]}: {where}{error.strerror}; name another file or folder", 1)
+        raise
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        _end(
+            f"fk-bench {args[0]} needs {error.name}: pip install 'fastkernels[bench]', or that package alone"
+        )
     except Exception as error:
         # Click's errors, whichever click typer uses
         message = getattr(error, "format_message", None)
@@ -195,7 +244,17 @@ def main(argv: list[str] | None = None) -> None:
                 raise SystemExit(130) from None
             raise
         _end(f"fk-bench {args[0]}: {message()}")
-    raise SystemExit(status if isinstance(status, int) else 0)
+    return status if isinstance(status, int) else 0
+
+
+def _is_given(path: object, args: list[str]) -> bool:
+    """Whether an error's path is one of the command line, or below one: an error of the user's, not of ours."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    place = os.path.abspath(str(path))
+    words = {part for word in args for part in (word, word.partition("=")[2]) if part}
+    bases = {os.path.abspath(os.path.expanduser(word)) for word in words}
+    return any(os.path.commonpath((base, place)) == base for base in bases)
 
 
 def _end(message: str) -> NoReturn:

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -70,8 +70,49 @@ def load(op: str, path: str) -> Candidate:
     classes = {n: getattr(module, n) for n in names if isinstance(getattr(module, n, None), type)}
     if function is None and not classes:
         offers = ", ".join(sorted(names)) or "no class"
-        raise NothingOffered(f"candidate {path} offers neither a function {op}(...) nor a class ({offers})")
+        raise NothingOffered(
+            f"candidate {path} offers neither a function {op}(...) nor a class ({offers}){_meant(module, names)}"
+        )
+    for name, cls in classes.items():
+        if (problem := _uncallable(cls, registry.op_class(op, name))) is not None:
+            raise NothingOffered(f"candidate {path}: {name} {problem}")
     return Candidate(op, str(file), function, classes, module)
+
+
+def _meant(module: ModuleType, names: Iterable[str]) -> str:
+    """Our names for a class of the file that has a host's own name, such as VllmRMSNorm for RMSNorm."""
+    for own, value in vars(module).items():
+        defined = isinstance(value, type) and value.__module__ == module.__name__
+        if defined and (meant := [name for name in sorted(names) if name.endswith(own)]):
+            return f"; to replace a host's {own}, name it {' or '.join(meant)}"
+    return ""
+
+
+def _uncallable(cls: type, ours: Any) -> str | None:
+    """Why a candidate's class cannot be called as ours; None if it can. Optional arguments may be missing."""
+    expected, given = _forward(ours), _forward(cls)
+    if expected is None:
+        return None  # a seam with methods of other names
+    if given is None:
+        return f"has no method forward{inspect.signature(expected)}"
+    try:
+        wanted = inspect.signature(expected)
+        required = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
+        inspect.signature(given).bind(*[None] * len(required))
+    except TypeError as error:
+        return f"cannot be called as forward{wanted}: {error}"
+    except ValueError:  # no signature: the first call will show
+        return None
+    return None
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _forward(cls: Any) -> Callable[..., Any] | None:
+    """The method `forward` of a module's class, unless it is the one of nn.Module, which only raises."""
+    found = getattr(cls, "forward", None) if isinstance(cls, type) else None
+    return found if callable(found) and found.__name__ != "_forward_unimplemented" else None
 
 
 def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
@@ -125,8 +166,7 @@ _SYNONYMS = {"epsilon": "eps", "variance_epsilon": "eps", "w": "weight", "res": 
 
 def _misplaced(signature: inspect.Signature, names: Sequence[str]) -> str | None:
     """A parameter that is named like an argument of the op at another place; None if there is none."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = [_SYNONYMS.get(p.name, p.name) for p in signature.parameters.values() if p.kind in positional]
+    own = [_SYNONYMS.get(p.name, p.name) for p in signature.parameters.values() if p.kind in _POSITIONAL]
     for place, (mine, name) in enumerate(zip(own, names, strict=False)):
         if mine != name and mine in names and own.count(mine) == 1:
             return f"argument {place + 1} is {name}, and the candidate's function has {mine} there"
@@ -205,7 +245,10 @@ def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> boo
     op, function = registry.get(found.op).op, found.function
     if op is None or function is None:
         return False
-    fitted, supports = fit(function, op)
+    try:
+        fitted, supports = fit(function, op)
+    except CandidateError as error:
+        raise CandidateError(f"candidate {found.path}: {error}") from None
     previous = op.candidate
     names = vars(found.module)
     before = names[found.op]
@@ -251,8 +294,10 @@ def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[s
     Nothing is imported. Raises CandidateError for a folder that is not there or has none, and for other .py files.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise CandidateError(f"candidates: there is no folder {path}")
+    if folder.is_file():
+        raise CandidateError(f"candidates: {path} is a file; give a folder of files OP.py, or {{op: file}}")
+    if not os.fspath(path) or not folder.is_dir():
+        raise CandidateError(f"candidates: there is no folder {os.fspath(path) or repr(path)}")
     files = sorted(f for f in folder.glob("*.py") if not f.name.startswith("_"))
     if not files:
         raise CandidateError(f"candidates: the folder {path} has no file OP.py; `fk-bench stubs` makes some")
@@ -285,14 +330,19 @@ def _unknown(stem: str) -> str:
 
 
 def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, str]:
-    """{op: file} of a mapping, or of a folder. Raises UnknownName for an op, CandidateError for a folder
-    or an object of another kind.
+    """{op: file} of a mapping, or of a folder. Raises UnknownName for an op, CandidateError for a folder, a file that
+    is not there, or an object of another kind.
     """
     if candidates is None:
         return {}
     _check_form(candidates)
     if isinstance(candidates, Mapping):
         registry.check_names(candidates)
+        for op, path in candidates.items():
+            if not isinstance(path, str | os.PathLike):
+                raise CandidateError(f"candidate for {op}: expected the path of a file, got {path!r:.80}")
+            if not Path(path).expanduser().is_file():
+                raise CandidateError(f"candidate for {op}: there is no file {path}")
         return {op: str(path) for op, path in candidates.items()}
     return from_directory(candidates)
 

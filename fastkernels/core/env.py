@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from fastkernels.core import registry
 
 log = logging.getLogger("fastkernels")
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+DAY = 86_400.0  # seconds
 
 
 def _flag(variable: str, value: str | None, default: bool | None = None) -> bool | None:
@@ -76,15 +78,81 @@ def _seconds(variable: str, value: str | None, default: float) -> float:
         seconds = float(value)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{variable}: expected a number of seconds above 0, got {value!r}")
+    if not 0 < seconds <= DAY:
+        raise ValueError(
+            f"{variable}: expected a number of seconds above 0, at most {DAY:.0f}, got {value!r}"
+        )
     return seconds
+
+
+def _path(variable: str, value: str | None, what: str) -> Path | None:
+    """The path of a variable; None for an empty one. Raises ValueError for the words of a flag."""
+    text = (value or "").strip()
+    if not text:
+        return None
+    if text.lower() in (*ON, *OFF):
+        raise ValueError(
+            f"{variable}: expected {what}, got {value!r}; unset it for the default, or write ./{text}"
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~NAME of no user
+        raise ValueError(f"{variable}: {value!r} cannot be used ({error})") from None
+
+
+@cache  # of successes: kernels read the environment at their first calls
+def _folder(variable: str, value: str | None, written: bool = False) -> str | None:
+    """A folder that is there or can be made. written: its use is to write there. Raises ValueError."""
+    if (path := _path(variable, value, "a folder")) is None:
+        return None
+    try:
+        place = _nearest(path)
+        if not place.is_dir():
+            raise ValueError(f"{variable}: {value!r} is no folder, {place} is a file; name a folder")
+        if written and not os.access(place, os.W_OK | os.X_OK):
+            raise ValueError(f"{variable}: {value!r} cannot be written; name a folder that can")
+    except OSError as error:
+        raise ValueError(f"{variable}: {value!r} cannot be used ({error.strerror}); name a folder") from None
+    return str(path)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there. Raises OSError."""
+    for place in (path, *path.parents):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return place
+    return Path()
+
+
+@cache
+def _tables(variable: str, value: str | None) -> str | None:
+    text = (value or "").strip()
+    if text.lower() in OFF:
+        return OFF[0]
+    if (path := _path(variable, value, "a tuned table, a folder of them, or 0")) is None:
+        return None
+    if not path.exists():
+        raise ValueError(
+            f"{variable}: there is no file or folder {text}; `fk-bench tune` writes a table, 0 uses none"
+        )
+    if path.is_dir() and not any(path.glob("*.json")):
+        raise ValueError(
+            f"{variable}: the folder {text} has no CHIP.json; `fk-bench tune` writes one, 0 uses none"
+        )
+    return str(path)
 
 
 def _candidates(variable: str, value: str | None) -> dict[str, str]:
     folder = (value or "").strip()
     if not folder or "=" in folder:
-        return _pairs(variable, value, "=")
+        pairs = _pairs(variable, value, "=")
+        for op, file in pairs.items():
+            if not Path(file).expanduser().is_file():
+                raise ValueError(f"{variable}: there is no file {file} for {op}")
+        return pairs
     from fastkernels.core.candidate import from_directory
 
     try:
@@ -97,7 +165,8 @@ def _candidates(variable: str, value: str | None) -> dict[str, str]:
 class Environment:
     """The parsed environment of the process. `read()` parses it again on every call.
 
-    Flags are 1, true, yes or on, and 0, false, no or off. Any other value is an error, as is an op that does not exist.
+    Flags are 1, true, yes or on, and 0, false, no or off. Any other value is an error, as is an op, a file or a table
+    that does not exist, and a folder that is a file. Empty values are as good as none.
 
     enabled     FASTKERNELS=1            vLLM and SGLang are patched when they build a model
     ops         FASTKERNELS_OPS          replace only these ops, comma-separated (default: those on by default); a patch
@@ -158,18 +227,18 @@ class Environment:
             ops=_ops("FASTKERNELS_OPS", e.get("FASTKERNELS_OPS")) or None,
             candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
             provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
-            tuned=e.get("FASTKERNELS_TUNED") or None,
+            tuned=_tables("FASTKERNELS_TUNED", e.get("FASTKERNELS_TUNED")),
             verify=_flag("FASTKERNELS_VERIFY", e.get("FASTKERNELS_VERIFY")),
             disable=_ops("FASTKERNELS_DISABLE", e.get("FASTKERNELS_DISABLE")),
             strict=bool(_flag("FASTKERNELS_STRICT", e.get("FASTKERNELS_STRICT"))),
             trial_s=_seconds("FASTKERNELS_TRIAL_S", e.get("FASTKERNELS_TRIAL_S"), 300.0),
-            report=e.get("FASTKERNELS_REPORT") or None,
+            report=_folder("FASTKERNELS_REPORT", e.get("FASTKERNELS_REPORT"), written=True),
             overlap=bool(_flag("FASTKERNELS_OVERLAP", e.get("FASTKERNELS_OVERLAP"), default=True)),
             graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
             keep_graphs=bool(_flag("FASTKERNELS_KEEP_GRAPHS", e.get("FASTKERNELS_KEEP_GRAPHS"))),
             graphs=bool(_flag("FASTKERNELS_GRAPHS", e.get("FASTKERNELS_GRAPHS"))),
             capture=bool(_flag("FASTKERNELS_CAPTURE", e.get("FASTKERNELS_CAPTURE"))),
-            cache=e.get("FASTKERNELS_CACHE") or default_cache,
+            cache=_folder("FASTKERNELS_CACHE", e.get("FASTKERNELS_CACHE")) or default_cache,
             interpret=(e.get("TRITON_INTERPRET") or "").strip().lower() in ON,
         )
 

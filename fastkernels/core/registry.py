@@ -173,7 +173,10 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     names = tuple(names)
     for name in names:
         if not known(name):
-            raise UnknownName("op", name, [*op_modules(), *_added])
+            block = (
+                "Blocks of a model, MODEL.KIND, exist in our engine with that model." if "." in name else ""
+            )
+            raise UnknownName("op", name, [*op_modules(), *_added], block)
     return names
 
 

@@ -388,8 +388,6 @@ def _users(chip: str, own: str | None) -> Path | None:
     if path.is_dir():
         path /= f"{slug(chip)}.json"
         return path if path.is_file() else None
-    if not path.is_file():
-        raise TableError(f"FASTKERNELS_TUNED: there is no file or folder {own}")
     return path
 
 

@@ -8,9 +8,10 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
+from fastkernels.core.registry import UnknownName
 from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
@@ -47,14 +48,20 @@ class LLM:
         with LLM(model) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
-    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, ValueError
-    for invalid values and for a model that does not fit, and WorkerDied if a worker ends.
+    Raises CheckpointError for a checkpoint that cannot be loaded, UnknownName for an unknown architecture, TypeError
+    for an unknown option, ValueError for invalid values and for a model that does not fit, and WorkerDied if a worker
+    ends.
 
     With nnodes from 2 on, each node makes one. On node 0 it has the engine. On the others it returns when that has
     ended, or raises why, and cannot be used.
     """
 
-    def __init__(self, model: str, **config: Any):
+    def __init__(self, model: str | os.PathLike[str], **config: Any):
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a checkpoint's folder or hub id, got {reprlib.repr(model)}")
+        options = {field.name for field in fields(EngineConfig)}
+        if unknown := [name for name in config if name not in options]:
+            raise TypeError(str(UnknownName("option of LLM", unknown[0], options)))
         made = EngineConfig(model=str(model), **config)
         if made.node_rank:
             follow(made)
@@ -97,14 +104,7 @@ class LLM:
         self._check_kind("generate", "Generate", "Unmask")
         listed = _as_list(prompts, media=True)
         params = sampling_params if sampling_params is not None else self.llm_engine.params()
-        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
-        for one in each:
-            if not isinstance(one, SamplingParams):
-                raise ValueError(f"sampling_params must be SamplingParams, got {reprlib.repr(one)}")
-        if len(each) != len(listed):
-            raise ValueError(
-                f"{len(listed)} prompts and {len(each)} sampling_params: give one, or one for each"
-            )
+        each = _for_each(params, len(listed), "prompts", SamplingParams, "sampling_params")
         final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
         return self._run(listed, [final[id(s)] for s in each], use_tqdm)
 
@@ -346,7 +346,7 @@ class LLM:
         self, prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]], given: Any, use_tqdm: Progress
     ) -> list[ImageRequestOutput]:
         listed = _listed(prompts)
-        each = _for_each(given, len(listed), "prompts")
+        each = _for_each(given, len(listed), "prompts", ImageParams)
         made = [
             self.llm_engine.make_requests(str(next(self._ids)), prompt, one)
             for prompt, one in zip(listed, each, strict=True)
@@ -385,7 +385,7 @@ class LLM:
                 f"act: observations must be a dict or a list of dicts, got {reprlib.repr(observations)}"
             )
         given = params if params is not None else ActionParams()
-        return self._run(listed, _for_each(given, len(listed), "observations"), use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "observations", ActionParams), use_tqdm)
 
     def render(
         self,
@@ -408,7 +408,7 @@ class LLM:
         self._check_kind("render", "Render")
         listed = _listed(cameras)
         given = params if params is not None else RenderParams()
-        return self._run(listed, _for_each(given, len(listed), "cameras"), use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "cameras", RenderParams), use_tqdm)
 
     def fold(
         self,
@@ -429,7 +429,7 @@ class LLM:
         self._check_kind("fold", "Fold")
         listed = _listed(inputs)
         given = params if params is not None else FoldParams()
-        return self._run(listed, _for_each(given, len(listed), "inputs"), use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "inputs", FoldParams), use_tqdm)
 
     def generate_frames(
         self,
@@ -450,7 +450,7 @@ class LLM:
         self._check_kind("generate_frames", "Rollout")
         listed = _listed(prompts)
         given = params if params is not None else FrameParams()
-        return self._run(listed, _for_each(given, len(listed), "prompts"), use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "prompts", FrameParams), use_tqdm)
 
     def speak(
         self,
@@ -470,7 +470,7 @@ class LLM:
         self._check_kind("speak", "Speak")
         listed = _listed(texts)
         given = params if params is not None else SpeechParams()
-        return self._run(listed, _for_each(given, len(listed), "texts"), use_tqdm)
+        return self._run(listed, _for_each(given, len(listed), "texts", SpeechParams), use_tqdm)
 
     def _check_kind(self, method: str, *kinds: str) -> None:
         engine = self.llm_engine
@@ -593,11 +593,14 @@ def _listed(given: Any) -> list[Any]:
     return [given] if one else list(given)
 
 
-def _for_each(params: Any, count: int, what: str) -> list[Any]:
-    """The params of each of `count` prompts. Raises ValueError for another number of them."""
-    each = list(params) if isinstance(params, Iterable) else [params] * count
+def _for_each(params: Any, count: int, what: str, kind: type, name: str = "params") -> list[Any]:
+    """The params of each of `count` prompts. Raises ValueError for another number of them, and for other objects."""
+    each = [params] * count if isinstance(params, kind) else _listed(params)
+    for one in each:
+        if not isinstance(one, kind):
+            raise ValueError(f"{name} must be {kind.__name__}, got {reprlib.repr(one)}")
     if len(each) != count:
-        raise ValueError(f"{count} {what} and {len(each)} params: give one, or one for each")
+        raise ValueError(f"{count} {what} and {len(each)} {name}: give one, or one for each")
     return each
 
 

@@ -71,8 +71,29 @@ def test_unusable_file_error_gives_the_cause(write: Callable[[str], str]) -> Non
         CandidateError, match=r"neither a function silu_and_mul\(...\) nor a class .*VllmSiluAndMul"
     ):
         candidate.load("silu_and_mul", write("silu = 1\n"))
+    with pytest.raises(CandidateError, match="host's SiluAndMul, name it SGLangSiluAndMul or VllmS"):
+        candidate.load("silu_and_mul", write("class SiluAndMul:\n    pass\n"))
     with pytest.raises(CandidateError, match="silu_and_mul is int, not a function"):
         candidate.load("silu_and_mul", write("silu_and_mul = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("pass", r"has no method forward\(self, x"),
+        ("forward = 3", r"has no method forward\(self, x"),
+        (
+            "def forward(self): return 1",
+            r"cannot be called as forward\(self, x.*: too many positional arguments",
+        ),
+        ("def forward(self, x, y): return x", r"cannot be called as .*: missing a required argument: 'y'"),
+    ],
+)
+def test_class_without_a_usable_forward_is_refused(write: Callable[[str], str], body: str, says: str) -> None:
+    text = "from torch import nn\n\nclass VllmSiluAndMul(nn.Module):\n    "
+    with pytest.raises(candidate.NothingOffered, match=f"VllmSiluAndMul {says}"):
+        candidate.load("silu_and_mul", write(text + body))
+    candidate.load("silu_and_mul", write(f"{text}def forward(self, *args, **kwargs): return args[0]"))
 
 
 def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
@@ -83,7 +104,15 @@ def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
     found = candidate.from_directory(tmp_path)
     assert found == {n: str(tmp_path / f"{n}.py") for n in ("rms_norm", "silu_and_mul")}
     assert candidate.resolve(str(tmp_path)) == candidate.resolve(tmp_path) == found
-    assert candidate.resolve({"rms_norm": tmp_path / "any.py"}) == {"rms_norm": str(tmp_path / "any.py")}
+    file = tmp_path / "rms_norm.py"
+    assert candidate.resolve({"rms_norm": file}) == {"rms_norm": str(file)}
+    for path, says in (
+        (tmp_path / "any.py", "there is no file"),
+        (tmp_path, "there is no file"),
+        (None, "expected the path"),
+    ):
+        with pytest.raises(CandidateError, match=f"candidate for rms_norm: .*{says}"):
+            candidate.resolve({"rms_norm": path})
     assert candidate.resolve(None) == {}
     with pytest.raises(UnknownName, match="unknown op 'rmsnorm'"):
         candidate.resolve({"rmsnorm": "any.py"})
@@ -92,6 +121,10 @@ def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
 def test_invalid_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CandidateError, match=r"there is no folder .*nowhere"):
         candidate.from_directory(tmp_path / "nowhere")
+    with pytest.raises(CandidateError, match="there is no folder ''"):
+        candidate.from_directory("")  # which would be the current one
+    with pytest.raises(CandidateError, match=r"is a file; give a folder of files OP\.py, or \{op: file\}"):
+        candidate.from_directory(__file__)
     with pytest.raises(CandidateError, match=r"has no file OP\.py"):
         candidate.from_directory(tmp_path)
     (tmp_path / "silu_and_mul.py").write_text(FUNCTION)

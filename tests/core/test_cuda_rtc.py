@@ -191,7 +191,8 @@ def test_read_only_folder_falls_back_to_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path / "file" / "below"))
+    unwritable = tmp_path / "file" / "below"  # for root, too
+    monkeypatch.setattr(compile_cache, "requested_folder", unwritable.joinpath)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     compiler = Compiler()
     with caplog.at_level(logging.WARNING, "fastkernels"):
@@ -208,7 +209,7 @@ def test_no_writable_folder_compiles_in_memory_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(compile_cache, "requested_folder", (tmp_path / "file").joinpath)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     compiler = Compiler()
     with caplog.at_level(logging.WARNING, "fastkernels"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +55,7 @@ def test_unknown_op_is_an_error_that_names_ops(variable: str, text: str) -> None
         ValueError, match=rf"{variable}: unknown op 'xyzzy'\. Known: .*rms_norm, .*silu_and_mul"
     ):
         Environment.read({variable: text.format("xyzzy")})
-    Environment.read({variable: text.format("silu_and_mul")})
+    Environment.read({variable: text.format("silu_and_mul").replace("a.py", __file__)})
 
 
 def test_provider_named_twice_is_an_error() -> None:
@@ -67,7 +70,7 @@ def test_unknown_variable_is_a_warning_with_the_closest(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "fastkernels"):
         Environment.read({"FASTKERNELS_STRCIT": "1"})
         Environment.read({"FASTKERNELS_STRCIT": "1"})
-        Environment.read({"FASTKERNELS_API_KEY": "x", "FASTKERNELS_CACHE": "y"})
+        Environment.read({"FASTKERNELS_API_KEY": "x", "FASTKERNELS_CACHE": "made-later"})
     assert [r.getMessage() for r in caplog.records] == [
         "FASTKERNELS_STRCIT is not a variable that FastKernels reads: FASTKERNELS_STRICT is"
     ]
@@ -76,3 +79,64 @@ def test_unknown_variable_is_a_warning_with_the_closest(caplog: pytest.LogCaptur
 def test_every_functional_op_can_be_named() -> None:
     names = {*op_names(), *OPS}
     assert Environment.read({"FASTKERNELS_DISABLE": ",".join(sorted(names))}).disable == tuple(sorted(names))
+
+
+FOLDERS = ("FASTKERNELS_REPORT", "FASTKERNELS_CACHE")
+
+
+@pytest.mark.parametrize("variable", FOLDERS)
+def test_folder_variables_refuse_files_and_words_of_flags(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for value in ("file", "file/below/it"):
+        path = str(tmp_path / value)
+        with pytest.raises(ValueError, match=rf"^{variable}: '{path}' is no folder, .*/file is a file; name"):
+            Environment.read({variable: path})
+    for word in ("0", "No", "1", "true"):
+        with pytest.raises(
+            ValueError, match=rf"^{variable}: expected a folder, got '{word}'; unset it .*, or write \./"
+        ):
+            Environment.read({variable: word})
+    with pytest.raises(ValueError, match=rf"^{variable}: .* cannot be used \(File name too long\)"):
+        Environment.read({variable: str(tmp_path / ("x" * 999))})
+    with pytest.raises(ValueError, match=rf"^{variable}: '~no-such-user' cannot be used \("):
+        Environment.read({variable: "~no-such-user"})
+    default = Environment.read({})
+    assert Environment.read({variable: " "}) == default
+    made = Environment.read({variable: f" {tmp_path / 'made' / 'later'} "})
+    assert str(tmp_path / "made" / "later") in (made.report, made.cache) and not (tmp_path / "made").exists()
+
+
+def test_report_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(
+        ValueError, match=r"^FASTKERNELS_REPORT: .* cannot be written; name a folder that can"
+    ):
+        Environment.read({"FASTKERNELS_REPORT": str(tmp_path)})
+    assert Environment.read({"FASTKERNELS_CACHE": str(tmp_path)}).cache == str(tmp_path)
+
+
+def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
+    assert Environment.read({"FASTKERNELS_TUNED": "off"}).tuned == "0"
+    for value, says in (
+        ("1", "expected a tuned table, a folder of them, or 0, got '1'"),
+        (str(tmp_path), f"the folder {tmp_path} has no CHIP.json; `fk-bench tune` writes one"),
+        (
+            f"{tmp_path}/no.json",
+            f"there is no file or folder {tmp_path}/no.json; `fk-bench tune` writes a table",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"FASTKERNELS_TUNED: {says}")):
+            Environment.read({"FASTKERNELS_TUNED": value})
+    with pytest.raises(ValueError, match=r"^FASTKERNELS_CANDIDATES: there is no file no\.py for rms_norm"):
+        Environment.read({"FASTKERNELS_CANDIDATES": "rms_norm=no.py"})
+
+
+def test_numbers_have_limits() -> None:
+    for text in ("-1", "0", "nan", "inf", "1e9", "a minute"):
+        with pytest.raises(
+            ValueError, match="FASTKERNELS_TRIAL_S: expected a number of seconds above 0, at most"
+        ):
+            Environment.read({"FASTKERNELS_TRIAL_S": text})
+    for text in ("-1", "1.5", "2k"):
+        with pytest.raises(ValueError, match="FASTKERNELS_GRAPH_TOKENS: expected a number of 0 or more, got"):
+            Environment.read({"FASTKERNELS_GRAPH_TOKENS": text})

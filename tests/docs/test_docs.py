@@ -62,18 +62,27 @@ def python_blocks() -> list[Any]:
 
 
 @cache
+def command_of(name: str) -> Any:
+    command: Any = typer.main.get_command(cli.build(name))
+    return getattr(command, "commands", {name: command})[name]
+
+
+@cache
 def flags(name: str) -> set[str]:
     """Flags of a command, from the command line itself."""
-    command: Any = typer.main.get_command(cli.build(name))
-    params = getattr(command, "commands", {name: command})[name].params
-    return {flag for p in params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}
+    return {flag for p in command_of(name).params for flag in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
 @pytest.mark.parametrize("line", command_lines())
-def test_commands_and_flags_exist(line: str) -> None:
-    words = shlex.split(line)[1:]
-    assert words[0] in cli.COMMANDS
-    assert {w.partition("=")[0] for w in words if w.startswith("--")} <= flags(words[0])
+def test_commands_parse(line: str) -> None:
+    """Options exist and take these values, and no argument is too many. Nothing runs."""
+    name, *words = shlex.split(line)[1:]
+    assert name in cli.COMMANDS
+    assert {w.partition("=")[0] for w in words if w.startswith("--")} <= flags(name)
+    try:
+        command_of(name).make_context(name, words)
+    except Exception as error:
+        assert type(error).__name__ in ("MissingParameter", "Exit"), f"{line}: {error}"  # a mention; --help
 
 
 @pytest.mark.parametrize("block", python_blocks())
@@ -156,6 +165,14 @@ def test_site_navigation_names_exactly_the_pages() -> None:
 )
 def test_pages_stay_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= limit
+
+
+def test_install_page_names_every_extra() -> None:
+    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    extras = re.findall(r"^([a-z0-9-]+) = \[", section.partition("\n[")[0], re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?) \|", (DOCS / "start.md").read_text(), re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell)]
+    assert len(extras) > 15 and sorted(named) == sorted(extras)
 
 
 def test_glossary_has_at_most_40_words() -> None:

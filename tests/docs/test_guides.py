@@ -14,10 +14,13 @@ from support.commands import fk_bench_here, last_json
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE, EVALUATE, AGENTS, JUDGE, PROFILE, PARALLEL = (
+OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE, EVALUATE, AGENTS, JUDGE, PROFILE, PARALLEL, CAPTURE, TRACE = (
     ROOT / "docs" / f"{page}.md"
-    for page in ("add-an-op", "add-a-model", "tune", "evaluate", "agents", "judge", "profile", "parallel")
-)
+    for page in (
+        "add-an-op", "add-a-model", "tune", "evaluate", "agents", "judge", "profile", "parallel", "capture",
+        "flashinfer-trace",
+    )
+)  # fmt: skip
 FAST = "fk-bench export"
 RECORDER = "fk_integrations.signatures.recorder"
 
@@ -206,3 +209,35 @@ def test_collectives_guide_on_a_cpu(tmp_path: Path) -> None:
         if not line.endswith("--device cuda"):
             last = of(guides.run(line, tmp_path))
             assert last.get("failed", 0) == 0 and last["ok"], last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_capture_guide_on_a_cpu(tiny: Path, tmp_path: Path) -> None:
+    first, *sampled = starting(
+        CAPTURE,
+        "fk-bench capture MODEL --scenario",
+        "fk-bench capture MODEL --values",
+        "fk-bench kernels rms_norm",
+    )
+    words = {"MODEL": str(tiny)}
+    assert of(guides.run(first, tmp_path, words))["out"] == f"captures/{tiny.name}-chat-fastkernels".lower()
+    for line in sampled:
+        last = of(guides.run(line, tmp_path, words))
+        assert last["ok"], (line, last)
+    assert last["cases"] > 0
+    _, replay = guides.blocks(CAPTURE, "python")
+    exec(replay, {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_trace_guide_on_a_cpu(tmp_path: Path) -> None:
+    guides.run("fk-bench stubs --op rms_norm --out my-set", tmp_path)
+    judged = of(guides.run("fk-bench kernels rms_norm --case odd_63 --candidate my-set/ --no-time", tmp_path))
+    words = {"fk-bench-runs/kernels-1": str(Path(judged["rows"]).parent)}
+    for line in starting(
+        TRACE, "fk-bench trace export", "fk-bench trace import", "fk-bench kernels rms_norm"
+    ):
+        last = of(guides.run(line, tmp_path, words))
+        assert last["ok"] and last.get("failed", 0) == 0, (line, last)

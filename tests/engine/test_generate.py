@@ -233,6 +233,16 @@ def test_unsupported_settings_are_refused(tiny, settings, message):
         LLM(**{"model": str(tiny), "device": "cpu", **settings})
 
 
+def test_unknown_option_and_object_as_model_are_refused():
+    with pytest.raises(
+        TypeError, match=r"unknown option of LLM 'max_model_length'\. Did you mean 'max_model_len'"
+    ):
+        LLM("folder", max_model_length=64)
+    for model in (None, 3, b"folder", LLM):
+        with pytest.raises(ValueError, match="model must be a checkpoint's folder or hub id, got "):
+            LLM(model)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_tokens": 0}, {"stop": [""]}, {"top_k": -2}],

@@ -67,3 +67,15 @@ def test_sparse_layers_have_a_name_of_each_release(kind: str) -> None:
     config = load_config("deepseek-v3.2")[1]
     config.layer_types = [kind] * config.num_hidden_layers
     assert "mla_sparse" in plan(config).ops()
+
+
+def test_other_objects_and_dtypes_are_refused() -> None:
+    from fk_bench.e2e.model_configs import load_config
+
+    for model in (None, 3, ["folder"]):
+        with pytest.raises(
+            ValueError, match="model must be a config of transformers, a folder or a hub id, got"
+        ):
+            plan(model)
+    with pytest.raises(ValueError, match="dtype 'fp4' is not one of float32, float16, bfloat16, float64"):
+        plan(load_config("llama-3.2-1b")[1], "fp4")

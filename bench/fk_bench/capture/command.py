@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from fastkernels.core.registry import UnknownName, check_names
 from fk_bench.capture.captures import Capture, load
 from fk_bench.capture.requests import SCENARIOS, requests
 from fk_bench.core import machine
-from fk_bench.core.terminal.flags import comma_list
+from fk_bench.core.terminal.flags import comma_list, json_object
 from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.core.terminal.progress import Display
 from fk_bench.offline.host import HOSTS, HostFailed, HostProcess
@@ -72,7 +71,7 @@ def capture_command(
     a replayed CUDA graph hides its calls. Replay a capture with `fk-bench kernels --cases captured`.
     """
     try:
-        extra = json.loads(engine_args)
+        extra = json_object("--engine-args", engine_args)
         wanted = check_names(comma_list("--ops", ops, str)) if ops else ()
         if host not in HOSTS:
             raise UnknownName("host", host, HOSTS)
@@ -88,8 +87,6 @@ def capture_command(
         _check_installed(host, python)
         model = model or _small()
         waves = requests(scenario, _resolved(model))
-    except json.JSONDecodeError as error:
-        fail(f"--engine-args is not JSON: {error}")
     except (ValueError, OSError, UnknownName) as error:
         fail(str(error))
     folder = out / (name or f"{Path(model).name}-{scenario}-{host}".lower())

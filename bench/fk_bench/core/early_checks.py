@@ -28,11 +28,17 @@ ARCHITECTURE_OPTIONS = {
 
 def problem(command: str, words: Sequence[str]) -> str | None:
     """The message for a name that does not exist or is missing; None if all that can be checked cheaply is right."""
+    from fastkernels.core.env import Environment
     from fastkernels.core.registry import UnknownName
     from fk_bench.core.hub import ModelError
 
     if "--help" in words:
         return None
+    if command != "doctor":  # which shows it among others
+        try:
+            Environment.read()
+        except ValueError as error:
+            return str(error)
     if command in NEEDS and not set(words) - {"--json"}:
         return NEEDS[command]
     try:

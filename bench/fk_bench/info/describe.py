@@ -92,11 +92,11 @@ def describe_command(
     if dtype and dtype not in SIZES:
         fail(f"--dtype {dtype!r} is not one of {', '.join(SIZES)}")
     if roofline.peaks(gpu) is None:
-        fail(f"--gpu {gpu!r}: its peaks are not known")
+        fail(f"--gpu {gpu!r}: unknown peaks; known GPUs: {', '.join(roofline.known())}")
     try:
         name, config = load_config(model, quantized=True)
         made = plan(config, dtype)
-    except (ModelError, Unsupported, registry.UnknownName) as error:
+    except (ModelError, Unsupported, registry.UnknownName, ValueError) as error:
         fail(str(error))
     if plain:
         print(made)

@@ -78,7 +78,7 @@ def quality_command(
 ) -> None:
     """Correctness c of a model's outputs in a host with a set's kernels: 1 up to the host's own noise, 0 at the bound.
 
-    fk-bench quality SmolLM2-135M --set mine=candidates/ --hosts vllm --python vllm=.venv-vllm/bin/python
+    fk-bench quality FOLDER --set mine=candidates/ --hosts vllm --python vllm=.venv-vllm/bin/python
 
     Tokens are forced, so that every run has the same context. An item is valid if c is at least 0.9 and the item saw
     all planted faults. The first run of an item measures its scale, which is kept.
@@ -94,6 +94,8 @@ def quality_command(
         arguments = {host: json_object("--engine-args", text) for host, text in extra.items()}
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"--device {device!r} is not cpu or cuda")
         if timeout <= 0 or not 0 < gpu_share <= 1:
             raise ConfigError(f"--timeout {timeout:g} and --gpu-share {gpu_share:g}: above 0, and at most 1")
         candidates = _candidates(sets or [])
@@ -138,7 +140,9 @@ def quality_command(
             print(f"{Path(model).name} in {host}, {name} ...", file=sys.stderr, flush=True)
             chosen = comma_list("--ops", ops, str) if ops else None
             try:
-                found: Quality | str = measure(model, host, files, settings=settings[host], ops=chosen)
+                found: Quality | str = measure(
+                    model, host, files, settings=settings[host], ops=chosen, tell=_tell
+                )
             except (ModelError, HostFailed, ValueError) as error:
                 found = str(error)
             row = row_of(found, model, host, name, run, versions[host])
@@ -155,6 +159,10 @@ def quality_command(
     })  # fmt: skip
     if wrong:
         raise SystemExit(1)
+
+
+def _tell(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def row_of(

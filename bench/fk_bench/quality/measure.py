@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -64,10 +64,20 @@ class Settings:
 
 
 class Item:
-    """A model in a host. All runs share a folder of inputs and outputs."""
+    """A model in a host. All runs share a folder of inputs and outputs.
 
-    def __init__(self, model: str, host: str, settings: Settings, folder: Path) -> None:
-        self.host, self.settings, self.folder = host, settings, folder
+    tell  is called with a line about each start of an engine, which may take minutes
+    """
+
+    def __init__(
+        self,
+        model: str,
+        host: str,
+        settings: Settings,
+        folder: Path,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.host, self.settings, self.folder, self.tell = host, settings, folder, tell
         self.family_name = family_of(model, host)
         self.family: Family = FAMILIES[self.family_name]
         if host not in self.family.hosts:
@@ -107,6 +117,7 @@ class Item:
             "steps": s.steps, "load_format": "dummy" if self.random else "auto", "requests": self.answers,
             "request": {**(self.family.request or {}), **s.request}, "arguments": dict(s.arguments),
         }  # fmt: skip
+        self.tell(f"{self.host} starts for the run {log!r}")
         process = HostProcess(
             self.host, s.python, options, self.folder, script=WORKER, env={**hidden, **(env or {})}, log=log
         )
@@ -134,7 +145,7 @@ class Item:
             raise ModelError(f"{self.name}: transformers does not run models of {self.family_name}")
         folder.mkdir()
         settings = replace(self.settings, python=sys.executable, dtype="float32", engine_args={})
-        item = Item(self.model, "transformers", settings, folder)
+        item = Item(self.model, "transformers", settings, folder, self.tell)
         with item.started(self.model, "float32") as running:
             return running.outputs("float32")
 
@@ -292,6 +303,7 @@ def measure(
     device: str = "",
     settings: Settings | None = None,
     ops: Sequence[str] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Quality:
     """The quality of one item.
 
@@ -299,6 +311,7 @@ def measure(
                 weights; for timm a name, for diffusers a pipeline's folder; or SUITE/MODEL, see of_suite
     candidates  {op: file}, which alone are patched; None: our own overrides, those of `ops` (None: the default ones)
     device      cpu, cuda; '': the settings'
+    tell        is called with a line about each start of an engine
 
     Raises ModelError for a model that cannot be measured, and HostFailed if an engine does not start, run or take the
     patch.
@@ -311,7 +324,7 @@ def measure(
     model, settings = of_suite(model, host, settings)
     with tempfile.TemporaryDirectory(prefix="fk-quality-") as scratch:
         path = model if host in BY_NAME else folder_of(model, Path(scratch))
-        item = Item(path, host, settings, Path(scratch))
+        item = Item(path, host, settings, Path(scratch), tell)
         check_request(item.family_name, sizes)
         calibration = item.calibration()
         with item.started(item.model, "set") as running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,10 @@ def scaffold_command(
         torch.set_num_threads(threads)
 
 
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int:
     start = time.perf_counter()
     tiny_models.quiet()
@@ -73,6 +78,7 @@ def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int
         existing = [f for f in (file, folder / "unmatched.json") if f.exists()]
         if existing and not force:
             fail(f"{existing[0]} exists; --force overwrites it")
+        _tell(f"{name}: small random copies run, and each field of the config is changed in turn")
         found = samples.collect(given)
     except tiny_models.NoReference as error:
         if given is None or not module_walk.missing_of(given):
@@ -82,6 +88,7 @@ def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int
         problems = [(e.path, e.reason) for e in error.all]
         return _unmatched(given, folder, problems, options, symptom=isinstance(error, NotObserved))
     try:
+        _tell("the model file is written and compared with transformers")
         written, verified = write(file, found)
         with registry.using(file):
             registry.describe(given)

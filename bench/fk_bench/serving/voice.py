@@ -36,6 +36,10 @@ def voice_command(
         fail(
             f"--out {str(out)!r} must be a name of letters, digits, spaces and '._-' that ends with {SUFFIX}"
         )
+    if out.is_dir() or not out.parent.is_dir():
+        fail(
+            f"--out {out}: {'is a folder' if out.is_dir() else f'there is no folder {out.parent}'}; name a file"
+        )
     try:
         if source.suffix == ".npz":
             with np.load(source, allow_pickle=False) as arrays:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastkernels.core.env import Environment
 from fastkernels.engine.cache.blocks import BlockManager
 from fastkernels.engine.execution.executor import make_executor
 from fastkernels.engine.execution.forward.startup import Phases
@@ -242,6 +243,7 @@ def make_engine(config: EngineConfig) -> Engine:
         raise ValueError(
             f"node_rank {config.node_rank} has no engine of its own: use LLM or `fk-bench serve` there"
         )
+    Environment.read()  # an invalid variable is an error now, not at the first step
     with listening(config):
         opened = Checkpoint.open(config)
         kind = RUNNERS[opened.runner]

@@ -60,7 +60,7 @@ class BeforeConstruction:
             self._restore()
             return [self._reply([])]
         if request.action == "report":
-            return reports.read(os.environ.get("FASTKERNELS_REPORT", ""), self.host) or [self._reply([])]
+            return reports.read(Environment.read().report or "", self.host) or [self._reply([])]
         raise PatchError(f"action {request.action!r} needs a live engine")
 
     def _restore(self) -> None:

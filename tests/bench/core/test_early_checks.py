@@ -2,63 +2,94 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fk_bench import cli
 from fk_bench.core import early_checks, hub
+from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.terminal import output
 from fk_bench.e2e import model_configs
+from support.commands import fk_bench_here, last_json
 
-# runs a command line, and prints after it whether the heavy libraries were imported
+# runs the command lines of standard input, a list in JSON, and prints for each [status, output, errors, heavy imports]
 PROGRAM = """
-import sys
+import contextlib, io, json, sys
 from fk_bench import cli
-try:
-    cli.main(sys.argv[1:])
-finally:
-    print([name for name in ("torch", "transformers") if name in sys.modules], file=sys.stderr)
+found = []
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = cli.main(words)
+        except SystemExit as end:
+            status = end.code
+    found.append([status, out.getvalue(), err.getvalue(), [n for n in ("torch", "transformers") if n in sys.modules]])
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("kernels rms_nom --no-time", "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
-        ("export rms_nom", "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
-        ("tune linaer", "unknown op 'linaer'. Did you mean 'linear'?"),
-        ("tune qwen9-8b", "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b' or "),
-        ("tune", "give a model, as in `fk-bench tune qwen3-8b`"),
-        ("tune --model=lama", "unknown model 'lama'. Did you mean 'llama'?"),
-        ("patch-compare", "give models, as in `fk-bench patch-compare qwen2.5-7b`"),
-        ("patch-compare qwen9-8b", "unknown model 'qwen9-8b'"),
-        ("patch-compare all --ops rms_norm,rms_nom", "unknown op 'rms_nom'"),
-        ("list --definition rms_nom", "unknown op 'rms_nom'"),
-        ("stubs --op rms_nom", "unknown op 'rms_nom'"),
-        ("capture --ops rms_nom", "unknown op 'rms_nom'"),
-        ("explain no/such-model", "no/such-model is not in the local cache"),
-        ("describe no/such-model", "no/such-model is not in the local cache"),
-        ("serve no/such-model", "no/such-model is not in the local cache"),
-        ("serve nonsense", "model 'nonsense' is neither a folder nor a hub id"),
-        ("serve-compare --model nonsense", "model 'nonsense' is neither a folder nor a hub id"),
-        ("serv", "unknown command 'serv'. Did you mean 'serve'?"),
-        ("report a", "no such run: a (give a folder with rows.jsonl, or that file)"),
-        ("diff a b", "no such run: a (give a folder with rows.jsonl, or that file)"),
-    ],
-)
-def test_wrong_name_is_refused_without_torch(words: str, says: str, tmp_path: Path) -> None:
+def run_all(lines: list[str], folder: Path, **environment: str) -> list[tuple[int, str, str, list[str]]]:
+    """Run these command lines in a process of its own, without anything imported before."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PATH": ""}, check=False,
+        [sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, timeout=300, check=True,
+        env={"HF_HUB_OFFLINE": "1", "HOME": str(folder), "PATH": "", **environment},
+        input=json.dumps([line.split() for line in lines]),
     )  # fmt: skip
-    *error, imported = done.stderr.splitlines()
-    assert done.returncode == 2 and error[0].startswith(f"error: {says}") and len(error) == 1
-    assert imported == "[]"
-    line = json.loads(done.stdout.splitlines()[-1])
-    assert not line["ok"] and line["error"].startswith(says)
+    return [tuple(found) for found in json.loads(done.stdout)]
+
+
+BENCH = (REPO_ROOT / "pyproject.toml").read_text().partition("\nbench = [")[2]
+REFUSED = {
+    "kernels rms_nom --no-time": "unknown op 'rms_nom'. Did you mean 'rms_norm'?",
+    "export rms_nom": "unknown op 'rms_nom'. Did you mean 'rms_norm'?",
+    "tune linaer": "unknown op 'linaer'. Did you mean 'linear'?",
+    "tune qwen9-8b": "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b' or ",
+    "tune": "give a model, as in `fk-bench tune qwen3-8b`",
+    "tune --model=lama": "unknown model 'lama'. Did you mean 'llama'?",
+    "patch-compare": "give models, as in `fk-bench patch-compare qwen2.5-7b`",
+    "patch-compare qwen9-8b": "unknown model 'qwen9-8b'",
+    "patch-compare all --ops rms_norm,rms_nom": "unknown op 'rms_nom'",
+    "list --definition rms_nom": "unknown op 'rms_nom'",
+    "stubs --op rms_nom": "unknown op 'rms_nom'",
+    "capture --ops rms_nom": "unknown op 'rms_nom'",
+    "explain no/such-model": "no/such-model is not in the local cache",
+    "describe no/such-model": "no/such-model is not in the local cache",
+    "serve no/such-model": "no/such-model is not in the local cache",
+    "serve nonsense": "model 'nonsense' is neither a folder nor a hub id",
+    "serve-compare --model nonsense": "model 'nonsense' is neither a folder nor a hub id",
+    "serv": "unknown command 'serv'. Did you mean 'serve'?",
+    "report a": "no such run: a (give a folder with rows.jsonl, or that file)",
+    "diff a b": "no such run: a (give a folder with rows.jsonl, or that file)",
+}
+
+
+def test_wrong_names_are_refused_without_torch(tmp_path: Path) -> None:
+    for (line, says), (status, out, err, imported) in zip(
+        REFUSED.items(), run_all([*REFUSED], tmp_path), strict=True
+    ):
+        assert status == 2 and err.startswith(f"error: {says}") and err.count("\n") == 1, (line, err)
+        assert imported == [], line
+        last = json.loads(out.splitlines()[-1])
+        assert not last["ok"] and last["error"].startswith(says), line
+
+
+def test_invalid_variable_is_refused_before_any_command(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lines = ["list ops", "serve folder", "kernels rms_norm", "kernels --help"]
+    *refused, helped = run_all(lines, tmp_path, FASTKERNELS_REPORT=str(tmp_path / "file"))
+    for line, (status, out, err, imported) in zip(lines, refused, strict=False):
+        assert status == 2 and err.startswith("error: FASTKERNELS_REPORT: ") and imported == [], line
+        assert err.endswith("is a file; name a folder\n") and json.loads(out)["ok"] is False, line
+    assert helped[0] == 0
 
 
 def test_right_names_pass(tmp_path: Path) -> None:
@@ -118,3 +149,64 @@ def test_json_ends_output_with_the_flag_or_in_a_pipe(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     output.last_line({"ok": True})
     assert bool(capsys.readouterr().out) == printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("explain llama --tensor-parallel -2", "--tensor-parallel: expected a number of 0 or more, got -2"),
+        ("trace export folder --limit nan", "--limit: expected a number of 0 or more, got nan"),
+        ("trace export folder --limit inf", "--limit: expected a number of 0 or more, got inf"),
+        ("capture --timeout 0", "--timeout: expected seconds above 0, got 0"),
+        ("capture --engine-args 3", "--engine-args must be an object of arguments, got 3"),
+    ],
+)
+def test_unusable_numbers_are_refused(words: str, says: str) -> None:
+    done = fk_bench_here(*words.split())
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not last_json(done)["ok"]
+
+
+def ending_with(error: BaseException) -> Callable[[str], Callable[..., None]]:
+    def command(*args: object, **options: object) -> None:
+        raise error
+
+    return lambda name: command
+
+
+def test_unusable_path_of_the_command_line_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cli, "build", ending_with(IsADirectoryError(errno.EISDIR, "Is a directory", "run/rows"))
+    )
+    done = fk_bench_here("report", "run")
+    says = "fk-bench report: run/rows: Is a directory; name another file or folder"
+    assert done.returncode == 1 and done.stderr == f"error: {says}\n" and last_json(done)["error"] == says
+    with pytest.raises(IsADirectoryError):  # a path that the user has not given is a fault of ours
+        fk_bench_here("report", "other")
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError("No module named 'plotly'", name="plotly")
+    monkeypatch.setattr(cli, "build", ending_with(missing))
+    done = fk_bench_here("report", "run")
+    assert (
+        done.returncode == 2
+        and "fk-bench report needs plotly: pip install 'fastkernels[bench]'" in done.stderr
+    )
+    assert set(cli.PACKAGES) | {"typer"} == {
+        re.split(r"[>=;]", text)[0] for text in re.findall(r'"([^"]+)"', BENCH.partition("]")[0])
+    }
+
+
+def test_interruption_and_closed_pipe_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "build", ending_with(KeyboardInterrupt()))
+    assert fk_bench_here("report", "run").returncode == 130
+    for word in ("--help", "nonsense"):
+        reading, writing = os.pipe()
+        os.close(reading)
+        program = ["-c", "import sys; from fk_bench import cli; cli.main(sys.argv[1:])", word]
+        done = subprocess.run(
+            [sys.executable, *program], stdout=writing, stderr=subprocess.PIPE, check=False, timeout=300
+        )
+        os.close(writing)
+        assert done.returncode == 1 and b"Traceback" not in done.stderr and b"ignored" not in done.stderr

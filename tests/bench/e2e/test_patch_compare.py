@@ -136,7 +136,7 @@ def test_short_loads_are_repeated_more_often() -> None:
 def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     for args, message in (
         (["--loads", ","], "has no load"),
-        (["--timeout", "-5"], "--timeout must be above 0"),
+        (["--timeout", "-5"], "--timeout: expected seconds above 0, got -5"),
         (["--tensor-parallel", "0"], "must be at least 1"),
         (["--load-format", "zip"], "'zip': give dummy or auto"),
         (["--ops", "rms_nrm"], "unknown op 'rms_nrm'"),

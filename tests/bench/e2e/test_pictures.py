@@ -297,7 +297,7 @@ def test_batches_of_four_take_fifty_steps(tmp_path: Path) -> None:
         (("--hosts", "timm", "--lanes", ","), "begin with stock, then any of compiled"),
         (("--hosts", "timm", "--lanes", "stock,patched,patched"), "each once; they are compared with stock"),
         (("--hosts", "timm", "--steps", "0"), "--steps must be at least 1"),
-        (("--hosts", "timm", "--image-size", "-1"), "--image-size and --compile-ahead at least 0"),
+        (("--hosts", "timm", "--image-size", "-1"), "--image-size: expected a number of 0 or more, got -1"),
         (("--hosts", "timm", "--ops", "attention_dens"), "unknown op 'attention_dens'"),
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
         (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),

@@ -301,7 +301,7 @@ def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
         (("rms_norm", "--rounds", 1), "at least three"),
         (("rms_norm", "--timeout", 0), "seconds"),
         (("rms_norm", "--case-budget", 0), "--case-budget 0: must be more than 0 seconds"),
-        (("rms_norm", "--op-budget", -1), "--op-budget -1: must be more than 0 seconds"),
+        (("rms_norm", "--op-budget", -1), "--op-budget: expected a number of 0 or more, got -1"),
         (("rms_norm", "--case", "no_such_case"), "no case of rms_norm is named no_such_case: decode_1, "),
         (("rms_norm", "--case", "odd_63", "--case", "od_63"), "is named od_63: decode_1, "),
         (("rms_norm", "--candidate", "no_such_file.py"), "no_such_file.py"),

@@ -275,10 +275,13 @@ def test_judged_processes_see_tuned_tables(tmp_path: Path, monkeypatch: pytest.M
     from fk_bench.kernels.judge.processes.zygote import Zygote
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.json").touch()
     monkeypatch.setenv("FASTKERNELS_TUNED", "own.json")
     zygote = Zygote()
     try:
         assert zygote._environment()["FASTKERNELS_TUNED"] == str(tmp_path.resolve() / "own.json")
+        monkeypatch.setenv("FASTKERNELS_TUNED", "no")
+        assert zygote._environment()["FASTKERNELS_TUNED"] == "0"
     finally:
         zygote.close()
 

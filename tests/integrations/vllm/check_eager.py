@@ -28,6 +28,7 @@ from support.hosts.step_calls import STEPS, step_calls
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
+from fastkernels.core.candidate import CandidateError
 from fastkernels.core.registry import UnknownName
 from fastkernels.patch import PatchError
 
@@ -418,7 +419,7 @@ def test_failing_candidate_leaves_everything_as_it_was(llm, candidate):
         with pytest.raises(PatchError, match=message):
             fastkernels.patch(llm, candidates={"rms_norm": candidate(source)})
     assert modules(llm) == before
-    with pytest.raises(PatchError, match="there is no file"):
+    with pytest.raises(CandidateError, match="there is no file"):
         fastkernels.patch(llm, candidates={"rms_norm": "/nowhere.py"})
     with pytest.raises(UnknownName, match="Did you mean 'rms_norm'"):
         fastkernels.patch(llm, ops=["rms_nrom"])

@@ -27,6 +27,8 @@ class ServerConfig:
     job_ttl             seconds until a finished one is deleted
     max_job_bytes       bytes of all their files; beyond them the oldest is deleted
     reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
+
+    Raises ValueError for an empty key or name: an empty key would be none.
     """
 
     served_model_name: str | None = None
@@ -49,3 +51,8 @@ class ServerConfig:
     max_jobs: int = 64
     job_ttl: float = 3600.0
     max_job_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("api_key", "served_model_name"):
+            if (value := getattr(self, name)) is not None and not value.strip():
+                raise ValueError(f"{name} is {value!r}: give one, or leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -163,14 +164,21 @@ def plan(model: Any, dtype: str = "") -> Plan:
 
     model  a config as transformers has it, or the folder or hub id of a checkpoint
     dtype  of the weights; by default the config's, or bfloat16
-    Raises CheckpointError, UnknownName for an architecture that no model file describes, and Unsupported.
+    Raises CheckpointError, UnknownName for an architecture that no model file describes, Unsupported, and ValueError
+    for another object and for an unknown dtype.
     """
     config = _config(model) if isinstance(model, (str, Path)) else model
+    if not hasattr(config, "architectures"):
+        raise ValueError(
+            f"model must be a config of transformers, a folder or a hub id, got {reprlib.repr(model)}"
+        )
     names = getattr(config, "architectures", None) or [""]
     arch = registry.find(names[0], config).arch
     checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    if dtype not in SIZES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(SIZES)}")
     formats = quantization.read(config)
     items = tuple(_in_format(item, formats, arch, SIZES[dtype]) for item in _items(described, arch))
     if arch.absent:

@@ -176,3 +176,10 @@ def test_temperature_over_two_is_accepted(url):
         allowed = {**body, "temperature": temperature, "allowed_token_ids": [7, 8, 9]}
         ids = post(url, "/v1/completions", **allowed)["choices"][0]["token_ids"]
         assert set(ids) == {7, 8, 9}
+
+
+@pytest.mark.parametrize("name", ["api_key", "served_model_name"])
+def test_empty_key_and_name_are_refused(name):
+    for value in ("", " "):
+        with pytest.raises(ValueError, match=f"{name} is '{value}': give one, or leave it out"):
+            ServerConfig(**{name: value})

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fastkernels.core.env import Environment
+from fastkernels.core.tuning import NO_TABLE
 from fk_bench.kernels.judge.cage import cgroup
 from fk_bench.kernels.judge.cage.cage import CageOptions
 from fk_bench.kernels.judge.cage.cgroup import Group
@@ -286,8 +288,8 @@ class Zygote:
             if k in self.env
             or ((k in _KEPT or k.startswith(_KEPT_PREFIXES)) and not any(s in k for s in _SECRET))
         }
-        if tables := kept.get("FASTKERNELS_TUNED"):
-            kept["FASTKERNELS_TUNED"] = str(Path(tables).expanduser().resolve())
+        if kept.pop("FASTKERNELS_TUNED", None) and (tables := Environment.read().tuned):
+            kept["FASTKERNELS_TUNED"] = tables if tables == NO_TABLE else str(Path(tables).resolve())
         roots = []
         for name in ("fk_bench", "fastkernels", "fk_integrations"):
             spec = importlib.util.find_spec(name)
