@@ -17,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import recommenders
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM
+from fastkernels.engine.execution.runners.score import ScoreStep
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.plans import build
 
@@ -85,6 +87,39 @@ def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(every.scores).double(), want, atol=1e-5, rtol=1e-5)
             found = torch.tensor(best.scores).double()
             torch.testing.assert_close(found, left.values[: len(found)], atol=1e-5, rtol=1e-5)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [{"k": 5}, {"k": 5, "exclude_seen": False}, {"items": [3, 0, 39]}])
+def test_many_users_take_one_copy_and_the_operations_of_one(tmp_path: Path, asked: dict[str, Any]) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        runner = llm.llm_engine.runner
+        copied: list[np.ndarray] = []
+
+        def run(users: range) -> tuple[list[Any], int]:
+            samples = [runner.model.read({"user": user, **asked}) for user in users]
+            place = lambda array: (copied.append(array), torch.from_numpy(array))[1]  # noqa: E731
+            with torch.inference_mode(), Counted() as counted:
+                found = ScoreStep(runner.model.score(samples, [True] * len(samples), place)).result()
+            return found, counted.calls
+
+        one, few = run(range(1))
+        many, same = run(range(12))
+        assert few == same <= 25 and [array.dtype for array in copied] == [np.int32] * 2
+        for (scores, ids), (own, own_ids) in zip(many, one, strict=False):
+            assert np.array_equal(scores, own) and np.array_equal(ids, own_ids)
 
 
 def test_products_of_short_floats_are_summed_in_float32(tmp_path: Path) -> None:

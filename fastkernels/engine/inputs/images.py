@@ -171,11 +171,15 @@ def is_image(value: Any) -> bool:
 
 
 def rgb(image: Any) -> Any:
-    """The image in RGB, upright as its EXIF orientation says."""
-    from PIL import Image, ImageOps
+    """The image in RGB, upright as its EXIF orientation says: the given one if it is so already."""
+    from PIL import ExifTags, Image, ImageOps
 
     with _OPENED[id(image) // 16 % len(_OPENED)]:
-        image = ImageOps.exif_transpose(image)
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB":  # a copy of 12 million pixels takes milliseconds
+        return image
     if image.mode.startswith("I;16"):  # convert() would clip, not scale
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

@@ -17,7 +17,7 @@ SEEN = 1024  # shapes that are remembered
 log = logging.getLogger("fastkernels")
 MOST = 16  # graphs that are kept by default
 # A capture takes as long as some eager runs. Once all graphs are there, a shape gets one in place of another's if it
-# came GAIN times more often. Of each shape at most MOST_USES runs count, and half of them are forgotten every HALVED runs.
+# came GAIN times more often. Of a shape at most MOST_USES runs count, and half of them are forgotten every HALVED runs.
 GAIN, MOST_USES, HALVED = 4, 32, 1024
 
 
