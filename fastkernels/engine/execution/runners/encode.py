@@ -185,7 +185,7 @@ class Encode(Runner):
         return EncodeStep(step, starts, dict(zip(tasks, made, strict=True)))
 
     def _described(self, lens: np.ndarray, starts: np.ndarray) -> tuple[AttentionMetadata, torch.Tensor]:
-        """What attention reads of whole sequences, and where each starts on the device."""
+        """Metadata of whole sequences for attention, and where each starts on the device."""
         cu_seqlens, longest = self._to_device(starts), int(lens.max())
         metadata = AttentionMetadata(
             slot_mapping=cu_seqlens.new_empty(0), cu_seqlens_q=cu_seqlens.int(), seq_lens=cu_seqlens.diff().int(),
