@@ -23,6 +23,7 @@ from fastkernels import LLM
 from fastkernels.engine.execution.runners.score import ScoreStep
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.plans import build
+from fastkernels.models.recsys import lightgcn
 
 
 def scores(llm: LLM, samples: list[dict[str, Any]]) -> torch.Tensor:
@@ -117,10 +118,26 @@ def test_many_users_take_one_copy_and_the_operations_of_one(tmp_path: Path, aske
 
         one, few = run(range(1))
         many, same = run(range(12))
-        assert few == same <= 25 and [array.dtype for array in copied] == [np.int32] * 2
+        assert few == same <= 25, (few, same)
+        assert [array.dtype for array in copied] == [np.int32] * 2
         for (scores, ids), (own, own_ids) in zip(many, one, strict=False):
             np.testing.assert_allclose(scores, own, rtol=1e-5)
             assert np.array_equal(ids, own_ids)
+
+
+def test_large_requests_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recommenders.lightgcn(tmp_path)
+    asked = [
+        {"user": [1, 2], "items": [[3, 0, 39], [5, 6]]},
+        {"user": 4, "k": 7},
+        {"user": [3], "items": [[8]]},
+    ]
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [llm.score([one], use_tqdm=False)[0].outputs for one in asked]
+        monkeypatch.setattr(lightgcn, "LARGE", 1)
+        for one, before in zip(asked, want, strict=True):
+            (found,) = llm.score([one], use_tqdm=False)
+            assert (found.outputs.scores, found.outputs.item_ids) == (before.scores, before.item_ids)
 
 
 def test_products_of_short_floats_are_summed_in_float32(tmp_path: Path) -> None:

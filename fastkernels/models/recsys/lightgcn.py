@@ -45,6 +45,7 @@ GRAPH = "graph.safetensors"
 NUMBERS = ("num_users", "num_items", "embedding_dim", "num_layers")
 DEFAULTS = {"num_users": 29_858, "num_items": 40_981, "embedding_dim": 64, "num_layers": 3}
 MOST = 1000  # recommendations of one request
+LARGE = 1 << 16  # ids: joining them takes longer than one more copy to the device
 FIELDS = ("user", "k", "exclude_seen", "items")
 
 
@@ -194,8 +195,10 @@ class LightGCN(nn.Module):
         return Best(scores, ids, left)
 
     def _placed(self, place: Place, *groups: Sequence[Any]) -> list[torch.Tensor]:
-        """The arrays of each group as one tensor of ids on the device. All are copied there at once."""
+        """The arrays of each group as one tensor of ids on the device. All are copied there at once, if they are small."""
         sizes = [sum(map(len, arrays)) for arrays in groups]
+        if sum(sizes) >= LARGE and all(len(arrays) == 1 for arrays in groups):
+            return [place(array.astype(self._ids, copy=False)) for (array,) in groups]
         # 16 bytes are 4 ids at most: kernels are compiled anew for tensors that begin elsewhere
         starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         joined = np.zeros(starts[-1], self._ids)

@@ -123,9 +123,9 @@ def test_batches_of_equal_sizes_share_their_metadata(llm, monkeypatch):
     monkeypatch.setattr(runner, "_described", lambda *given: (made.append(1), described(*given))[1])
     monkeypatch.setattr(encode, "IMAGE_SIZES", 2)
     runner.capture()
-    sizes = ([0], [0, 1], [0], [0, 1], [1, 0], [0])
+    sizes = ([0], [0, 1, 2], [0], [1, 2], [1], [0, 1, 2])
     found = [[o.outputs.data for o in llm.embed([IMAGES[i] for i in s], use_tqdm=False)] for s in sizes]
-    assert len(made) == 4 and len(runner._images) == 2  # the first size was forgotten before it came again
+    assert len(made) == 4 and len(runner._images) == 2  # three images were forgotten before they came again
     for one, s in zip(found, sizes, strict=True):
         for vector, i in zip(one, s, strict=True):
             np.testing.assert_allclose(vector, found[1][i], atol=1e-6)
