@@ -195,7 +195,7 @@ class LightGCN(nn.Module):
         return Best(scores, ids, left)
 
     def _placed(self, place: Place, *groups: Sequence[Any]) -> list[torch.Tensor]:
-        """The arrays of each group as one tensor of ids on the device. All are copied there at once, if they are small."""
+        """The arrays of each group as one tensor of ids on the device. Small ones are copied there at once."""
         sizes = [sum(map(len, arrays)) for arrays in groups]
         if sum(sizes) >= LARGE and all(len(arrays) == 1 for arrays in groups):
             return [place(array.astype(self._ids, copy=False)) for (array,) in groups]
