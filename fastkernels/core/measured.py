@@ -45,7 +45,7 @@ def measuring() -> Iterator[None]:
     finally:
         _state.on = before
         if not before:
-            for chip in _chips.values():
+            for chip in list(_chips.values()):
                 chip.write()
 
 
@@ -121,7 +121,7 @@ class _Chip:
             if not self.new or _now() - self._written < every:
                 return
             new, self.new = self.new, {}
-            if self._facts is not None:
+            if self._facts is not None and len(self.times) <= MOST:
                 kept_files.add(NAME, self._facts, new, _is_times)
             self._written = _now()
 
