@@ -28,9 +28,7 @@ NAME = "measured"
 CALLS, ROUNDS = 8, 3  # of a graph
 MOST = 1 << 14  # keys that are kept: in a server whose inputs have ever new shapes, ours runs from then on
 MARGIN = 0.97  # of our time, which PyTorch's must not exceed
-KEEP_S = (
-    5.0  # between writes within a step: a process that ends in a long first step has not measured for nothing
-)
+KEEP_S = 5.0  # between writes within a step, so that a process that is killed in a long one keeps its times
 _state = threading.local()
 _slower: dict[Hashable, str | None] = {}  # by op and shape: why ours does not run
 _now = time.monotonic
@@ -104,9 +102,8 @@ class _Chip:
         self.new: dict[str, list[float]] = {}
         self._lock, self._written = threading.Lock(), _now()
         try:
-            self._facts: dict[str, str] | None = kept_files.facts(
-                name, "fastkernels", fastkernels.__version__
-            ) | {
+            self._facts: dict[str, str] | None = {
+                **kept_files.facts(name, "fastkernels", fastkernels.__version__),
                 "cudnn": str(torch.backends.cudnn.version()),
                 "tf32": str(torch.backends.cudnn.allow_tf32),
             }

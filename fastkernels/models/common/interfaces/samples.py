@@ -75,9 +75,8 @@ def ids_of(given: Any, what: str, count: int, where: str, dtype: type[np.integer
     """
     given = as_given(given)
     found = integers(given)
-    if found is not None and (
-        not found.size or found.view(np.uint64).max() < count
-    ):  # ids below 0 are large there
+    # As unsigned numbers, ids below 0 are large
+    if found is not None and (not found.size or found.view(np.uint64).max() < count):
         return found.astype(dtype)
     listed = given.tolist() if isinstance(given, np.ndarray) else given
     listed = list(listed) if isinstance(listed, (list, tuple)) else [listed]
