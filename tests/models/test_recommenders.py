@@ -109,9 +109,12 @@ def test_many_users_take_one_copy_and_the_operations_of_one(tmp_path: Path, aske
         runner = llm.llm_engine.runner
         copied: list[np.ndarray] = []
 
+        def place(array: np.ndarray) -> torch.Tensor:
+            copied.append(array)
+            return torch.from_numpy(array)
+
         def run(users: range) -> tuple[list[Any], int]:
             samples = [runner.model.read({"user": user, **asked}) for user in users]
-            place = lambda array: (copied.append(array), torch.from_numpy(array))[1]  # noqa: E731
             with torch.inference_mode(), Counted() as counted:
                 found = ScoreStep(runner.model.score(samples, [True] * len(samples), place)).result()
             return found, counted.calls

@@ -167,7 +167,7 @@ class LightGCN(nn.Module):
     def _products(self, samples: Sequence[Sample], place: Place) -> Together:
         """The products of users and their items."""
         each = _joined([s.counts for s in samples])
-        counts = [] if (each == each[0]).all() else [[each]]
+        counts: list[Sequence[Any]] = [] if (each == each[0]).all() else [[each]]
         users, items, *own = self._placed(
             place, [s.users for s in samples], [s.items for s in samples], *counts
         )
@@ -186,7 +186,7 @@ class LightGCN(nn.Module):
             for s, user in zip(samples, users, strict=True)
         ]
         counts = [len(part) for part in parts]
-        hidden = [[np.cumsum([0, *counts])], parts] if any(counts) else []
+        hidden: list[Sequence[Any]] = [[np.cumsum([0, *counts])], parts] if any(counts) else []
         at, *rest = self._placed(place, [users], *hidden)
         scores, ids = top_k_scores(
             self.final.index_select(0, at), self.items, max(s.k for s in samples), *rest

@@ -102,8 +102,8 @@ class ScoreStep:
             scores, sizes = self._found
             return [(part, None) for part in _split(scores.float(), sizes)]
         if isinstance(self._found, Best):
-            scores, ids = (transfer.to_host(t) for t in (self._found.scores.float(), self._found.ids))
-            return [(scores[i, :n], ids[i, :n]) for i, n in enumerate(self._found.sizes)]
+            best, ids = (transfer.to_host(t) for t in (self._found.scores.float(), self._found.ids))
+            return [(best[i, :n], ids[i, :n]) for i, n in enumerate(self._found.sizes)]
         joined = torch.cat([scores.float() for scores, _ in self._found])
         parts = _split(joined, [len(scores) for scores, _ in self._found])
         own = [ids for _, ids in self._found if ids is not None]

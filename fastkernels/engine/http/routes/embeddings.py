@@ -137,7 +137,7 @@ async def encoded(
                 raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
             raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
 
-    requests = await (several if read.takes else one_by_one)(request, given)
+    requests = await several(request, given) if read.takes else await one_by_one(request, given)
     found = await results(context, requests, raw)
     check_finite([o.outputs.data for o in found or ()], "input", context)
     return found

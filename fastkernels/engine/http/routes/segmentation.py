@@ -262,7 +262,8 @@ class ImageSegmentation:
         read, own = Inputs(self.context), uuid.uuid4().hex
 
         async def of_image(i: int, given: Any) -> list[tuple[int, Any]]:
-            image, made = await read(i, given), []
+            image = await read(i, given)
+            made: list[tuple[int, Any]] = []
             prompts: list[dict[str, Any]]
             if isinstance(image, (list, bytes)):
                 prompts, wanted = [{"video": image, "text": body.texts}], _of_video(body)

@@ -68,7 +68,7 @@ def integers(given: Any) -> np.ndarray | None:
         return None
 
 
-def ids_of(given: Any, what: str, count: int, where: str, dtype: type[np.integer] = np.int64) -> np.ndarray:
+def ids_of(given: Any, what: str, count: int, where: str, dtype: Any = np.int64) -> np.ndarray:
     """One id, or a list of them, in an array of its own. Raises ValueError for what is no id of `where`.
 
     count: the ids of `where`, which dtype holds
@@ -91,7 +91,7 @@ def ids_of(given: Any, what: str, count: int, where: str, dtype: type[np.integer
 
 
 def rows_of(
-    given: Any, rows: int, what: str, count: int, where: str, dtype: type[np.integer] = np.int64
+    given: Any, rows: int, what: str, count: int, where: str, dtype: Any = np.int64
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of several rows, one after the other, and how many each row has.
 
