@@ -206,9 +206,35 @@ def test_request_goes_before_the_measured_choice(monkeypatch: pytest.MonkeyPatch
     op.forget()
     monkeypatch.setattr(cnn, "slower", lambda *_: "it was faster")
     monkeypatch.setattr(cnn, "plain", lambda: lambda *given: taken.append(given))
-    conv = cnn.Conv(3, 8, 3)
+    conv = cnn.Conv(3, 8)
     torch.nn.init.zeros_(conv.weight)
     made = cnn.convolve(torch.zeros(1, 3, 8, 8), conv, None, cnn.Style("relu"))
     assert len(taken) == (not request_) and (made is None) == (not request_)
     monkeypatch.undo()
     op.forget()
+
+
+@pytest.mark.parametrize(
+    ("conv", "measured"),
+    [
+        (cnn.Conv(8, 12), True),
+        (cnn.Conv(8, 8, 3, groups=8), True),
+        (cnn.Conv(8, 8, groups=8), True),
+        (cnn.Conv(8, 12, 3), False),
+        (cnn.Conv(1, 1, 3), False),
+        (cnn.Conv(8, 12, 5, stride=2, groups=4), False),
+        (cnn.Conv(8, 16, 3, groups=8), False),
+    ],
+)
+def test_only_convolutions_with_a_kernel_of_ours_are_measured(
+    monkeypatch: pytest.MonkeyPatch, conv: cnn.Conv, measured: bool
+) -> None:
+    """Of the others, both sides run cuDNN's convolution."""
+    asked: list[str] = []
+    monkeypatch.setattr(cnn, "slower", lambda op, *_: asked.append(op))
+    torch.nn.init.normal_(conv.weight)
+    x = torch.randn(2, conv.weight.shape[1] * conv.groups, 9, 9)
+    made = cnn.convolve(x, conv, None, cnn.Style("relu"), "relu")
+    want = torch.conv2d(x, conv.weight, None, conv.stride, conv.padding, groups=conv.groups).relu()
+    torch.testing.assert_close(made, want)
+    assert asked == ["conv_norm_act"] * measured

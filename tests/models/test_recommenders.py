@@ -17,10 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import recommenders
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM
+from fastkernels.engine.execution.runners.score import ScoreStep
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.plans import build
+from fastkernels.models.recsys import lightgcn
 
 
 def scores(llm: LLM, samples: list[dict[str, Any]]) -> torch.Tensor:
@@ -85,6 +88,59 @@ def test_lightgcn_equals_its_equations(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(every.scores).double(), want, atol=1e-5, rtol=1e-5)
             found = torch.tensor(best.scores).double()
             torch.testing.assert_close(found, left.values[: len(found)], atol=1e-5, rtol=1e-5)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [{"k": 5}, {"k": 5, "exclude_seen": False}, {"items": [3, 0, 39]}])
+def test_many_users_take_one_copy_and_the_operations_of_one(tmp_path: Path, asked: dict[str, Any]) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        runner = llm.llm_engine.runner
+        copied: list[np.ndarray] = []
+
+        def place(array: np.ndarray) -> torch.Tensor:
+            copied.append(array)
+            return torch.from_numpy(array)
+
+        def run(users: range) -> tuple[list[Any], int]:
+            samples = [runner.model.read({"user": user, **asked}) for user in users]
+            with torch.inference_mode(), Counted() as counted:
+                found = ScoreStep(runner.model.score(samples, [True] * len(samples), place)).result()
+            return found, counted.calls
+
+        one, few = run(range(1))
+        many, same = run(range(12))
+        assert few == same <= 25, (few, same)
+        assert [array.dtype for array in copied] == [np.int32] * 2
+        for (scores, ids), (own, own_ids) in zip(many, one, strict=False):
+            np.testing.assert_allclose(scores, own, rtol=1e-5)
+            assert np.array_equal(ids, own_ids)
+
+
+def test_large_requests_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recommenders.lightgcn(tmp_path)
+    asked = [
+        {"user": [1, 2], "items": [[3, 0, 39], [5, 6]]},
+        {"user": 4, "k": 7},
+        {"user": [3], "items": [[8]]},
+    ]
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [llm.score([one], use_tqdm=False)[0].outputs for one in asked]
+        monkeypatch.setattr(lightgcn, "LARGE", 1)
+        for one, before in zip(asked, want, strict=True):
+            (found,) = llm.score([one], use_tqdm=False)
+            assert (found.outputs.scores, found.outputs.item_ids) == (before.scores, before.item_ids)
 
 
 def test_products_of_short_floats_are_summed_in_float32(tmp_path: Path) -> None:

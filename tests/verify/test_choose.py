@@ -22,7 +22,7 @@ from torch import nn
 
 import fastkernels
 from fastkernels import LLM
-from fastkernels.core import registry, tuning
+from fastkernels.core import kept_files, registry, tuning
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind
 from fastkernels.models.common.plans.ops import one_layer
@@ -147,7 +147,7 @@ def test_a_chip_without_any_table_is_measured(
 def test_kept_choices_are_used_without_verification(
     model: Any, monkeypatch: pytest.MonkeyPatch, no_measurement: None
 ) -> None:
-    facts = cache.facts("cpu", Host.host, Host.version)
+    facts = kept_files.facts("cpu", Host.host, Host.version)
     entry = tuning.Entry(
         "linear", {"N": 8, "K": 16, "dtype": "float32"}, {"M": 8}, "quick", "usual", "r1", {}, 1.3, (1.2, 1.4)
     )

@@ -13,7 +13,27 @@ _one_at_a_time = threading.Lock()
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """For what ends a capture of another thread, such as a synchronization of the device: it waits for these."""
+    with _one_at_a_time:
+        yield
+
+
+@contextmanager
 def captured(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """torch.cuda.graph, after captures of other threads. These may allocate memory meanwhile, without an error."""
     with _one_at_a_time, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
         yield
+
+
+@contextmanager
+def captured_on(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """The same on one stream for many graphs, without emptying the allocator's cache before each."""
+    with _one_at_a_time:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local", **options)
+            try:
+                yield
+            finally:
+                graph.capture_end()

@@ -1,36 +1,50 @@
 """Ours or PyTorch's code for a shape, by measurement: for models of our engine, when a step runs for the first time.
 
 Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
-that are captured later. Nothing is measured elsewhere.
+that are captured later. Nothing is measured elsewhere. Times are kept in FASTKERNELS_CACHE/measured for the chip, the
+versions and our sources (core/kept_files.py): the next process measures none of these shapes, and compiles only what
+it runs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+import fastkernels
+from fastkernels.core import kept_files
+from fastkernels.core.env import Environment
 from fastkernels.core.runtime.graph_capture import captured
 
 log = logging.getLogger("fastkernels")
+NAME = "measured"
 CALLS, ROUNDS = 8, 3  # of a graph
 MOST = 1 << 14  # keys that are kept: in a server whose inputs have ever new shapes, ours runs from then on
 MARGIN = 0.97  # of our time, which PyTorch's must not exceed
+KEEP_S = 5.0  # between writes within a step, so that a process that is killed in a long one keeps its times
 _state = threading.local()
 _slower: dict[Hashable, str | None] = {}  # by op and shape: why ours does not run
+_now = time.monotonic
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """In this thread, ops measure shapes that they have not seen."""
+    """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply."""
     before, _state.on = getattr(_state, "on", False), True
     try:
         yield
     finally:
         _state.on = before
+        if not before:
+            for chip in list(_chips.values()):
+                chip.write()
 
 
 def slower(
@@ -43,7 +57,7 @@ def slower(
     """Why PyTorch's code is to run in place of ours: it was faster for this shape. None: ours.
 
     what  the time depends on, next to x, whose first size, a batch, counts as the next power of two: a server that
-          meets all batches measures few
+          meets all batches measures few. Its repr is the same in all processes
     """
     on = getattr(_state, "on", False)
     if not x.is_cuda or not (on or _slower):
@@ -52,17 +66,19 @@ def slower(
     key = op, x.device.index, x.dtype, sizes, tuple(x.stride()), what
     if key in _slower or not on or len(_slower) >= MOST or torch.cuda.is_current_stream_capturing():
         return _slower.get(key)
+    chip, name = _chip(x.device.index), repr((op, str(x.dtype), sizes, tuple(x.stride()), what))
     _state.on = False  # the calls that are timed decide nothing
     try:
-        times = _time(ours), _time(other)
+        if (times := chip.times.get(name)) is None and chip.measures:
+            times = chip.times[name] = chip.new[name] = [_time(ours), _time(other)]
+            chip.write(KEEP_S)
     except Exception as error:  # what cannot be captured, or has no memory
         log.debug("%s: nothing measured for %s: %s", op, tuple(x.shape), error)
-        _slower[key] = None
-        return None
+        times = None
     finally:
         _state.on = True
     _slower[key] = None
-    if times[1] < MARGIN * times[0]:
+    if times is not None and times[1] < MARGIN * times[0]:
         _slower[key] = (
             f"PyTorch's code takes {1e3 * times[1]:.1f} us for this shape, ours {1e3 * times[0]:.1f}"
         )
@@ -70,8 +86,62 @@ def slower(
 
 
 def forget() -> None:
-    """Measure all shapes again."""
+    """Forget all shapes of this process. Those that are kept on disk are read again."""
     _slower.clear()
+    _chips.clear()
+
+
+class _Chip:
+    """Milliseconds [ours, PyTorch's] by op and shape on one kind of chip: of earlier processes, and new ones.
+
+    measures: whether shapes without times are measured
+    """
+
+    def __init__(self, name: str) -> None:
+        self.measures = Environment.read().verify is not False
+        self.new: dict[str, list[float]] = {}
+        self._lock, self._written = threading.Lock(), _now()
+        try:
+            self._facts: dict[str, str] | None = {
+                **kept_files.facts(name, "fastkernels", fastkernels.__version__),
+                "cudnn": str(torch.backends.cudnn.version()),
+                "tf32": str(torch.backends.cudnn.allow_tf32),
+            }
+            self.times: dict[str, list[float]] = kept_files.read(NAME, self._facts, _is_times)
+        except (OSError, ValueError, RuntimeError) as error:  # sources or settings that cannot be read
+            log.debug("measured choices are not kept: %s", error)
+            self._facts, self.times = None, {}
+
+    def write(self, every: float = 0.0) -> None:
+        """Keep new times, if the last write is that many seconds ago."""
+        with self._lock:
+            if not self.new or _now() - self._written < every:
+                return
+            new, self.new = self.new, {}
+            if self._facts is not None and len(self.times) <= MOST:
+                kept_files.add(NAME, self._facts, new, _is_times)
+            self._written = _now()
+
+
+_chips: dict[int | None, _Chip] = {}  # by the index of the device
+
+
+def _chip(index: int | None) -> _Chip:
+    if index not in _chips:
+        _chips[index] = _Chip(_name(index))
+    return _chips[index]
+
+
+def _name(index: int | None) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def _is_times(given: Any) -> bool:
+    return (
+        isinstance(given, list)
+        and len(given) == 2
+        and all(type(t) is float and t > 0 and math.isfinite(t) for t in given)
+    )
 
 
 def _time(call: Callable[[], object]) -> float:

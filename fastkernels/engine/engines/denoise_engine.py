@@ -122,7 +122,7 @@ class DenoiseEngine(BudgetEngine):
             return prompt, None
         if not is_image(image):
             raise ValueError(f"image must be a PIL image, got {type(image).__name__}")
-        return prompt, rgb(image)
+        return prompt, rgb(image).copy()  # it is read when the request runs
 
     def _size_of(self, image: Any, params: ImageParams) -> ImageParams:
         """The image's size, cut to what the model takes."""

@@ -27,6 +27,7 @@ from torch import nn
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.interfaces.samples import (
+    Best,
     Place,
     Scores,
     Together,
@@ -44,6 +45,7 @@ GRAPH = "graph.safetensors"
 NUMBERS = ("num_users", "num_items", "embedding_dim", "num_layers")
 DEFAULTS = {"num_users": 29_858, "num_items": 40_981, "embedding_dim": 64, "num_layers": 3}
 MOST = 1000  # recommendations of one request
+LARGE = 1 << 16  # ids: joining them takes longer than one more copy to the device
 FIELDS = ("user", "k", "exclude_seen", "items")
 
 
@@ -78,13 +80,16 @@ class LightGCN(nn.Module):
     """config: the fields of read_config."""
 
     ops = ("graph_propagate", "top_k_scores")
-    final: torch.Tensor  # the embeddings of all nodes, propagated
+    # The embeddings of all nodes and of the items, propagated
+    final: torch.Tensor
+    items: torch.Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_users, self.num_items = config.num_users, config.num_items
         nodes = config.num_users + config.num_items
         self._random = config.num_edges
+        self._ids = np.int32 if nodes < 1 << 31 else np.int64
         self.alpha = nn.Parameter(torch.empty(config.num_layers + 1, dtype=torch.float32))
         self.alpha.fill = 1.0 / (config.num_layers + 1)  # type: ignore[attr-defined]
         self.embedding = nn.Embedding(nodes, config.embedding_dim)
@@ -110,6 +115,7 @@ class LightGCN(nn.Module):
         """Propagate the embeddings again."""
         with torch.inference_mode():
             self.final = self(self.graph)
+            self.items = self.final[self.num_users :]
 
     def read(self, given: Any) -> Sample:
         """See dlrm_v2.py. given: {"user": id, "items": [ids]}, or {"user": id, "k": 20, "exclude_seen": true}.
@@ -122,7 +128,7 @@ class LightGCN(nn.Module):
         if "items" in given:
             if extra := [name for name in ("k", "exclude_seen") if name in given]:
                 raise ValueError(f"the input has `items`, which are scored as they are, and {extra[0]!r}")
-            where = "`items`", self.num_items, "the table of items"
+            where = "`items`", self.num_items, "the table of items", self._ids
             if len(users) == 1 and not _nested(given["items"]):
                 items = ids_of(given["items"], *where)
                 counts = np.array([len(items)])
@@ -144,44 +150,66 @@ class LightGCN(nn.Module):
     def score(self, samples: Sequence[Sample], activated: Sequence[bool], place: Place) -> Scores:
         """See dlrm_v2.py. Scores are products of embeddings; `activated` has no effect."""
         given = [i for i, sample in enumerate(samples) if sample.items is not None]
-        parts = self._products([samples[i] for i in given], place) if given else None
-        if parts is not None and len(given) == len(samples):
-            return parts
+        if len(given) == len(samples):
+            return self._products(samples, place)
+        if not given:
+            return self._best(samples, place)
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = [(self.final[:0, 0], None)] * len(samples)
-        if parts is not None:
-            for i, part in zip(given, parts.scores.split(list(parts.sizes)), strict=True):
-                found[i] = part, None
+        parts = self._products([samples[i] for i in given], place)
+        for i, part in zip(given, parts.scores.split(list(parts.sizes)), strict=True):
+            found[i] = part, None
         wanted = [i for i, sample in enumerate(samples) if sample.items is None]
-        for i, pair in zip(wanted, self._best([samples[i] for i in wanted], place), strict=True):
-            found[i] = pair
+        best = self._best([samples[i] for i in wanted], place)
+        for row, (i, n) in enumerate(zip(wanted, best.sizes, strict=True)):
+            found[i] = best.scores[row, :n], best.ids[row, :n]
         return found
 
     def _products(self, samples: Sequence[Sample], place: Place) -> Together:
         """The products of users and their items."""
-        users = self.final[place(np.concatenate([s.users for s in samples]))].float()
-        each = np.concatenate([s.counts for s in samples])  # type: ignore[misc]
-        items = place(np.concatenate([s.items for s in samples]))  # type: ignore[misc]
-        rows = self.final[self.num_users :][items].float()
-        if (each == each[0]).all():
-            scores = (rows.view(len(users), int(each[0]), -1) * users[:, None]).sum(-1).view(-1)
+        each = _joined([s.counts for s in samples])
+        counts: list[Sequence[Any]] = [] if (each == each[0]).all() else [[each]]
+        users, items, *own = self._placed(
+            place, [s.users for s in samples], [s.items for s in samples], *counts
+        )
+        vectors = self.final.index_select(0, users).float()
+        rows = self.items.index_select(0, items).float()
+        if own:
+            scores = (rows * vectors.repeat_interleave(own[0], 0, output_size=len(rows))).sum(-1)
         else:
-            scores = (rows * users.repeat_interleave(place(each), 0, output_size=len(rows))).sum(-1)
+            scores = (rows.view(len(vectors), int(each[0]), -1) * vectors[:, None]).sum(-1).view(-1)
         return Together(scores, [len(s.items) for s in samples])  # type: ignore[arg-type]
 
-    def _best(self, samples: Sequence[Sample], place: Place) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        starts, users = self._seen_starts, np.concatenate([s.users for s in samples])
+    def _best(self, samples: Sequence[Sample], place: Place) -> Best:
+        starts, users = self._seen_starts, _joined([s.users for s in samples])
         parts = [
             self._seen[starts[user] : starts[user + 1]] if s.exclude else self._seen[:0]
             for s, user in zip(samples, users, strict=True)
         ]
-        vectors = self.final[place(users)]
-        hidden: tuple[torch.Tensor, ...] = ()
-        if any(map(len, parts)):
-            ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-            hidden = place(ends), place(np.concatenate(parts))
-        scores, ids = top_k_scores(vectors, self.final[self.num_users :], max(s.k for s in samples), *hidden)
-        left = [min(s.k, self.num_items - len(part)) for s, part in zip(samples, parts, strict=True)]
-        return [(scores[i, :n], ids[i, :n]) for i, n in enumerate(left)]
+        counts = [len(part) for part in parts]
+        hidden: list[Sequence[Any]] = [[np.cumsum([0, *counts])], parts] if any(counts) else []
+        at, *rest = self._placed(place, [users], *hidden)
+        scores, ids = top_k_scores(
+            self.final.index_select(0, at), self.items, max(s.k for s in samples), *rest
+        )
+        left = [min(s.k, self.num_items - n) for s, n in zip(samples, counts, strict=True)]
+        return Best(scores, ids, left)
+
+    def _placed(self, place: Place, *groups: Sequence[Any]) -> list[torch.Tensor]:
+        """The arrays of each group as one tensor of ids on the device. Small ones are copied there at once."""
+        sizes = [sum(map(len, arrays)) for arrays in groups]
+        if sum(sizes) >= LARGE and all(len(arrays) == 1 for arrays in groups):
+            return [place(array.astype(self._ids, copy=False)) for (array,) in groups]
+        # 16 bytes are 4 ids at most: kernels are compiled anew for tensors that begin elsewhere
+        starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+        joined = np.zeros(starts[-1], self._ids)
+        for start, size, arrays in zip(starts, sizes, groups, strict=False):
+            np.concatenate(arrays, out=joined[start : start + size], casting="same_kind")
+        placed = place(joined)
+        return [placed[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _joined(arrays: Sequence[Any]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _nested(items: Any) -> bool:

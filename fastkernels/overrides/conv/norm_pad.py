@@ -29,7 +29,12 @@ def reference(x: torch.Tensor, weight: torch.Tensor, silu: bool = True, pad: boo
     acc = torch.promote_types(x.dtype, torch.float32)
     y = F.normalize(x.to(acc), dim=1, eps=SMALLEST) * x.shape[1] ** 0.5 * weight.to(acc).view(-1, 1, 1, 1)
     y = F.silu(y) if silu else y
-    return (F.pad(y, PADDING, mode="replicate") if pad and y.numel() else y).to(x.dtype)
+    return (F.pad(y, PADDING, mode="replicate") if _pads(x, pad) else y).to(x.dtype)
+
+
+def _pads(x: torch.Tensor, pad: bool) -> bool:
+    """Whether there is padding: no copies of frames without pixels, but of the frames of no video."""
+    return pad and 0 not in x.shape[1:]
 
 
 @triton.jit(do_not_specialize=["pixels", "T", "H", "W"])
@@ -75,7 +80,7 @@ def _supports_triton(x: torch.Tensor, weight: torch.Tensor, *_: object) -> str |
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, silu: bool = True, pad: bool = True) -> torch.Tensor:
     batch, channels, *sizes = x.shape
-    if pad and x.numel():
+    if _pads(x, pad):
         sizes = [n + 2 for n in sizes]
     return x.new_empty((batch, *sizes, channels)).permute(0, 4, 1, 2, 3)
 
@@ -137,6 +142,7 @@ SPEC = OpSpec(
         _case("norm_9", "odd", 9, 3, 3, 3, "float16", batch=3, silu=False, pad=False),
         _case("frames_11", "odd", 8, 11, 2, 5),
         _case("wide_1000", "odd", 1000, 1, 2, 3, "float32"),
+        _case("none", "odd", 8, 2, 3, 4, "float32", batch=0),
     ),
     arguments=(
         Tensor("x", _INNER, mean=0.3),

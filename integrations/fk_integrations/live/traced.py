@@ -24,7 +24,7 @@ from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import tracing
 
-from fastkernels.core import tuning
+from fastkernels.core import kept_files, tuning
 from fastkernels.core.dispatch import proving
 from fastkernels.core.env import Environment
 from fastkernels.verify import cache
@@ -86,7 +86,7 @@ class Call:
         return "in CUDA graphs" if self.graphs else "without CUDA graphs"
 
     def key(self) -> str:
-        """A name for all that the time of both sides depends on, aside from `cache.facts`."""
+        """A name for all that the time of both sides depends on, aside from `kept_files.facts`."""
         parts = (
             self.host_class, self.op, self.graphs, self.compiler, _identity(self.module), _identity(self.args),
             _identity(self.kwargs), sorted(Environment.read().provider.items()), self.autocast,
@@ -120,7 +120,7 @@ class Traced:
     def kept(self, device: torch.device) -> dict[str, dict[str, Any]]:
         """{key of a call: its choice} of earlier processes and of this one."""
         if self._facts is None:
-            self._facts = cache.facts(tuning.chip_of(device.type), self.host, self.version)
+            self._facts = kept_files.facts(tuning.chip_of(device.type), self.host, self.version)
             self._kept = cache.kept_sides(self._facts)
         return self._kept
 

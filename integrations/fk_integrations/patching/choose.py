@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core import registry, tuning
+from fastkernels.core import kept_files, registry, tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec
@@ -180,7 +180,7 @@ def _choices(
         return json.dumps({"entries": [], "lines": {}, "seconds": {}})
     seconds: Seconds = {}
     with timed(seconds, "read choices"):
-        facts = cache.facts(chip, adapter.host, adapter.version)
+        facts = kept_files.facts(chip, adapter.host, adapter.version)
         table = cache.kept(facts)
     kept = {e.point for e in table.entries}
     missing = [p for p in points if Entry(p.op, *p.named(), None, "", "").point not in kept]

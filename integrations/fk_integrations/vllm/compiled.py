@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import fastkernels
 from fastkernels.core import tuning
 from fastkernels.core.env import Environment
+from fastkernels.core.kept_files import add_piece, source_digest
 from fastkernels.core.runtime.trial import within
 from fastkernels.patch import PatchError, Request
-from fastkernels.verify.cache import add_piece, source_digest
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.live.live_class import parts

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fastkernels.core import compile_cache, kept_files
 from fastkernels.core.runtime import measured
-from fastkernels.core.runtime.graph_capture import captured
+from fastkernels.core.runtime.graph_capture import captured, captured_on
 
 
 def given(*shape: int) -> Any:
@@ -23,8 +27,11 @@ def given(*shape: int) -> Any:
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, float]]:
+    """Times of the calls, and how many were timed."""
     found = {"ours": 2.0, "other": 1.0}
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    compile_cache.folder.cache_clear()
 
     def timed(call: Any) -> float:
         assert measured.slower("inner", "", given(1), lambda: "ours", lambda: "other") is None
@@ -33,9 +40,12 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
     measured.forget()
     monkeypatch.setattr(measured, "_time", timed)
+    monkeypatch.setattr(measured, "_name", lambda index: "Imaginary X1")
+    monkeypatch.setattr(kept_files, "source_digest", lambda root: "sources")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield found
     measured.forget()
+    compile_cache.folder.cache_clear()
 
 
 def ask(*shape: int, key: str = "") -> str | None:
@@ -72,26 +82,154 @@ def test_shapes_are_measured_up_to_a_limit(times: dict[str, float], monkeypatch:
     assert times["ours calls"] == 2
 
 
+def next_process() -> None:
+    measured.forget()
+    compile_cache.folder.cache_clear()
+
+
+def test_next_process_measures_what_is_new_only(times: dict[str, float]) -> None:
+    with measured.measuring():
+        assert ask(3) is not None and ask(9, key="b") is not None
+    next_process()
+    times |= {"ours": 1.0, "other": 2.0}  # would be another choice
+    with measured.measuring():
+        assert (
+            ask(4) == "PyTorch's code takes 1000.0 us for this shape, ours 2000.0"
+            and times["ours calls"] == 2
+        )
+        assert ask(9, key="c") is None and times["ours calls"] == 3
+    next_process()
+    with measured.measuring():
+        assert ask(9, key="c") is None and times["ours calls"] == times["other calls"] == 3
+
+
+def test_other_facts_are_measured_again(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured.measuring():
+        ask(3)
+    for change in (
+        lambda: monkeypatch.setattr(measured, "_name", lambda index: "Imaginary X2"),
+        lambda: monkeypatch.setattr(torch, "__version__", "0.1"),
+        lambda: monkeypatch.setattr(kept_files, "source_digest", lambda root: "other sources"),
+    ):
+        change()
+        next_process()
+        before = times["ours calls"]
+        with measured.measuring():
+            ask(3)
+        assert times["ours calls"] == before + 1
+
+
+def test_without_verification_kept_choices_apply(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with measured.measuring():
+        ask(3)
+    next_process()
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "0")
+    with measured.measuring():
+        assert ask(3) is not None and ask(9) is None
+    assert times["ours calls"] == 1
+
+
+def test_unusable_files_are_measured_again(
+    times: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with measured.measuring():
+        ask(3)
+    (file,) = (tmp_path / measured.NAME).glob("*.json")
+    whole = file.read_text()
+    (name,) = json.loads(whole)["entries"]
+    foreign = json.dumps({**json.loads(whole), "facts": {}})
+    damaged = [whole.replace("2.0", wrong) for wrong in ("-1.0", "NaN", '"2.0"', "true", "[]")]
+    for text in (whole[:-9], "[1]", "\ud800", "[" * 100_000, foreign, *damaged):
+        file.write_bytes(text.encode(errors="surrogatepass"))
+        next_process()
+        caplog.clear()
+        before = times["ours calls"]
+        with measured.measuring():
+            assert ask(3) is not None
+        assert times["ours calls"] == before + 1 and "measured again" in caplog.text, text[:80]
+        assert list(json.loads(file.read_text())["entries"]) == [name], "the next process finds a whole file"
+
+
+def test_folders_that_cannot_be_written_are_harmless(
+    times: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "fastkernels")
+    with measured.measuring():
+        ask(3)
+    next_process()
+    monkeypatch.setattr(compile_cache, "unwritable", lambda path: "read-only")  # root may write anywhere
+    with measured.measuring():
+        assert ask(3) is not None and ask(9) is not None and ask(9) is not None
+    assert times["ours calls"] == 2 and len(caplog.records) == 1
+    (file,) = (tmp_path / measured.NAME).glob("*.json")
+    file.unlink()
+    file.mkdir()  # a file cannot replace it
+    kept_files.replace(file, "{}")
+    assert "not kept" in caplog.text and {p.name for p in file.parent.iterdir()} == {".lock", file.name}
+
+
+def test_long_steps_keep_their_times_meanwhile(
+    times: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measured, "_now", lambda: clock[0])
+    with measured.measuring():
+        ask(3)
+        assert not (tmp_path / measured.NAME).exists()
+        clock[0] += measured.KEEP_S
+        ask(5)
+        (file,) = (tmp_path / measured.NAME).glob("*.json")
+        assert len(json.loads(file.read_text())["entries"]) == 2
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opens the lock's file itself, as processes do."""
+    monkeypatch.setattr(compile_cache, "folder", lambda name: tmp_path)
+
+    def add(i: int) -> None:
+        kept_files.add("shared", {"chip": "X"}, {str(i): [1.0, 2.0]}, lambda entry: True)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(16)))
+    (file,) = tmp_path.glob("*.json")
+    assert len(json.loads(file.read_text())["entries"]) == 16
+
+
 def test_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture synchronizes the device first, which ends the capture of another thread."""
     running, most = [0], [0]
 
-    @contextmanager
-    def graph(given: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local"
+    def begin(**options: Any) -> None:
+        assert options["capture_error_mode"] == "thread_local"
         running[0] += 1
         most[0] = max(most[0], running[0])
         time.sleep(0.01)
-        yield
+
+    def end() -> None:
         running[0] -= 1
 
+    @contextmanager
+    def graph(given: Any, **options: Any) -> Iterator[None]:
+        begin(**options)
+        yield
+        end()
+
     def capture(number: int) -> None:
-        with captured(None, pool=number):  # type: ignore[arg-type]
+        own: Any = SimpleNamespace(capture_begin=begin, capture_end=end)
+        kind = captured_on(own, own, pool=1) if number % 2 else captured(own, pool=1)
+        with kind:
             time.sleep(0.01)
 
+    def synchronize() -> None:
+        assert running == [0], "it would end a capture"
+
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(capture, range(3)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(capture, range(4)))
     assert most == [1]
 
 

@@ -40,12 +40,28 @@ def run(graphs: ForwardGraphs, *sizes: int) -> None:
         assert torch.equal(graphs("double", lambda x: 2 * x, [given]), 2 * given)
 
 
-def test_least_recently_used_graph_goes_first(captured: list[int]) -> None:
+def test_new_shape_replaces_the_graph_that_is_used_least(captured: list[int]) -> None:
     graphs = ForwardGraphs(torch.device("cpu"), 2)
-    run(graphs, 1, 1, 2, 2, 1, 3, 3)
+    run(graphs, 1, 1, 1, 2, 2)
+    assert captured == [1, 2] and len(graphs) == 2 and graphs.replays == 3
+    run(graphs, *[3] * (2 + forward_graphs.GAIN))  # 2 has come twice
     assert captured == [1, 2, 3] and len(graphs) == 2 and graphs.replays == 4
-    run(graphs, 1, 2)
-    assert captured == [1, 2, 3] and graphs.replays == 5, "1 is replayed, and 2 is a new shape again"
+    run(graphs, 1, 2, 3)
+    assert captured == [1, 2, 3] and graphs.replays == 6, "2 runs eagerly, and is no new shape"
+
+
+def test_more_shapes_than_graphs_capture_none_in_turn(captured: list[int]) -> None:
+    graphs = ForwardGraphs(torch.device("cpu"), 3)
+    run(graphs, *[1, 2, 3, 4, 5] * 40)
+    assert captured == [1, 2, 3] and graphs.replays == 3 * 39
+
+
+def test_shapes_of_new_clients_get_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "HALVED", 16)
+    graphs = ForwardGraphs(torch.device("cpu"), 2)
+    run(graphs, *[1, 2] * 100)
+    run(graphs, *[3, 4] * 50)
+    assert captured == [1, 2, 3, 4] and len(graphs) == 2
 
 
 def test_forgotten_shapes_leave_nothing(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,4 +70,4 @@ def test_forgotten_shapes_leave_nothing(captured: list[int], monkeypatch: pytest
     run(graphs, 6, 6, 6)
     assert captured == [-1], "a shape that cannot be captured is tried once"
     run(graphs, 1, 2, 3, 4)
-    assert len(graphs._graphs) == 2 and not graphs._eager
+    assert len(graphs._shapes) == 2 and len(graphs) == 0

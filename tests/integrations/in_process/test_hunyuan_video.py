@@ -72,6 +72,7 @@ def test_image_model_is_patched_proved_and_undone() -> None:
         want = model.decode(latents).sample
         report = fastkernels.patch(model, ops=OPS)
         torch.testing.assert_close(model.decode(latents).sample, want, atol=1e-5, rtol=1e-5)
+        assert model.decode(latents[:0]).sample.shape == (0, *want.shape[1:]), "no video, as of the host"
         (row,) = [row for row in report.refresh().rows if row.host_class == "HunyuanVideo15ResnetBlock"]
         assert row.calls > 0, report
         report.undo()

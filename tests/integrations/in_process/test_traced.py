@@ -106,7 +106,7 @@ def test_choice_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest
     run(module)
     torch.compiler.reset()
     (file,) = (tmp_path / traced.cache.SIDES).glob("*.json")
-    (side,) = json.loads(file.read_text())["sides"].values()
+    (side,) = json.loads(file.read_text())["entries"].values()
     assert side["ours"] and first.seconds > 0
     other = Host(12)
     trial, _ = tried(other, ours(0), second)
@@ -120,7 +120,7 @@ def test_damaged_file_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptur
     session.keep("a call", {"ours": True, "text": "ours"})
     (file,) = (tmp_path / traced.cache.SIDES).glob("*.json")
     assert traced.Traced("timm", "0").kept(torch.device("cpu")) == {"a call": {"ours": True, "text": "ours"}}
-    for damaged in ("{", "[]", '{"facts": {}, "sides": {}}', file.read_text().replace("true", '"yes"')):
+    for damaged in ("{", "[]", '{"facts": {}, "entries": {}}', file.read_text().replace("true", '"yes"')):
         caplog.clear()
         file.write_text(damaged)
         assert traced.Traced("timm", "0").kept(torch.device("cpu")) == {}
@@ -136,7 +136,7 @@ def test_choices_add_up_in_the_folder_that_can_be_written(
     for name in ("one", "two"):
         traced.cache.keep_side(name, {"ours": True, "text": name}, of)
     (file,) = tmp_path.glob("*.json")
-    assert set(json.loads(file.read_text())["sides"]) == {"one", "two"}
+    assert set(json.loads(file.read_text())["entries"]) == {"one", "two"}
 
 
 def test_shapes_and_sizes_are_told_apart() -> None:

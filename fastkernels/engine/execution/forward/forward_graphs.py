@@ -15,7 +15,10 @@ from fastkernels.core.runtime.measured import measuring
 
 SEEN = 1024  # shapes that are remembered
 log = logging.getLogger("fastkernels")
-MOST = 16  # graphs that are kept by default; the least recently used one goes first
+MOST = 16  # graphs that are kept by default
+# A capture takes as long as some eager runs. Once all graphs are there, a shape gets one in place of another's if it
+# came GAIN times more often. Of a shape at most MOST_USES runs count, and half of them are forgotten every HALVED runs.
+GAIN, MOST_USES, HALVED = 4, 32, 1024
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,31 @@ class _Graph:
     function: Callable[..., Any]
 
 
+@dataclass
+class _Shape:
+    """uses: how often it came, see MOST_USES. eager: it cannot be captured."""
+
+    graph: _Graph | None = None
+    uses: int = 1
+    eager: bool = False
+
+
 class ForwardGraphs:
     """Runs functions of tensors, by key and shapes. The first run is eager: it compiles and chooses kernels.
 
-    All graphs share one memory pool, so an output is valid until the next call. most: graphs that are kept.
+    All graphs share one memory pool, so an output is valid until the next call. most: graphs that are kept. More shapes
+    than that in turn keep those that have graphs, and the others run eagerly.
     """
 
     def __init__(self, device: torch.device, most: int = MOST):
         self._device, self._most = device, most
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self._eager: set[Hashable] = set()
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()  # the least recently used one first
+        self._runs = 0
         self.replays = 0
 
     def __len__(self) -> int:
-        return sum(graph is not None for graph in self._graphs.values())
+        return sum(shape.graph is not None for shape in self._shapes.values())
 
     def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
         """function(*inputs), tensors, which depend on the key and the inputs only.
@@ -50,24 +63,23 @@ class ForwardGraphs:
         The function may read other tensors that follow from the key: those of the call that is captured are kept.
         """
         key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
-        if key not in self._graphs:
-            if len(self._graphs) >= SEEN:
-                self._eager.discard(self._graphs.popitem(last=False)[0])
-            self._graphs[key] = None
+        self._count()
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= SEEN:
+                self._shapes.popitem(last=False)
+            self._shapes[key] = _Shape()
             with measuring():
                 return function(*inputs)
-        if key in self._eager:
-            return function(*inputs)
-        if self._graphs[key] is None:
-            if len(self) >= self._most:
-                self._graphs.pop(next(k for k, graph in self._graphs.items() if graph is not None))
+        self._shapes.move_to_end(key)
+        shape.uses = min(shape.uses + 1, MOST_USES)
+        if shape.graph is None and not shape.eager and self._has_room(shape):
             try:
-                self._graphs[key] = self._capture(function, inputs)
+                shape.graph = self._capture(function, inputs)
             except RuntimeError as error:  # of an op that cannot be captured
                 log.warning("no CUDA graph of inputs %s: %s", tuple(inputs[0].shape), error)
-                self._eager.add(key)
-        self._graphs.move_to_end(key)
-        found = self._graphs[key]
+                shape.eager = True
+        found = shape.graph
         if found is None:
             return function(*inputs)
         for static, given in zip(found.inputs, inputs, strict=True):
@@ -76,9 +88,25 @@ class ForwardGraphs:
         self.replays += 1
         return found.output
 
+    def _count(self) -> None:
+        self._runs += 1
+        if self._runs % HALVED == 0:
+            for shape in self._shapes.values():
+                shape.uses //= 2
+
+    def _has_room(self, wanted: _Shape) -> bool:
+        """Whether one more graph may be captured, for which the one that was used least makes room if there is none."""
+        held = [shape for shape in self._shapes.values() if shape.graph is not None]
+        if len(held) < self._most:
+            return True
+        least = min(held, key=lambda shape: shape.uses)
+        if wanted.uses < least.uses + GAIN:
+            return False
+        least.graph = None
+        return True
+
     def _capture(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> _Graph:
         static = tuple(t.clone(memory_format=torch.preserve_format) for t in inputs)
-        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with captured(graph, pool=self._pool):
             output = function(*static)

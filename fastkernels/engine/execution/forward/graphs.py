@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.core.runtime.graph_capture import alone, captured_on
 from fastkernels.engine.execution.attention import AttentionBackend, CannotCapture, with_groups
 from fastkernels.engine.steps.input_batch import InputBatch, Inputs, packed_words
 from fastkernels.engine.steps.step import SAMPLED, StepInput, Together, even
@@ -333,23 +334,18 @@ class Graphs:
         ):  # compiles and loads kernels, which is not possible during capture
             plan()
             run()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it empties the allocator's cache before every capture.
-        with torch.cuda.stream(self._capturing):
-            graph.capture_begin(pool=self._pool)
-            try:
-                outputs = run()
-            finally:
-                graph.capture_end()
+        with captured_on(self._capturing, graph, pool=self._pool):
+            outputs = run()
         hidden, *sampled = outputs
         return graph.replay, Outputs(
             _not_owned(hidden), *(t if t is None else _not_owned(t) for t in sampled)
         )
 
     def _finish(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # memory of the eager runs
+        with alone():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # memory of the eager runs
 
     def _example(self, tokens: int, rows: int, decode: bool, each: int = 0) -> Inputs:
         """Inputs of the dummy slot in the static buffer, with host numbers that bound those of every replay.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ Task: TypeAlias = tuple[str, bool]
 TEXT_ROWS, TEXT_GRAPHS, TEXT_WORK = 64, 128, 10_000_000_000
 TEXT_TOKENS = tuple(sorted({16, *(part << n for n in range(2, 12) for part in (4, 5, 6, 7)), 1 << 14}))
 EXACT_ROWS = 4
+IMAGE_SIZES = 64  # batches of images, by the tokens of each, of which the metadata is kept
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "mamba_ssm_cache_dtype", "attention_backend",
                  "speculative_config")  # fmt: skip
 
@@ -121,6 +123,7 @@ class Encode(Runner):
 
     def capture(self) -> None:
         """See Runner: graphs and kept features are made again, when a request needs them."""
+        self._images: OrderedDict[bytes, tuple[AttentionMetadata, torch.Tensor]] = OrderedDict()
         finds = isinstance(self.model, (Detector, ImageSegmenter))
         captures = finds or self.config.tensor_parallel_size == 1
         if captures and self.device.type == "cuda" and not self.config.enforce_eager:
@@ -145,37 +148,51 @@ class Encode(Runner):
             return self.segmenting.launch(step.wanted, np.concatenate(step.patches), self._to_device)
         starts = np.zeros(len(step.query_lens) + 1, dtype=np.int64)
         np.cumsum(step.query_lens, out=starts[1:])
+        if step.patches is not None:
+            return self._launch_images(step, starts)
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], step.query_lens)
-        cu_seqlens = self._to_device(starts)
-        longest = int(step.query_lens.max())
-        metadata = AttentionMetadata(
-            slot_mapping=cu_seqlens.new_empty(0), cu_seqlens_q=cu_seqlens.int(), seq_lens=cu_seqlens.diff().int(),
-            block_table=cu_seqlens.new_empty(len(step.query_lens), 0).int(), max_seqlen_q=longest,
-            max_seqlen_k=longest, padded=False,
-        )  # fmt: skip
+        metadata, cu_seqlens = self._described(step.query_lens, starts)
         if step.seen is not None and (step.seen < step.query_lens).any():
             metadata = replace(
                 metadata, key_rows=self._to_device(np.flatnonzero(positions < np.repeat(step.seen, step.query_lens))),
                 seq_lens=self._to_device(step.seen).int(), max_seqlen_k=int(step.seen.max()),
             )  # fmt: skip
         with forward_context(metadata):
-            tasks = tuple(dict.fromkeys(step.tasks))
-            if step.patches is None:
-                types = [] if step.token_type_ids is None else [step.token_type_ids]
-                hidden = self._read([step.input_ids, positions, *types], starts, metadata)
-                return EncodeStep(step, starts, {t: self._head(step, t, hidden, cu_seqlens) for t in tasks})
-            patches, grids = transfer.joined(step.patches, self.device, np.float32), tuple(step.grids)
-            bare = replace(step, patches=None)  # a graph keeps it
+            types = [] if step.token_type_ids is None else [step.token_type_ids]
+            hidden = self._read([step.input_ids, positions, *types], starts, metadata)
+            found = {t: self._head(step, t, hidden, cu_seqlens) for t in dict.fromkeys(step.tasks)}
+            return EncodeStep(step, starts, found)
 
-            def compute(patches: torch.Tensor) -> list[torch.Tensor]:
-                with forward_context(metadata):
-                    hidden = self.model(patches, grids)
-                    return [self._head(bare, task, hidden, cu_seqlens) for task in tasks]
+    def _launch_images(self, step: EncodeInput, starts: np.ndarray) -> EncodeStep:
+        assert step.patches is not None
+        key = step.query_lens.tobytes()
+        if key not in self._images:  # a replayed graph needs none of them
+            self._images[key] = self._described(step.query_lens, starts)
+            if len(self._images) > IMAGE_SIZES:
+                self._images.popitem(last=False)
+        metadata, cu_seqlens = self._images[key]
+        self._images.move_to_end(key)
+        tasks, grids = tuple(dict.fromkeys(step.tasks)), tuple(step.grids)
+        patches = transfer.joined(step.patches, self.device, np.float32)
+        bare = replace(step, patches=None)  # a graph keeps it
 
-            made = (
-                compute(patches) if self.graphs is None else self.graphs((grids, tasks), compute, [patches])
-            )
+        def compute(patches: torch.Tensor) -> list[torch.Tensor]:
+            with forward_context(metadata):
+                hidden = self.model(patches, grids)
+                return [self._head(bare, task, hidden, cu_seqlens) for task in tasks]
+
+        made = compute(patches) if self.graphs is None else self.graphs((grids, tasks), compute, [patches])
         return EncodeStep(step, starts, dict(zip(tasks, made, strict=True)))
+
+    def _described(self, lens: np.ndarray, starts: np.ndarray) -> tuple[AttentionMetadata, torch.Tensor]:
+        """Metadata of whole sequences for attention, and where each starts on the device."""
+        cu_seqlens, longest = self._to_device(starts), int(lens.max())
+        metadata = AttentionMetadata(
+            slot_mapping=cu_seqlens.new_empty(0), cu_seqlens_q=cu_seqlens.int(), seq_lens=cu_seqlens.diff().int(),
+            block_table=cu_seqlens.new_empty(len(lens), 0).int(), max_seqlen_q=longest, max_seqlen_k=longest,
+            padded=False,
+        )  # fmt: skip
+        return metadata, cu_seqlens
 
     def _read(
         self, arrays: Sequence[np.ndarray], starts: np.ndarray, metadata: AttentionMetadata

@@ -139,7 +139,6 @@ class _Graph:
         self._changing = [t.clone() for t in (rollout.x, step, *draws)]
         self._owner: Rollout | None = rollout
         conditions = rollout.conditions.like(self._given)
-        torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with captured(self._graph):
             self._found = model.denoise(conditions, *self._changing)

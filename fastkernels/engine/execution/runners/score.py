@@ -18,7 +18,7 @@ from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.configs.config import ALL_DTYPES
-from fastkernels.models.common.interfaces.samples import Scores, Together
+from fastkernels.models.common.interfaces.samples import Best, Scores, Together
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,15 @@ class ScoreStep:
         if isinstance(self._found, Together):
             scores, sizes = self._found
             return [(part, None) for part in _split(scores.float(), sizes)]
-        scores = torch.cat([scores.float() for scores, _ in self._found])
-        parts = _split(scores, [len(scores) for scores, _ in self._found])
+        if isinstance(self._found, Best):
+            best, ids = (transfer.to_host(t) for t in (self._found.scores.float(), self._found.ids))
+            return [(best[i, :n], ids[i, :n]) for i, n in enumerate(self._found.sizes)]
+        joined = torch.cat([scores.float() for scores, _ in self._found])
+        parts = _split(joined, [len(scores) for scores, _ in self._found])
         own = [ids for _, ids in self._found if ids is not None]
-        ids = iter(_split(torch.cat(own), [len(one) for one in own]) if own else ())
+        listed = iter(_split(torch.cat(own), [len(one) for one in own]) if own else ())
         return [
-            (part, None if chosen is None else next(ids))
+            (part, None if chosen is None else next(listed))
             for part, (_, chosen) in zip(parts, self._found, strict=True)
         ]
 

@@ -19,7 +19,7 @@ from fastkernels.engine.http.answers import schema
 from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import INT64, Body
 from fastkernels.engine.http.routes.context import Context
-from fastkernels.engine.http.routes.embeddings import results, usage
+from fastkernels.engine.http.routes.embeddings import results, several, usage
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.scheduling.acting import ActionParams
 
@@ -82,9 +82,9 @@ class Actions:
         if len(given) > most:
             raise ApiError(400, f"{len(given)} inputs are more than the queue holds, {most}", "inputs")
         own = uuid.uuid4().hex
-        requests = [
-            await asyncio.to_thread(self._request, f"{own}-{i}", i, one, body) for i, one in enumerate(given)
-        ]
+        requests = await several(
+            lambda i, one: asyncio.to_thread(self._request, f"{own}-{i}", i, one, body), given
+        )
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import time
 import uuid
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request
@@ -26,10 +26,12 @@ from fastkernels.engine.http.requests.protocol import (
     PoolingTaskRequest,
 )
 from fastkernels.engine.http.routes.context import Context
-from fastkernels.engine.inputs.images import decode, decode_frames, is_image, is_video
+from fastkernels.engine.inputs.images import decode, decode_frames
 from fastkernels.engine.inputs.tokenizer import cut
 from fastkernels.engine.sampling.pooling import PoolingParams
 
+T, G = TypeVar("T"), TypeVar("G")
+AT_ONCE = min(4, os.cpu_count() or 1)  # images of a request that are decoded and resized
 # By how the model's scores are computed
 DEFAULT_TASKS = {"cross-encoder": "classify", "late-interaction": "token_embed", "bi-encoder": "embed"}
 
@@ -118,27 +120,52 @@ async def encoded(
     context: Context, body: PoolingRequest, params: PoolingParams, read: Inputs, raw: Request
 ) -> list[Any] | None:
     """The outputs of all inputs, in order; None if the client has gone."""
-    requests, own = [], uuid.uuid4().hex
-    given = body.inputs
+    own, given = uuid.uuid4().hex, body.inputs
     waiting = context.llm.config.max_waiting
     if len(given) > waiting:
         raise ApiError(400, f"{len(given)} inputs are more than the queue holds, {waiting}", "input")
-    for i, one in enumerate(given):
-        prompt = await read(i, one)
-        make = partial(context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)
+
+    async def request(i: int, one: Any) -> Any:
+        def make(prompt: Any) -> Any:
+            return context.llm.make_request(f"{own}-{i}", prompt, params, body.priority or 0)
+
         try:
-            # Resizing an image takes milliseconds
-            slow = is_image(prompt) or is_video(prompt)
-            requests.append(await asyncio.to_thread(make) if slow else make())
+            return await read.then(make, i, one)
         except ValueError as error:
             message = str(error)
             field = message.partition(" ")[0]
             if field in ("dimensions", "task", "role"):
                 raise ApiError(400, message, {"role": "input_type"}.get(field, field)) from error
             raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
+
+    requests = await several(request, given) if read.takes else await one_by_one(request, given)
     found = await results(context, requests, raw)
     check_finite([o.outputs.data for o in found or ()], "input", context)
     return found
+
+
+async def one_by_one(work: Callable[[int, G], Awaitable[T]], given: Sequence[G]) -> list[T]:
+    """The results of work(i, input i), in order."""
+    return [await work(i, one) for i, one in enumerate(given)]
+
+
+async def several(work: Callable[[int, G], Awaitable[T]], given: Sequence[G]) -> list[T]:
+    """The same for work in threads, AT_ONCE inputs at a time. Raises the error of the first input that has one."""
+    if len(given) < 2:
+        return await one_by_one(work, given)
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def do(i: int, one: G) -> T:
+        async with gate:
+            return await work(i, one)
+
+    tasks = [asyncio.create_task(do(i, one)) for i, one in enumerate(given)]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nothing is logged
 
 
 def check_finite(found: Iterable[np.ndarray | float], what: str, context: Context) -> None:
@@ -183,6 +210,10 @@ class Inputs:
 
     async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
         """Raises ApiError, which names input i."""
+        return await self.then(lambda prompt: prompt, i, given)
+
+    async def then(self, make: Callable[[Any], T], i: int, given: str | list[int] | dict[str, Any]) -> T:
+        """make(input i), of media in the same thread: resizing an image takes milliseconds. Raises as __call__."""
         if self.takes and isinstance(given, str):
             given = _part(given)
         kind = given["type"] if isinstance(given, dict) else ""
@@ -192,13 +223,18 @@ class Inputs:
             raise ApiError(400, f"input {i} cannot be used: {self.context.model_name!r} {wanted}", "input")
         if isinstance(given, dict):
             read = _image if kind == "image_url" else _clip if self.clips else _video
-            try:
-                return await asyncio.to_thread(read, given[kind]["url"])
-            except ValueError as error:
-                raise ApiError(400, f"input {i} is {error}", "input") from error
+            return await asyncio.to_thread(_read_then, make, read, i, given[kind]["url"])
         if isinstance(given, list):
-            return given if self.limit is None else cut(given, self.limit, self.side)
-        return await self.context.prompts.text(given, self.special, "input", self.limit, self.side)
+            return make(given if self.limit is None else cut(given, self.limit, self.side))
+        return make(await self.context.prompts.text(given, self.special, "input", self.limit, self.side))
+
+
+def _read_then(make: Callable[[Any], T], read: Callable[[str], Any], i: int, url: str) -> T:
+    try:
+        prompt = read(url)
+    except ValueError as error:
+        raise ApiError(400, f"input {i} is {error}", "input") from error
+    return make(prompt)
 
 
 def _part(given: str) -> str | dict[str, Any]:

@@ -26,7 +26,7 @@ from fastkernels.engine.http.requests.errors import ApiError, error_body
 from fastkernels.engine.http.requests.protocol import INT64, Body
 from fastkernels.engine.http.requests.unserved import field_error
 from fastkernels.engine.http.routes.context import Context
-from fastkernels.engine.http.routes.embeddings import results
+from fastkernels.engine.http.routes.embeddings import results, several
 from fastkernels.engine.http.routes.jobs import checked
 from fastkernels.engine.inputs.images import decode
 from fastkernels.engine.scheduling.denoising import ImageParams
@@ -212,7 +212,7 @@ class Pictures:
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)
-        data = await asyncio.to_thread(_encoded, found, body)
+        data = await several(lambda _, output: asyncio.to_thread(_encoded, output, body), found)
         answer = {
             "created": int(time.time()),
             "data": data,
@@ -259,16 +259,14 @@ def _number(name: str, value: str) -> Any:
     return value
 
 
-def _encoded(outputs: Sequence[Any], body: ImageGenerationRequest) -> list[dict[str, Any]]:
+def _encoded(output: Any, body: ImageGenerationRequest) -> dict[str, Any]:
     kind, quality = body.output_format or "png", body.output_compression
     options = {} if quality is None or kind == "png" else {"quality": quality}
-    made = []
-    for output in outputs:
-        file = io.BytesIO()
-        output.images[0].save(file, kind, **options)
-        made.append({"b64_json": base64.b64encode(file.getvalue()).decode(), "seed": output.seeds[0]})
-        if body.step_cache is not None:
-            made[-1]["steps_reused"] = output.steps_reused[0]
+    file = io.BytesIO()
+    output.images[0].save(file, kind, **options)
+    made = {"b64_json": base64.b64encode(file.getvalue()).decode(), "seed": output.seeds[0]}
+    if body.step_cache is not None:
+        made["steps_reused"] = output.steps_reused[0]
     return made
 
 
@@ -287,7 +285,8 @@ class _Events:
         return b""
 
     async def events(self, outputs: Sequence[tuple[int, Any]]) -> bytes:
-        data = await asyncio.to_thread(_encoded, [output for _, output in outputs], self._body)
+        ready = [output for _, output in outputs]
+        data = await several(lambda _, output: asyncio.to_thread(_encoded, output, self._body), ready)
         made = [
             {**self._fields, "created_at": int(time.time()), "index": i, **entry}
             for (i, _), entry in zip(outputs, data, strict=True)

@@ -18,7 +18,7 @@ from fastkernels.engine.http.answers import schema
 from fastkernels.engine.http.requests.errors import ApiError
 from fastkernels.engine.http.requests.protocol import CloudsRequest, PoolingRequest
 from fastkernels.engine.http.routes.context import Context
-from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, usage
+from fastkernels.engine.http.routes.embeddings import Inputs, _base64, results, several, usage
 from fastkernels.engine.objects import marks
 from fastkernels.engine.objects.marks import MOST_POINTS
 from fastkernels.engine.objects.segmentation import (
@@ -52,15 +52,18 @@ class Segmentation:
             raise ApiError(400, "inputs must have at least one cloud", "inputs")
         if len(clouds) > most:
             raise ApiError(400, f"{len(clouds)} inputs are more than the queue holds, {most}", "inputs")
-        requests, own = [], uuid.uuid4().hex
+        own = uuid.uuid4().hex
         params = PoolingParams("classify", use_activation=body.output != "logits")
-        for i, cloud in enumerate(clouds):
+
+        async def request(i: int, cloud: Any) -> Any:
             make = partial(self.context.llm.make_request, f"{own}-{i}", cloud, params, body.priority or 0)
             try:
-                requests.append(await asyncio.to_thread(make))  # sorts all points
+                return await asyncio.to_thread(make)  # sorts all points
             except ValueError as error:
                 message = str(error).replace("the input", f"input {i}", 1)
                 raise ApiError(400, message, "inputs") from error
+
+        requests = await several(request, clouds)
         found = await results(self.context, requests, raw)
         if found is None:
             return Response(status_code=499)
@@ -256,9 +259,11 @@ class ImageSegmentation:
             mask_threshold=body.mask_threshold, masks=body.masks is not False, semantic=body.semantic is True,
             multimask_output=body.multimask_output is not False,
         )  # fmt: skip
-        read, own, made = Inputs(self.context), uuid.uuid4().hex, []
-        for i, given in enumerate(images):
+        read, own = Inputs(self.context), uuid.uuid4().hex
+
+        async def of_image(i: int, given: Any) -> list[tuple[int, Any]]:
             image = await read(i, given)
+            made: list[tuple[int, Any]] = []
             prompts: list[dict[str, Any]]
             if isinstance(image, (list, bytes)):
                 prompts, wanted = [{"video": image, "text": body.texts}], _of_video(body)
@@ -278,7 +283,9 @@ class ImageSegmentation:
                     if field in ("text", "boxes", "box_labels", "semantic", "multimask_output"):
                         raise ApiError(400, message, field) from error
                     raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
-        return made
+            return made
+
+        return [one for own_requests in await several(of_image, images) for one in own_requests]
 
     def _targets(self, body: ImageSegmentationRequest) -> tuple[list[dict[str, Any]], str]:
         """(fields of the prompts for an image, their name). Raises ApiError."""

@@ -21,7 +21,15 @@ class Together(NamedTuple):
     sizes: Sequence[int]
 
 
-Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]] | Together"
+class Best(NamedTuple):
+    """The best items of all samples: scores and ids [samples, k], of which a sample has the first of `sizes`."""
+
+    scores: torch.Tensor
+    ids: torch.Tensor
+    sizes: Sequence[int]
+
+
+Scores: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor | None]] | Together | Best"
 
 
 def fields(given: Any, known: Sequence[str]) -> None:
@@ -43,11 +51,14 @@ def as_given(value: Any) -> Any:
 
 
 def integers(given: Any) -> np.ndarray | None:
-    """An int64 array [n] of an integer, or of a list or an array of integers; None for anything else."""
+    """An int64 array [n] of an integer, or of a list or an array of integers; None for anything else.
+
+    It may be the given array.
+    """
     if isinstance(given, np.ndarray):
         if given.ndim != 1 or given.dtype.kind not in "iu" or (given.dtype == np.uint64 and given.size):
             return None
-        return given.astype(np.int64)
+        return given.astype(np.int64, copy=False)
     listed = given if isinstance(given, (list, tuple)) else (given,)
     if not {*map(type, listed)} <= {int}:
         return None
@@ -57,12 +68,16 @@ def integers(given: Any) -> np.ndarray | None:
         return None
 
 
-def ids_of(given: Any, what: str, count: int, where: str) -> np.ndarray:
-    """One id, or a list of them, as int64. Raises ValueError for what is no id of `where`, which has `count`."""
+def ids_of(given: Any, what: str, count: int, where: str, dtype: Any = np.int64) -> np.ndarray:
+    """One id, or a list of them, in an array of its own. Raises ValueError for what is no id of `where`.
+
+    count: the ids of `where`, which dtype holds
+    """
     given = as_given(given)
     found = integers(given)
-    if found is not None and (not found.size or (found.min() >= 0 and found.max() < count)):
-        return found
+    # As unsigned numbers, ids below 0 are large
+    if found is not None and (not found.size or found.view(np.uint64).max() < count):
+        return found.astype(dtype)
     listed = given.tolist() if isinstance(given, np.ndarray) else given
     listed = list(listed) if isinstance(listed, (list, tuple)) else [listed]
     for value in listed:
@@ -72,10 +87,12 @@ def ids_of(given: Any, what: str, count: int, where: str) -> np.ndarray:
             raise ValueError(
                 f"the input has the id {value} of {what}, and {where} has {count} rows: 0 to {count - 1}"
             )
-    return np.array(listed, np.int64)
+    return np.array(listed, dtype)
 
 
-def rows_of(given: Any, rows: int, what: str, count: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(
+    given: Any, rows: int, what: str, count: int, where: str, dtype: Any = np.int64
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids of several rows, one after the other, and how many each row has.
 
     given: [rows] ids, one for each row; [rows, n] ids; or a list with an id or a list of ids for each row
@@ -90,8 +107,8 @@ def rows_of(given: Any, rows: int, what: str, count: int, where: str) -> tuple[n
                 f"the input has an array of {given.ndim} dimensions in {what}: it must be [rows] or [rows, n]"
             )
         each = given.shape[1] if given.ndim == 2 else 1
-        return ids_of(given.ravel(), what, count, where), np.full(rows, each, np.int64)
+        return ids_of(given.ravel(), what, count, where, dtype), np.full(rows, each, np.int64)
     listed = [as_given(one) for one in given]
     sizes = np.array([len(o) if isinstance(o, (list, tuple, np.ndarray)) else 1 for o in listed], np.int64)
     flat = [value for o in listed for value in (o if isinstance(o, (list, tuple, np.ndarray)) else (o,))]
-    return ids_of(flat, what, count, where), sizes
+    return ids_of(flat, what, count, where, dtype), sizes

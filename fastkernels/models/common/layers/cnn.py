@@ -151,14 +151,23 @@ def convolve(
         x, conv.weight, conv.bias, *found, residual, (conv.stride,), (padding,), (1,), conv.groups, activation,
         style.eps, add_first,
     )  # fmt: skip
-    if OPS[
-        "conv_norm_act"
-    ].requested:  # a candidate, a provider or a recording: no choice of ours goes before it
+    # Of a candidate, a provider or a recording, no choice of ours goes before it
+    if OPS["conv_norm_act"].requested or _is_dense(conv, padding):
         return conv_norm_act(*given)
     sizes = tuple(conv.weight.shape), conv.stride, padding
     what = *sizes, norm is None, residual is None, activation, add_first
     why = slower("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: plain()(*given))
     return conv_norm_act(*given) if why is None else plain()(*given)
+
+
+def _is_dense(conv: Conv, padding: int) -> bool:
+    """Whether ours is cuDNN's convolution with one kernel behind it, and PyTorch's the same one with several.
+
+    Nothing is measured then.
+    """
+    channels, made = conv.weight.shape[1] * conv.groups, len(conv.weight)
+    depthwise = conv.groups == channels == made and channels > 1
+    return not depthwise and (conv.groups > 1 or conv.kernel > 1 or padding > 0)
 
 
 @cache

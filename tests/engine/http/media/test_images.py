@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 
@@ -16,6 +17,8 @@ from support.tiny import make_tiny_encoder
 
 import fastkernels.engine.inputs.images as reading
 from fastkernels import LLM
+from fastkernels.engine.execution.runners import encode
+from fastkernels.engine.http.routes import embeddings
 
 RNG = np.random.default_rng(1)
 IMAGES = [Image.fromarray(RNG.integers(0, 256, (h, 48, 3), dtype=np.uint8)) for h in (40, 60, 24)]
@@ -76,6 +79,56 @@ def test_images_become_vectors(url, llm):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         made = client.embeddings.create(model=folder_name(url), input=[part(IMAGES[0])])
         np.testing.assert_allclose(made.data[0].embedding, wanted[0], atol=1e-5)
+
+
+def test_inputs_are_read_at_once_and_the_first_error_is_raised():
+    running, most, ended = [0], [0], []
+
+    async def work(i, wrong):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.02 if i == 1 else 0.001)
+        running[0] -= 1
+        ended.append(i)
+        if wrong:
+            raise ValueError(i)
+        return 10 * i
+
+    count = 3 * embeddings.AT_ONCE
+    assert asyncio.run(embeddings.several(work, [False] * count)) == [10 * i for i in range(count)]
+    assert most[0] == embeddings.AT_ONCE
+    ended.clear()
+    with pytest.raises(ValueError, match="1"):
+        asyncio.run(embeddings.several(work, [False, True, True, *[False] * 50]))
+    assert len(ended) < 53, "no others begin after an error"
+
+
+def test_upright_images_are_not_copied():
+    plain = IMAGES[0]
+    assert reading.rgb(plain) is plain
+    file = io.BytesIO()
+    turned = plain.copy()
+    turned.getexif()[0x0112] = 6
+    turned.save(file, "PNG", exif=turned.getexif())
+    opened = Image.open(file)
+    np.testing.assert_array_equal(reading.rgb(opened), np.rot90(plain, 3))
+    np.testing.assert_array_equal(reading.rgb(Image.open(io.BytesIO(file.getvalue()))), np.rot90(plain, 3))
+    assert opened.size == plain.size, "the given image stays as it is"
+    assert reading.rgb(plain.convert("RGBA")).mode == "RGB"
+
+
+def test_batches_of_equal_sizes_share_their_metadata(llm, monkeypatch):
+    runner, made = llm.llm_engine.runner, []
+    described = runner._described
+    monkeypatch.setattr(runner, "_described", lambda *given: (made.append(1), described(*given))[1])
+    monkeypatch.setattr(encode, "IMAGE_SIZES", 2)
+    runner.capture()
+    sizes = ([0], [0, 1, 2], [0], [1, 2], [1], [0, 1, 2])
+    found = [[o.outputs.data for o in llm.embed([IMAGES[i] for i in s], use_tqdm=False)] for s in sizes]
+    assert len(made) == 4 and len(runner._images) == 2  # three images were forgotten before they came again
+    for one, s in zip(found, sizes, strict=True):
+        for vector, i in zip(one, s, strict=True):
+            np.testing.assert_allclose(vector, found[1][i], atol=1e-6)
 
 
 def folder_name(url):
