@@ -74,6 +74,6 @@ def changed(before: dict[str, Any]) -> str:
 
 def restore(before: dict[str, Any]) -> None:
     """Give each setting the value in `before`."""
-    for name, value in now().items():
-        if value != before[name]:
-            SETTINGS[name][1](before[name])
+    for name, (get, change) in SETTINGS.items():  # in this order: the precision of products sets those behind it
+        if get() != before[name]:
+            change(before[name])

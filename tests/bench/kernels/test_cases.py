@@ -13,6 +13,7 @@ from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.rows.options import Options
 
 from fastkernels.core import registry
+from fastkernels.core.spec import Tensor
 
 OPS = ["rms_norm", "silu_and_mul", "linear", "topk_softmax"]
 KINDS = {"large", "tiny", "equal", "zero", "outlier"}
@@ -80,11 +81,11 @@ def test_edit_makes_the_named_values(op: str) -> None:
 STRUCTURE = {"rows_apart", "turned", "offset_2_bytes", "offset_4_bytes", "one_dimension", "four_dimensions"}
 DECLARED = {
     "silu_and_mul": {*STRUCTURE, "outlier_x", "nan", "inf", "no_tokens"},
-    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "nan", "inf", "no_tokens"},
+    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "other_eps", "nan", "inf", "no_tokens"},
     "linear": {*STRUCTURE, "outlier_x", "outlier_weight", "outlier_bias", "nan", "inf", "no_tokens"},
     "topk_softmax": {"outlier_gating_output", "rows_apart", "no_tokens"},  # a NaN decides between experts
     "quantize_fp8": {"outlier_x", "rows_apart", "no_tokens"},  # 8-bit floats hold no infinity
-    "attention_decode": {"outlier_key_cache", "outlier_q", "offset_4_bytes", "nan"},
+    "attention_decode": {"outlier_key_cache", "outlier_q", "other_scale", "offset_4_bytes", "nan"},
 }  # fmt: skip
 
 
@@ -125,6 +126,64 @@ def test_our_ops_pass_their_declared_extremes(op: str) -> None:
             found = compare(spec, case, got, want, nonfinite=kind.nonfinite)
             assert not found.problem, (kind.name, base.name, found.problem)
             break
+
+
+# Planes that no point of the op's cases lies beyond
+NOT_REACHED = {("project_gaussians", "other_near_plane"), ("project_gaussians", "other_far_plane")}
+
+
+@pytest.mark.parametrize("op", WITH_OP)
+def test_ignored_number_gives_wrong_results(op: str) -> None:
+    """A candidate with the usual epsilon or scale built in is wrong for another one, at least in one small case."""
+    spec, rng = registry.get(op), random.Random(5)
+    small = sorted((c for c in spec.cases if 64 < spec.bytes_moved(c) < 1 << 17), key=spec.bytes_moved)[:8]
+    unseen = set()
+    for kind in extremes.kinds(spec):
+        if not kind.name.startswith("other_") or (op, kind.name) in NOT_REACHED:
+            continue
+        for base in small:
+            if (case := extremes.apply(kind, spec, base, rng)) is None:
+                continue
+            unseen.add(kind.name)
+            args, usual = (spec.inputs(c, "cpu", torch.Generator().manual_seed(7)) for c in (case, base))
+            if len(args) != len(usual) or [t.shape for t in layout.tensors(args)] != [
+                t.shape for t in layout.tensors(usual)
+            ]:  # it decides about sizes, so that nobody can ignore it
+                unseen.discard(kind.name)
+                break
+            want = expect(spec, case, args, "op")
+            at = spec.position(kind.name.removeprefix("other_"))
+            args[at] = usual[at]
+            result = spec.op(*args)
+            got = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
+            got += [args[i] for i in want.written]
+            if compare(spec, case, got, want, 0.0).problem:
+                unseen.discard(kind.name)
+                break
+    assert not unseen
+
+
+# Integers that the sizes of a case state: lengths of sequences, and numbers of points and tables
+STATED = {
+    "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_d", "seq_lens", "starts", "fresh", "table_starts",
+    "table_rows", "batch", "top_k", "offsets", "positions",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", WITH_OP)
+def test_integer_arguments_do_not_follow_from_sizes(op: str) -> None:
+    """A kernel that knows its integers may ignore them, or keep what it computed from them."""
+    spec = registry.get(op)
+    names = [a.name for a in spec.arguments if isinstance(a, Tensor) and a.name not in STATED]
+    for case in sorted((c for c in spec.cases if spec.bytes_moved(c) < 1 << 15), key=spec.bytes_moved)[-3:]:
+        one, other = (
+            dict(zip((a.name for a in spec.arguments), made, strict=False))
+            for made in (spec.inputs(case, "cpu", torch.Generator().manual_seed(s)) for s in (1, 2))
+        )
+        for name in names:
+            a, b = one.get(name), other.get(name)
+            if isinstance(a, torch.Tensor) and not a.is_floating_point() and a.numel() > 4 and a.any():
+                assert a.shape != b.shape or not torch.equal(a, b), (case.name, name)
 
 
 def test_structure_is_what_its_name_says() -> None:

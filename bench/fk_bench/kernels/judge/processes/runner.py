@@ -353,6 +353,7 @@ class RunnerState(Implementation):
             graph, results = self._capture(self.calls[start:end], before)
             self.graphs.append((start, graph))
             self.kept += results
+        self.unchanged()
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
 
     def _shared(self, t: torch.Tensor) -> dict[str, Any]:
