@@ -74,6 +74,9 @@ def changed(before: dict[str, Any]) -> str:
 
 def restore(before: dict[str, Any]) -> None:
     """Give each setting the value in `before`."""
-    for name, (get, change) in SETTINGS.items():  # in this order: the precision of products sets those behind it
+    for name, (
+        get,
+        change,
+    ) in SETTINGS.items():  # in this order: the precision of products sets those behind it
         if get() != before[name]:
             change(before[name])

@@ -48,7 +48,7 @@ def test_call_that_changes_a_setting_is_refused_and_undone(tmp_path: Path) -> No
     file.write_text(CANDIDATE.format(at_import="", in_call="torch.set_default_dtype(torch.float64)"))
     found = candidate.load("silu_and_mul", str(file))
     run = candidate.checked(found.function, silu_and_mul, "mine.py")
-    with pytest.raises(candidate.WrongOutput, match="candidate mine.py: a call of silu_and_mul changes"):
+    with pytest.raises(candidate.WrongOutput, match=r"candidate mine\.py: a call of silu_and_mul changes"):
         run(torch.randn(2, 8))
     assert not settings.changed(before)
 

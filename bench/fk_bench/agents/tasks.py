@@ -20,6 +20,7 @@ from fk_bench.agents.budget import TaskBudget
 from fk_bench.agents.session import copy_candidate
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core import machine
+from fk_bench.core.text import NAME
 from fk_bench.info import model_blocks, stubs
 from fk_bench.kernels.judge.memory import layout
 
@@ -116,6 +117,12 @@ def check_cases(names: Sequence[str], cases: Sequence[str]) -> None:
     known = {c.name for n in names for c in registry.get(n).cases}
     if wrong := [c for c in cases if c not in known]:
         raise registry.UnknownName("case", wrong[0], sorted(known))
+
+
+def check_suffix(suffix: str) -> None:
+    """Raise ValueError for a label that is no part of a folder's name."""
+    if suffix and not NAME.fullmatch(suffix):
+        raise ValueError(f"--suffix {suffix[:80]!r}: at most 64 letters, digits and ._+-")
 
 
 def write(
