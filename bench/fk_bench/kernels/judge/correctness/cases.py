@@ -22,7 +22,6 @@ CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # milliseconds on a CPU; larger cases need 
 CHECKED_BYTES, CHECKED_FLOPS, LARGE = 40 << 20, 5e8, 1  # of LARGE secret cases of an op
 CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, which the judge makes again for every batch
 HELD_OUT = 4
-ALWAYS = "heavy_tails"  # values that are tried on every timed and every large case, if the op has them
 ATTEMPTS = 3  # at cases to which a kind of extreme case applies
 
 
@@ -32,7 +31,7 @@ class Trial:
 
     make    make(device, generator) -> arguments with values drawn from that generator
     edit    changes the arguments in place (extreme values)
-    hard    {name: such a change}, of which ALWAYS and some others are also tried on a timed case
+    hard    {name: such a change}, of which some are also tried on a timed case
     nonfinite  kinds in `hard`, or this case itself, with NaN or infinite values
     large   too large to be timed on a CPU
     recipe  of the values of a slot, which are made again; see Slots
@@ -130,10 +129,7 @@ def _first(found: list[Trial], most: int, device: str, spec: OpSpec) -> list[Tri
 
 def _with_large(spec: OpSpec, found: list[Trial]) -> list[Trial]:
     """CPU: check some cases that are too large to be timed, because a candidate may be right for small ones only."""
-    large = [
-        replace(t, large=True, hard={n: change for n, change in t.hard.items() if n == ALWAYS})
-        for t in found if t.gpu_only(spec) is not None
-    ]  # fmt: skip
+    large = [replace(t, large=True, hard={}) for t in found if t.gpu_only(spec) is not None]
     fitting = [t.case.name for t in large if t.gpu_only(spec) is None]
     picked = secrets.SystemRandom().sample(fitting, min(LARGE, len(fitting)))
     by_name = {t.case.name: t for t in large if t.case.name in picked}

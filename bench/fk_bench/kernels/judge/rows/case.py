@@ -15,7 +15,7 @@ from fk_bench.kernels.judge.batches.batches import SINGLES, Batches
 from fk_bench.kernels.judge.batches.calls import Calls
 from fk_bench.kernels.judge.batches.lane import Lane, Timed
 from fk_bench.kernels.judge.clock import call_times
-from fk_bench.kernels.judge.correctness.cases import ALWAYS, Trial
+from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.slots import Slots
@@ -99,9 +99,8 @@ class CaseRun:
             repeats = 2 if self.trial.timed and self.trial.recipe is None else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
-                hard, drawn = self.trial.hard, sorted(self.trial.hard.keys() - {ALWAYS})
-                always = [ALWAYS] if ALWAYS in hard and self.plan.hard else []
-                for name in [*always, *RANDOM.sample(drawn, min(self.plan.hard - len(always), len(drawn)))]:
+                hard = self.trial.hard
+                for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
                     checks.hard(sides, arenas, slots, name, hard[name], name in self.trial.nonfinite)
             if seen.wants_times and seen.chosen.seconds:
