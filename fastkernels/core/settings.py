@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
+_Setting = tuple[Callable[[], Any], Callable[..., Any]]
 
 
-def _attribute(owner: Any, name: str) -> _Setting:
+def _attribute(path: str) -> _Setting:
+    """An attribute of a part of torch.backends."""
+    place, _, name = path.rpartition(".")
+    owner: Any = attrgetter(place)(torch.backends)
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
@@ -33,7 +37,6 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # a device is a mode, and costs time
 
 
-_backends = torch.backends
 SETTINGS: dict[str, _Setting] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -51,12 +54,12 @@ SETTINGS: dict[str, _Setting] = {
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    "torch.backends.cuda.matmul.fp32_precision": _attribute(_backends.cuda.matmul, "fp32_precision"),
-    "torch.backends.cudnn.conv.fp32_precision": _attribute(_backends.cudnn.conv, "fp32_precision"),
-    "torch.backends.mkldnn.matmul.fp32_precision": _attribute(_backends.mkldnn.matmul, "fp32_precision"),
-    "torch.backends.mkldnn.conv.fp32_precision": _attribute(_backends.mkldnn.conv, "fp32_precision"),
-    "torch.backends.cudnn.benchmark": _attribute(_backends.cudnn, "benchmark"),
-    "torch.backends.cudnn.deterministic": _attribute(_backends.cudnn, "deterministic"),
+    "torch.backends.cuda.matmul.fp32_precision": _attribute("cuda.matmul.fp32_precision"),
+    "torch.backends.cudnn.conv.fp32_precision": _attribute("cudnn.conv.fp32_precision"),
+    "torch.backends.mkldnn.matmul.fp32_precision": _attribute("mkldnn.matmul.fp32_precision"),
+    "torch.backends.mkldnn.conv.fp32_precision": _attribute("mkldnn.conv.fp32_precision"),
+    "torch.backends.cudnn.benchmark": _attribute("cudnn.benchmark"),
+    "torch.backends.cudnn.deterministic": _attribute("cudnn.deterministic"),
 }  # fmt: skip
 
 

@@ -108,7 +108,11 @@ def chosen(ops: Sequence[str], level: int | None, model: str) -> tuple[list[str]
         names = stubs.selected_ops((), level, model or None)
         names += [b for b in blocks if level is None or registry.get(b).level == level]
     if not names:
-        raise ValueError("no op matches --ops, --level and --model together")
+        given = {"--ops": ",".join(ops), "--level": level, "--model": model}
+        words = " ".join(f"{flag} {value}" for flag, value in given.items() if value)
+        raise ValueError(
+            f"no op matches {words} together: leave one out; `fk-bench list` has the level of each op"
+        )
     return sorted(names, key=lambda n: registry.get(n).level), text
 
 

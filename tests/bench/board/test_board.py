@@ -270,7 +270,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ({"candidates": "/etc"}, "outside the submission"),
         ({"candidates": "nothing"}, "there is no folder"),
         ({"lisence": "MIT"}, "licence"),
-        ({"tokens": -1}, "at least 0"),
+        ({"tokens": -1}, "tokens = -1: give a number from 0"),
         ({"tokens": "many"}, "is no int"),
         ({"mode": "fast"}, "sequential"),
         ({"url": "javascript:alert(1)"}, "does not begin with https://"),

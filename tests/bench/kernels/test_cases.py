@@ -148,13 +148,14 @@ def _is_wrong(spec: OpSpec, number: str, base: Case, case: Case) -> bool:
     """Whether results with the number of `base` are wrong for `case`, or the call with it is invalid."""
     args, usual = (spec.inputs(c, "cpu", torch.Generator().manual_seed(7)) for c in (case, base))
     want = expect(spec, case, args, "op")
-    args[spec.position(number)] = usual[spec.position(number)]
+    given = [*args]
+    given[spec.position(number)] = usual[spec.position(number)]
     try:
-        result = spec.op(*args)
+        result = spec.op(*given)
     except ValueError:  # it decides about sizes
         return True
     got = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
-    return bool(compare(spec, case, got + [args[i] for i in want.written], want, 0.0).problem)
+    return bool(compare(spec, case, got + [given[i] for i in want.written], want, 0.0).problem)
 
 
 # Integers that the sizes of a case state: lengths of sequences, and numbers of points and tables
