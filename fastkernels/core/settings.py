@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+_BACKENDS = (
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision", "cudnn.benchmark", "cudnn.deterministic",
+)  # fmt: skip
 _Setting = tuple[Callable[[], Any], Callable[..., Any]]
 
 
@@ -19,6 +23,15 @@ def _attribute(path: str) -> _Setting:
     place, _, name = path.rpartition(".")
     owner: Any = attrgetter(place)(torch.backends)
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _is_known(path: str) -> bool:
+    """Whether this version of torch has an attribute of torch.backends."""
+    try:
+        attrgetter(path)(torch.backends)
+    except AttributeError:
+        return False
+    return True
 
 
 def _autocast(device: str) -> _Setting:
@@ -54,12 +67,7 @@ SETTINGS: dict[str, _Setting] = {
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    "torch.backends.cuda.matmul.fp32_precision": _attribute("cuda.matmul.fp32_precision"),
-    "torch.backends.cudnn.conv.fp32_precision": _attribute("cudnn.conv.fp32_precision"),
-    "torch.backends.mkldnn.matmul.fp32_precision": _attribute("mkldnn.matmul.fp32_precision"),
-    "torch.backends.mkldnn.conv.fp32_precision": _attribute("mkldnn.conv.fp32_precision"),
-    "torch.backends.cudnn.benchmark": _attribute("cudnn.benchmark"),
-    "torch.backends.cudnn.deterministic": _attribute("cudnn.deterministic"),
+    **{f"torch.backends.{path}": _attribute(path) for path in _BACKENDS if _is_known(path)},
 }  # fmt: skip
 
 
@@ -77,9 +85,6 @@ def changed(before: dict[str, Any]) -> str:
 
 def restore(before: dict[str, Any]) -> None:
     """Give each setting the value in `before`."""
-    for name, (
-        get,
-        change,
-    ) in SETTINGS.items():  # in this order: the precision of products sets those behind it
-        if get() != before[name]:
+    for name, (get, change) in SETTINGS.items():
+        if get() != before[name]:  # asked now: the precision of products sets those behind it
             change(before[name])
