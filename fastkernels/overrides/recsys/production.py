@@ -121,7 +121,10 @@ def _beyond_nodes(x: T, crow_indices: T, col_indices: T, *_: Any) -> str | None:
 def _scattered(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
     """Gather, multiply, scatter: LGConv's code on a list of edges, in float32: layers in half precision lose digits."""
     nodes, acc = torch.arange(len(x), device=x.device), torch.promote_types(x.dtype, torch.float32)
-    target, weight = nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices)), values[:, None]
+    target, weight = (
+        nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices)),
+        values[:, None],
+    )
 
     def step(now: T) -> T:
         return torch.zeros_like(now).index_add_(0, target, now[col_indices] * weight.to(acc))
