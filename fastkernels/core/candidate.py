@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fastkernels.core.dispatch import Op
 
 
+log = logging.getLogger("fastkernels")
 MODULES = "fastkernels_candidate_"  # the beginning of the names of modules of candidates
 
 
@@ -35,7 +37,9 @@ class NothingOffered(CandidateError):
 
 
 class WrongOutput(CandidateError):
-    """A candidate's function has returned other shapes, dtypes or numbers of tensors than the op."""
+    """A candidate's function has returned other shapes, dtypes or numbers of tensors than the op, or has left a setting
+    of torch changed.
+    """
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,7 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return True
 
 
+CHANGES = "changes {} for all code of the process: restore it before the end, or leave it alone"
 CHECKED = 64  # kinds of calls whose outputs are compared with the op's
 
 
@@ -190,14 +195,21 @@ def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., An
     The first call of a kind is checked, for CHECKED kinds; later ones cost a look-up. Calls of a kind have the same
     shape and dtype of the first argument, and give the same optional arguments.
     """
+    from fastkernels.core import settings
+
     seen = set[Any]()
 
     def run(*args: Any) -> Any:
-        found = function(*args)
         first = args[0] if args else None
         kind = getattr(first, "shape", None), getattr(first, "dtype", None), *[a is None for a in args]
-        if kind not in seen and len(seen) < CHECKED:
+        new = kind not in seen and len(seen) < CHECKED
+        before = settings.now() if new else {}
+        found = function(*args)
+        if new:
             seen.add(kind)
+            if left := settings.changed(before):
+                settings.restore(before)
+                raise WrongOutput(f"candidate {path}: a call of {op.name} {CHANGES.format(left)}")
             if (problem := _unlike(found, op, args)) is not None:
                 raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
         return found
@@ -354,10 +366,16 @@ def _import(op: str, file: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
+    from fastkernels.core import settings
+
+    before = settings.now()
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
+            settings.restore(before)
+            log.warning("candidate %s: its import changes %s for all code of the process: restored", file, left)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):  # it would end the host's process without a word

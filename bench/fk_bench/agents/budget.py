@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
+MOST = 365 * 86400  # seconds
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -15,8 +16,10 @@ def seconds_of(text: str) -> float:
     if not parts or "".join(map("".join, parts)) != text:
         raise ValueError(f"--budget {text!r} is no duration: give 90s, 20m or 1h30m")
     found = sum(float(n) * UNITS[unit] for n, unit in parts)
-    if not found > 0:
-        raise ValueError(f"--budget {text}: must be more than 0 seconds")
+    if not 0 < found <= MOST:
+        raise ValueError(
+            f"--budget {text[:40]}: must be more than 0 seconds and at most {MOST // 86400} days"
+        )
     return found
 
 

@@ -20,6 +20,7 @@ from fk_bench.agents import adapters, tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop
 from fk_bench.agents.session import COMMAND, Session, Settings, failure
+from fk_bench.core.baselines import AGAINST
 from fk_bench.core.machine import torch_device
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.output import fail, last_line, table
@@ -99,6 +100,11 @@ def agent_loop_command(
         sources = tuple(filter(None, map(str.strip, final.split(","))))
         if unknown := [s for s in sources if s not in SOURCES]:
             raise UnknownName("source of --final", unknown[0], SOURCES)
+        if not sources:
+            raise ValueError(f"--final {final!r} names no source: give some of {', '.join(SOURCES)}")
+        if against not in AGAINST:
+            raise UnknownName("baseline of --against", against, AGAINST)
+        tasks.check_suffix(suffix)
         named = tuple(filter(None, map(str.strip, ops.split(","))))
         if not (named or level or model):
             raise ValueError("give --ops OP,OP, --level or --model: a run has at least one task")

@@ -20,6 +20,7 @@ from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.agents import tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.session import Session, Settings
+from fk_bench.core.baselines import AGAINST
 from fk_bench.core.machine import torch_device
 from fk_bench.core.terminal.output import fail
 from fk_bench.core.terminal.signals import signals_raise
@@ -190,6 +191,13 @@ def mcp_command(
         sources = tuple(filter(None, map(str.strip, final.split(","))))
         if unknown := [s for s in sources if s not in SOURCES]:
             raise UnknownName("source of --final", unknown[0], SOURCES)
+        if not sources:
+            raise ValueError(f"--final {final!r} names no source: give some of {', '.join(SOURCES)}")
+        if against not in AGAINST:
+            raise UnknownName("baseline of --against", against, AGAINST)
+        tasks.check_suffix(suffix)
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"--port {port}: give a number from 1 to 65535, or 0 for standard input")
         if rounds < 3:
             raise ValueError(f"--rounds {rounds}: an interval needs at least three")
         tasks.check_cases(names, case or ())

@@ -20,6 +20,7 @@ from fk_bench.agents.budget import TaskBudget
 from fk_bench.agents.session import copy_candidate
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core import machine
+from fk_bench.core.terminal.text import NAME
 from fk_bench.info import model_blocks, stubs
 from fk_bench.kernels.judge.memory import layout
 
@@ -107,7 +108,11 @@ def chosen(ops: Sequence[str], level: int | None, model: str) -> tuple[list[str]
         names = stubs.selected_ops((), level, model or None)
         names += [b for b in blocks if level is None or registry.get(b).level == level]
     if not names:
-        raise ValueError("no op matches --ops, --level and --model together")
+        given = {"--ops": ",".join(ops), "--level": level, "--model": model}
+        words = " ".join(f"{flag} {value}" for flag, value in given.items() if value)
+        raise ValueError(
+            f"no op matches {words} together: leave one out; `fk-bench list` has the level of each op"
+        )
     return sorted(names, key=lambda n: registry.get(n).level), text
 
 
@@ -116,6 +121,12 @@ def check_cases(names: Sequence[str], cases: Sequence[str]) -> None:
     known = {c.name for n in names for c in registry.get(n).cases}
     if wrong := [c for c in cases if c not in known]:
         raise registry.UnknownName("case", wrong[0], sorted(known))
+
+
+def check_suffix(suffix: str) -> None:
+    """Raise ValueError for a label that is no part of a folder's name."""
+    if suffix and not NAME.fullmatch(suffix):
+        raise ValueError(f"--suffix {suffix[:80]!r}: at most 64 letters, digits and ._+-")
 
 
 def write(

@@ -16,7 +16,7 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.core import rows
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
-from fk_bench.core.terminal.text import printable
+from fk_bench.core.terminal.text import NAME, printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,9 +25,9 @@ else:
 
 FILE = "submission.toml"
 MOST_BYTES, MOST_FILES = 20 << 20, 2000
+MOST_STATED, MOST_PATH = 1e15, 200
 MOST_SHOWN = 256 << 10  # characters of a source on a page
 MODES = ("independent", "sequential", "composed", "")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 REQUIRED = ("name", "author", "licence")
 
 
@@ -86,8 +86,10 @@ def about_of(folder: Path) -> About:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SubmissionError(f"{folder} has no {FILE}: give name, author and licence there") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # also of a number with thousands of digits
         raise SubmissionError(f"{file}: {error}") from None
+    except RecursionError:
+        raise SubmissionError(f"{file}: its values are nested too deeply") from None
     known = {f.name: f for f in fields(About)}
     for key, value in data.items():
         if key not in known:
@@ -109,8 +111,9 @@ def about_of(folder: Path) -> About:
         )
     if found.url and not re.match(r"https?://", found.url):
         raise SubmissionError(f"{file}: url = {found.url!r} does not begin with https:// or http://")
-    if min(found.tokens, found.cost_usd, found.hours) < 0:
-        raise SubmissionError(f"{file}: tokens, cost_usd and hours are at least 0")
+    for key in ("tokens", "cost_usd", "hours"):
+        if not 0 <= (value := getattr(found, key)) < MOST_STATED:  # NaN is neither
+            raise SubmissionError(f"{file}: {key} = {value:.6g}: give a number from 0 to {MOST_STATED:.0e}")
     return found
 
 
@@ -127,6 +130,8 @@ def _is_licence(text: str) -> bool:
 
 def inside(folder: Path, relative: str) -> Path:
     """A path below the folder. Raises SubmissionError for one outside, also through a link."""
+    if "\0" in relative or len(relative) > MOST_PATH:
+        raise SubmissionError(f"{folder}: {relative[:40]!r} is no path of at most {MOST_PATH} characters")
     place = (folder / relative).resolve()
     if Path(relative).is_absolute() or not place.is_relative_to(folder.resolve()):
         raise SubmissionError(f"{folder}: {relative!r} is outside the submission")

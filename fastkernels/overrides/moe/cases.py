@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Axis, Call, Expr, Sizes
+from fastkernels.overrides.routing.cases import placement
 
 MIXTRAL = {"experts": 8, "topk": 2, "hidden": 4096, "intermediate": 14336}
 QWEN3_30B = {"experts": 128, "topk": 8, "hidden": 2048, "intermediate": 768}
@@ -56,15 +57,13 @@ AXES = {
 
 
 def routing(call: Call) -> Mapping[str, torch.Tensor]:
-    """OpSpec.values: the router's choice. With `elsewhere`, every other expert is on another rank and the last token is
-    padding."""
+    """OpSpec.values: the router's choice. With `elsewhere`, half of the experts are on another rank and the last token
+    is padding."""
     experts = call["experts"]
     weights, ids = call.rand(call["tokens"], experts).topk(call["topk"], dim=-1)
     found = {"topk_weights": weights / weights.sum(dim=-1, keepdim=True)}
     if call["elsewhere"]:
-        numbers = torch.arange(experts, dtype=torch.int32, device=call.device)
-        local = (numbers % 2 == 0) & (numbers < 2 * call["here"])
-        found["expert_map"] = torch.where(local, numbers // 2, -1)
+        found["expert_map"] = placement(call, experts, call["here"])
         ids[-1:] = -1
     return {**found, "topk_ids": ids.to(getattr(torch, call["ids"]))}
 

@@ -9,6 +9,7 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Scalar, Sizes, Tensor, Tolerance
+from fastkernels.overrides.routing.cases import placement
 from fastkernels.overrides.routing.moe_align_triton import align
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -134,9 +135,8 @@ def _values(call: Call) -> Mapping[str, torch.Tensor]:
     ids = ids.to(getattr(torch, call["ids"]))
     if not call["absent"]:
         return {"topk_ids": ids}
-    ids[::3] = -1  # every third token has no expert, and every second expert is on another rank
-    local = torch.arange(call["experts"], dtype=torch.int32, device=call.device)
-    return {"topk_ids": ids, "expert_map": torch.where(local % 2 == 0, local // 2, -1)}
+    ids[::3] = -1  # every third token has no expert, and half of the experts are on another rank
+    return {"topk_ids": ids, "expert_map": placement(call, call["experts"], (call["experts"] + 1) // 2)}
 
 
 def _capacity(sizes: Sizes) -> int:

@@ -15,6 +15,7 @@ from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.overrides.routing.cases import placement
 
 
 def reference(
@@ -170,15 +171,15 @@ def _weights(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 
 
 def _values(call: Call) -> Mapping[str, torch.Tensor]:
-    """Every fifth pair has no expert and every second expert is on another rank; their parts hold garbage."""
+    """Every fifth pair has no expert and half of the experts are on another rank; their parts hold garbage."""
     if not call["absent"]:
         return {}
     parts, experts, size = call.tensor("input"), call["experts"], (call["tokens"], call["topk"])
     ids = torch.randint(0, experts, size, generator=call.generator, device=call.device, dtype=torch.int32)
     ids.view(-1)[::5] = -1
-    parts[(ids < 0) | (ids % 2 == 1)] = 3e4
-    number = torch.arange(experts, dtype=torch.int32, device=call.device)
-    return {"input": parts, "topk_ids": ids, "expert_map": torch.where(number % 2 == 0, number // 2, -1)}
+    placed = placement(call, experts, (experts + 1) // 2)
+    parts[(ids < 0) | (placed[ids.clamp(min=0).long()] < 0)] = 3e4
+    return {"input": parts, "topk_ids": ids, "expert_map": placed}
 
 
 def _pairs(args: SimpleNamespace) -> int | None:

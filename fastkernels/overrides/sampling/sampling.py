@@ -242,9 +242,11 @@ def _values(call: Call) -> Mapping[str, torch.Tensor]:
         dtype = torch.int32 if name == "top_k" else torch.float32
         return torch.tensor(values, dtype=dtype, device=call.device)[rows % len(values)]
 
+    # Seeds that follow from the rows would let a kernel keep its noise from call to call.
+    seeds = torch.randint(1 << 62, rows.shape, generator=call.generator, device=call.device)
     return {
         "logits": logits.to(getattr(torch, call["dtype"])), **{name: each(name) for name in _DEFAULTS},
-        "seeds": rows * 0x9E3779B97F + 7, "offsets": rows * 3 + call["offset"],
+        "seeds": seeds, "offsets": rows * 3 + call["offset"],
     }  # fmt: skip
 
 

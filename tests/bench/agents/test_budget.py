@@ -11,7 +11,9 @@ def test_duration_is_read(text: str, want: float) -> None:
     assert seconds_of(text) == want
 
 
-@pytest.mark.parametrize("text", ["", "20", "m", "20 m", "-5m", "0s", "5d"])
+@pytest.mark.parametrize(
+    "text", ["", "20", "m", "20 m", "-5m", "0s", "5d", "9" * 400 + "h", "1e9h", "400d", "9000h"]
+)
 def test_bad_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--budget"):
         seconds_of(text)

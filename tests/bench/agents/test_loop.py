@@ -290,6 +290,17 @@ def test_large_source_is_refused(tmp_path: Path) -> None:
         (["--command", "true", "--ops", "rms_norm", "--mode", "both"], "sequential"),
         (["--command", "true", "--ops", "rms_norm", "--case", "nothing"], "nothing"),
         (["--command", "true", "--ops", "rms_norm", "--env", "NOT_SET_HERE"], "this variable is not set"),
+        (
+            ["--command", "true", "--ops", "rms_norm", "--final", ","],
+            "names no source: give some of captured",
+        ),
+        (["--command", "true", "--ops", "rms_norm", "--against", "vllm"], "production"),
+        (["--command", "true", "--ops", "rms_norm", "--suffix", "../mine"], "at most 64 letters"),
+        (["--command", "true", "--ops", "rms_norm", "--suffix", "a" * 300], "at most 64 letters"),
+        (["--command", "true", "--ops", "rms_norm", "--begin", "/no/such"], "there is no file for rms_norm"),
+        (["--command", "true", "--ops", "rms_norm", "--readable", "/no/such"], "there is no such file"),
+        (["--command", "true", "--ops", "rms_norm", "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["--command", "true", "--ops", "rms_norm", "--level", "9"], "9"),
         (["--command", "true" + " " * 40000, "--ops", "rms_norm"], "put them into a script"),
         (["--command", "true " + "é" * 6000, "--ops", "rms_norm"], "have 36"),  # six bytes each in JSON
     ],
@@ -301,6 +312,29 @@ def test_bad_options_are_errors_of_one_line(
 
     with pytest.raises(SystemExit) as ended:
         main(["agent-loop", *words])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "70000"], "--port 70000: give a number from 1 to 65535"),
+        (["--port", "-1"], "--port -1: give a number from 1 to 65535"),
+        (["--final", ""], "names no source: give some of captured"),
+        (["--against", "eager"], "reference"),
+        (["--suffix", "a/b"], "at most 64 letters"),
+        (["--attempts", "-1"], "--attempts -1: must be at least 1"),
+    ],
+)
+def test_bad_options_of_the_server_are_errors_of_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fk_bench.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["mcp", "--ops", "rms_norm", *words])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1

@@ -270,16 +270,39 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ({"candidates": "/etc"}, "outside the submission"),
         ({"candidates": "nothing"}, "there is no folder"),
         ({"lisence": "MIT"}, "licence"),
-        ({"tokens": -1}, "at least 0"),
+        ({"tokens": -1}, "tokens = -1: give a number from 0"),
         ({"tokens": "many"}, "is no int"),
         ({"mode": "fast"}, "sequential"),
         ({"url": "javascript:alert(1)"}, "does not begin with https://"),
+        ({"candidates": "a/" * 4000}, "is no path of at most 200 characters"),
+        ({"hours": float("nan")}, "hours = nan: give a number from 0"),
+        ({"cost_usd": float("inf")}, "cost_usd = inf: give a number from 0"),
+        ({"tokens": 10**30}, "tokens = 1e+30: give a number from 0"),
     ],
 )
 def test_wrong_field_is_refused(
     submission: Run, changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(submission(**changed), capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tokens = " + "9" * 5000, "submission.toml: "),
+        ("about = " + "[" * 100000, "submission.toml: "),
+        ("name = 'a'\nname = 'b'", "submission.toml: "),
+        ("\x00", "submission.toml: "),
+        ("about = {a = 1}", "is no str"),
+        ('name = "a"\nauthor = "b"\nlicence = "MIT"\ncandidates = "a\\u0000b"', "is no path of at most 200"),
+    ],
+)
+def test_text_that_is_no_submission_is_refused(
+    submission: Run, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = submission()
+    (folder / "submission.toml").write_text(text)
+    assert said in refused(folder, capsys)
 
 
 def test_links_size_and_scan_are_refused(

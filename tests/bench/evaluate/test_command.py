@@ -33,6 +33,17 @@ def test_estimate_gives_minutes_of_each_item(capsys):
     status, found = run(capsys, "smoke", "--estimate")
     assert status == 0
     assert found["minutes"] == {e.name: e.minutes for e in SUITE.entries}
+    assert found["minutes_of_kernels"] == {}
+
+
+def test_estimate_counts_the_kernels_of_a_set(capsys, candidates):
+    """With `default`, a set of one primitive takes less than a minute on a GPU, next to items below ten minutes."""
+    status, found = run(capsys, "default", "--estimate", "--set", f"mine={candidates}")
+    assert status == 0 and max(found["minutes"].values()) < 10 and sum(found["minutes"].values()) < 240
+    assert 0.1 < found["minutes_of_kernels"]["mine"] < 1.5
+    assert not run(capsys, "default", "--estimate", "--no-kernels", "--set", f"a={candidates}")[1][
+        "minutes_of_kernels"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +59,8 @@ def test_estimate_gives_minutes_of_each_item(capsys):
         (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
         (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
         (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+        (["smoke", "--set", "../mine=folder"], "at most 64 letters"),
+        (["smoke", "--set", f"{'a' * 65}=folder"], "at most 64 letters"),
         (["smoke", "--set", "do-nothing=folder"], "choose another name"),
         (["smoke", "--selftest", "--out", __file__], "give a folder"),
     ],

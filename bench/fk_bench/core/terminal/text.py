@@ -18,6 +18,7 @@ _INVISIBLE = re.compile(
     "\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")  # of a set or a submission; files have it, too
 _READ = 8  # characters that are read for each one that is kept
 ELLIPSIS = "…"
 

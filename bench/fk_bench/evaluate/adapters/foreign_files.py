@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -40,6 +41,18 @@ class Adapted:
     @property
     def source(self) -> Path:
         return next(iter(self.files.values()))
+
+
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a Python file. Raises Unadapted: for a pipe, too, whose reading never ends."""
+    if not file.is_file():
+        raise Unadapted(f"{file.name} is not a file")
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise Unadapted(f"{file.name} is no Python file: {error}") from error
+    except (RecursionError, MemoryError):
+        raise Unadapted(f"{file.name} is nested too deeply") from None
 
 
 def write(found: Adapted, layout: str, out: Path) -> Path:

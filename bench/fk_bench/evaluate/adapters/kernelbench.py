@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.evaluate.adapters import published
-from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
+from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted, parsed
 from fk_bench.evaluate.adapters.loading import import_from
 
 LAYOUT = "kernelbench"
@@ -44,8 +44,8 @@ def adapted(folder: Path) -> Iterator[tuple[Path, Adapted | Unadapted]]:
 
 def _classes(file: Path) -> set[str]:
     try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
+        tree = parsed(file)
+    except Unadapted:
         return set()
     return {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
 

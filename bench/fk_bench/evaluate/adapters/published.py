@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fastkernels.overrides.recurrence.packed import begin
-from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
+from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted, parsed
 from fk_bench.evaluate.adapters.loading import import_from, shown
 from fk_bench.evaluate.adapters.native import cuda_ext
 
@@ -80,17 +80,10 @@ def _adapt(folder: Path, file: Path) -> Adapted:
         raise Unadapted(f"L{level}/{file.stem} is no target of the published board")
     if not target.op:
         raise Unadapted(target.reason)
-    if target.cls not in _classes(_tree(file)):
+    if target.cls not in _classes(parsed(file)):
         raise Unadapted(f"defines no class {target.cls}")
     files = _needed(folder, file)
     return Adapted(target.op, files, {"module": f"L{level}.{file.stem}", "cls": target.cls})
-
-
-def _tree(file: Path) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise Unadapted(f"{file.name} is no Python file: {error}") from error
 
 
 def _classes(tree: ast.Module) -> set[str]:
@@ -114,7 +107,7 @@ def _needed(folder: Path, file: Path) -> dict[str, Path]:
         if here.suffix != ".py":
             waiting += _included(here)
             continue
-        tree = _tree(here)
+        tree = parsed(here)
         waiting += _imported(folder, here, tree)
         waiting += _native(here, tree)
     return found

@@ -126,10 +126,13 @@ def read_set(name: str, folder: Path, out: Path | None = None, blocks: bool = Fa
         digest = digest_of({f"{op}/{k}": v for op, a in chosen.items() for k, v in a.files.items()})
         out = ADAPTED / f"{name}-{digest}"
     out.mkdir(parents=True, exist_ok=True)
-    files = tuple(
-        SetFile(op, write(a, layout, out).resolve(), a.source, layout) for op, a in sorted(chosen.items())
-    )
-    return CandidateSet(name, folder, files, tuple(declined))
+    files = []
+    for op, one in sorted(chosen.items()):
+        try:
+            files.append(SetFile(op, write(one, layout, out).resolve(), one.source, layout))
+        except (OSError, ValueError) as error:  # names that are too long, or a file and a folder of one name
+            raise SetError(f"set {name}: the sources of {one.source} cannot be written: {error}") from error
+    return CandidateSet(name, folder, tuple(files), tuple(declined))
 
 
 def _is_unknown_block(stem: str) -> bool:

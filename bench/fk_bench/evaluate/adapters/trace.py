@@ -38,12 +38,17 @@ def adapted(folder: Path) -> Iterator[tuple[Path, Adapted | Unadapted]]:
                 yield file, _adapt(file, document)
             except Unadapted as reason:
                 yield file, reason
+            except (AttributeError, KeyError, TypeError):
+                yield (
+                    file,
+                    Unadapted("spec is no object, or sources is no list of objects with path and content"),
+                )
 
 
 def _document(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
     is_solution = isinstance(found, dict) and {"definition", "sources", "spec"} <= set(found)
     return found if is_solution else None

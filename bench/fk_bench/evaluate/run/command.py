@@ -19,6 +19,7 @@ from fk_bench.core import machine, rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line, table
+from fk_bench.core.terminal.text import NAME
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
@@ -102,7 +103,7 @@ def eval_command(
                     "--best runs on this machine alone: leave --cluster out, and continue --out"
                 )
             if estimate:
-                _estimate(chosen, max(len(sets or ()), 1), json_only)
+                _estimate(chosen, [_read_set(text) for text in sets or ()], not no_kernels, json_only)
                 return
             if self_test and sets:
                 raise ConfigError("--selftest makes its own set: give no --set")
@@ -170,20 +171,27 @@ def _read_set(text: str) -> CandidateSet:
     name, equals, folder = text.partition("=")
     if not equals or not name or not folder:
         raise ConfigError(f"--set {text!r}: give NAME=DIR")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"--set {text!r}: {name!r} is no name: at most 64 letters, digits and ._+-")
     if name == SELFTEST:
         raise ConfigError(f"--set {text!r}: {SELFTEST} is the set of --selftest; choose another name")
     path = Path(folder).expanduser()
     return read_set(name, path.resolve() if path.is_dir() else path, blocks=True)
 
 
-def _estimate(suite: Suite, count: int, json_only: bool) -> None:
+def _estimate(suite: Suite, sets: Sequence[CandidateSet], kernels: bool, json_only: bool) -> None:
     """Print minutes; those of each further set are about half, because the host alone is measured with each set."""
-    lines = [[e.name, e.item.category, e.minutes * count] for e in suite.entries]
-    total = sum(e.minutes for e in suite.entries) * count
+    from fk_bench.evaluate.run.composition import estimated_minutes
+
+    count = max(len(sets), 1)
+    minutes = {e.name: e.minutes * count for e in suite.entries}
+    lines = [[e.name, e.item.category, minutes[e.name]] for e in suite.entries]
+    alone = {s.name: estimated_minutes(s.files, suite.kernels, suite.device) for s in sets if kernels}
+    lines += [[f"kernels of {name}", "", found] for name, found in alone.items()]
     if not json_only:
         table(f"{suite.name}: minutes for {count} set(s)", ["item", "category", "minutes"], lines)
-        print(f"{total:.1f} minutes, without the kernels of the sets")
-    minutes = {e.name: e.minutes * count for e in suite.entries}
+        unknown = "" if sets or not kernels else ", without the kernels of sets: name them with --set"
+        print(f"{sum(minutes.values()) + sum(alone.values()):.1f} minutes{unknown}")
     last_line(
         {
             "command": results.COMMAND,
@@ -191,6 +199,7 @@ def _estimate(suite: Suite, count: int, json_only: bool) -> None:
             "suite": suite.name,
             "digest": suite.digest,
             "minutes": minutes,
+            "minutes_of_kernels": alone,
         }
     )
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_ABOVE = 2  # ops that call those of a set of primitives only
 MOST_BLOCKS = 2  # of a model
+# On an H100, 2026-11-27 (docs/judge.md), and on two CPU cores
+SECONDS_OF_CASE = {"cuda": 1.7, "cpu": 2.0}
 LAYERS = (2, 3)  # levels of the blocks: parts of a layer, and a layer
 
 
@@ -57,6 +59,19 @@ def judged(
             text, blocks = _blocks(model, passed)
             for row in _judge(blocks, passed, replace(options, model=text), settings, sides):
                 add(row, "composed")
+
+
+def estimated_minutes(files: Mapping[str, str], settings: Mapping[str, Any], device: str) -> float:
+    """Minutes that `judged` takes about, without blocks of models."""
+    from fk_bench.kernels.judge.correctness.cases import trials
+
+    options, most = _options(settings, device, True), int(settings.get("most_cases", 0))
+    ops = {op: path for op, path in files.items() if not is_block(op)}
+    cases = [
+        trial for op in [*ops, *_above(ops)] for trial in trials(registry.get(op), options.cases, device, most=most)
+        if device == "cuda" or trial.gpu_only(registry.get(op)) is None
+    ]  # fmt: skip
+    return len(cases) * SECONDS_OF_CASE[device] / 60
 
 
 def _text_of(block: str, model: str) -> str | None:

@@ -1,5 +1,6 @@
 """Sets of candidates: which files are found, for which op, and what is declined."""
 
+import json
 import os
 from pathlib import Path
 
@@ -51,6 +52,48 @@ def test_candidate_that_is_no_file_is_an_error(tmp_path: Path, kind: str):
     else:
         path.symlink_to(tmp_path / "nothing")
     with pytest.raises(SetError, match=r"rms_norm\.py is not a file"):
+        read_set("mine", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["1_Mine.py", "L1/gelu.py", "solution.json"])
+def test_pipe_in_a_foreign_layout_is_no_candidate(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(SetError):
+        read_set("mine", tmp_path)
+
+
+SOLUTION = {"definition": "rmsnorm_h4096", "spec": {"language": "python", "entry_point": "main.py::run"}}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({**SOLUTION, "spec": "python", "sources": []}, "spec is no object"),
+        ({**SOLUTION, "sources": [1]}, "sources is no list of objects"),
+        ({**SOLUTION, "sources": [{"path": "main.py"}]}, "sources is no list of objects"),
+        ({**SOLUTION, "sources": {"main.py": "x"}}, "sources is no list of objects"),
+    ],
+)
+def test_solution_of_another_form_is_declined(tmp_path: Path, document, message):
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(SetError, match=message):
+        read_set("mine", tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a\x00b.py", "a" * 300 + ".py", "main.py/other.py"])
+def test_source_that_cannot_be_written_is_an_error(tmp_path: Path, path: str):
+    sources = [{"path": p, "content": "def run(): ..."} for p in ("main.py", path)]
+    (tmp_path / "a.json").write_text(json.dumps({**SOLUTION, "sources": sources}))
+    with pytest.raises(SetError, match=r"the sources of .*a\.json cannot be written"):
+        read_set("mine", tmp_path, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["1_Mine.py", "L1/rms_norm.py"])
+def test_source_that_is_nested_too_deeply_is_declined(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x = " + "-" * 200_000 + "1")
+    with pytest.raises(SetError):
         read_set("mine", tmp_path)
 
 

@@ -13,6 +13,7 @@ from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.rows.options import Options
 
 from fastkernels.core import registry
+from fastkernels.core.spec import Case, OpSpec
 
 OPS = ["rms_norm", "silu_and_mul", "linear", "topk_softmax"]
 KINDS = {"large", "tiny", "equal", "zero", "outlier"}
@@ -80,11 +81,11 @@ def test_edit_makes_the_named_values(op: str) -> None:
 STRUCTURE = {"rows_apart", "turned", "offset_2_bytes", "offset_4_bytes", "one_dimension", "four_dimensions"}
 DECLARED = {
     "silu_and_mul": {*STRUCTURE, "outlier_x", "nan", "inf", "no_tokens"},
-    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "nan", "inf", "no_tokens"},
+    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "other_eps", "nan", "inf", "no_tokens"},
     "linear": {*STRUCTURE, "outlier_x", "outlier_weight", "outlier_bias", "nan", "inf", "no_tokens"},
     "topk_softmax": {"outlier_gating_output", "rows_apart", "no_tokens"},  # a NaN decides between experts
     "quantize_fp8": {"outlier_x", "rows_apart", "no_tokens"},  # 8-bit floats hold no infinity
-    "attention_decode": {"outlier_key_cache", "outlier_q", "offset_4_bytes", "nan"},
+    "attention_decode": {"outlier_key_cache", "outlier_q", "other_scale", "offset_4_bytes", "nan"},
 }  # fmt: skip
 
 
@@ -125,6 +126,59 @@ def test_our_ops_pass_their_declared_extremes(op: str) -> None:
             found = compare(spec, case, got, want, nonfinite=kind.nonfinite)
             assert not found.problem, (kind.name, base.name, found.problem)
             break
+
+
+FEW = {"rms_norm", "grouped_topk"}
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=() if op in FEW else pytest.mark.slow) for op in WITH_OP]
+)
+def test_ignored_number_gives_wrong_results(op: str) -> None:
+    """A candidate with the usual epsilon or scale built in is wrong for another one, at least in one small case."""
+    spec, rng = registry.get(op), random.Random(5)
+    small = sorted((c for c in spec.cases if 64 < spec.bytes_moved(c) < 1 << 18), key=spec.bytes_moved)[:12]
+    for kind in extremes.kinds(spec):
+        made = [(c, extremes.apply(kind, spec, c, rng)) for c in small if kind.name.startswith("other_")]
+        found = [(base, case) for base, case in made if case is not None]
+        assert not found or any(_is_wrong(spec, kind.name.removeprefix("other_"), *pair) for pair in found)
+
+
+def _is_wrong(spec: OpSpec, number: str, base: Case, case: Case) -> bool:
+    """Whether results with the number of `base` are wrong for `case`, or the call with it is invalid."""
+    args, usual = (spec.inputs(c, "cpu", torch.Generator().manual_seed(7)) for c in (case, base))
+    want = expect(spec, case, args, "op")
+    given = [*args]
+    given[spec.position(number)] = usual[spec.position(number)]
+    try:
+        result = spec.op(*given)
+    except ValueError:  # it decides about sizes
+        return True
+    got = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
+    return bool(compare(spec, case, got + [given[i] for i in want.written], want, 0.0).problem)
+
+
+# Integers that the sizes of a case state: lengths of sequences, and numbers of points and tables
+STATED = {
+    "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_d", "seq_lens", "starts", "fresh", "table_starts",
+    "table_rows", "batch", "top_k", "offsets", "positions",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=() if op in ("sampling", "moe_align") else pytest.mark.slow) for op in WITH_OP],
+)
+def test_integer_arguments_do_not_follow_from_sizes(op: str) -> None:
+    """A kernel that knows its integers may ignore them, or keep what it computed from them."""
+    spec, rng, drawn = registry.get(op), random.Random(3), dict[str, set[bool]]()
+    cases = sorted((c for c in spec.cases if spec.bytes_moved(c) < 1 << 18), key=spec.bytes_moved)[:8]
+    for case in [*cases, *(spec.vary(c, rng) for c in cases[:4] if spec.vary is not None)]:
+        made = [spec.inputs(case, "cpu", torch.Generator().manual_seed(s)) for s in (1, 2)]
+        for argument, a, b in zip(spec.arguments, *made, strict=False):
+            if isinstance(a, torch.Tensor) and not a.is_floating_point() and a.numel() > 4:
+                drawn.setdefault(argument.name, set()).add(a.shape != b.shape or not torch.equal(a, b))
+    assert {name for name, found in drawn.items() if found == {False}} <= STATED
 
 
 def test_structure_is_what_its_name_says() -> None:

@@ -1,4 +1,5 @@
-"""Extreme cases that follow from an op's declaration: structure, outliers in each argument, NaN and infinity.
+"""Extreme cases that follow from an op's declaration: structure, outliers in each argument, other numbers such as
+another epsilon, NaN and infinity.
 
 Values change in place. Structure is another layout of the same values, or other sizes. A kind applies to a case if the
 op's reference computes it: that is the op's contract.
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.spec import Case, OpSpec, Tensor
+from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import scalable
 
 Edit = Callable[[list[Any]], None]
 PAD = 8  # columns behind each row; 16 bytes or more, so that rows stay aligned
 FACTOR = 64.0  # of an outlier to the largest value; it keeps its sign
+OTHER_EPSILON, OTHER, SMALL = 4096.0, 3.0, 0.01  # factors of a number below SMALL, and of others
 LEADING = {"one_dimension": (), "four_dimensions": (2, 1, 3)}
 MOST = 1 << 22  # bytes of a case whose reference is tried
 
@@ -51,6 +53,9 @@ def kinds(spec: OpSpec) -> Iterator[Kind]:
     for i, argument in enumerate(spec.arguments):
         if isinstance(argument, Tensor):
             yield Kind(f"outlier_{argument.name}", _on(i, _outlier), values=True)
+    for number in spec.arguments:
+        if isinstance(number, Scalar) and number.expression is None:
+            yield Kind(f"other_{number.name}", sizes=_other(spec, number))
     if spec.activations and not spec.tie_sensitive:
         first = spec.activations[0] if spec.contained is None else spec.contained
         for name in ("nan", "inf"):
@@ -226,6 +231,24 @@ def _only_reshaped(usual: Any, result: Any) -> bool:
         if not b.numel() or not torch.equal(a.flatten()[: b.numel()], b.flatten()):
             return False
     return True
+
+
+def _other(spec: OpSpec, number: Scalar) -> Callable[[Case], Case | None]:
+    """Another value of a number that is not a size, such as epsilon: production has several, and cases often one."""
+
+    def sizes(case: Case) -> Case | None:
+        value = number.of(known := spec.declaration.sizes(case.dims, case.dtype))
+        if not isinstance(value, float) or not value:  # zero often means that something is off
+            return None
+        changed = value * (OTHER_EPSILON if abs(value) < SMALL else OTHER)
+        held: Any = changed
+        if number.index is not None:
+            all_of = list(known[number.axis])
+            all_of[number.index] = changed
+            held = tuple(all_of)
+        return replace(case, dims={**case.dims, number.axis: held})
+
+    return sizes
 
 
 def _per_call(spec: OpSpec) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import settings
+from fastkernels.core.candidate import CHANGES
 from fastkernels.core.dispatch import OPS
 from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.gate import CallGate
@@ -65,6 +67,7 @@ class RunnerState(Implementation):
     def __init__(self, channel: Channel, fds: dict[str, int]):
         super().__init__()
         self.channel, self.fds = channel, fds
+        self.settings: dict[str, Any] = {}  # of torch, before a candidate was imported
         self.arena: ipc.Memory | None = None  # GPU: what is mapped of the judge's memory
         self.own: torch.Tensor | None = None  # GPU: slots in memory of this process, kept for later cases
         self.gate = CallGate(fds["gate"]) if "gate" in fds else None
@@ -128,6 +131,7 @@ class RunnerState(Implementation):
             self.channel.spin_s = 0.05
             torch.zeros(1, device="cuda")  # creates the context, which calls of the driver need
         self.free()
+        self.settings = settings.now() if candidates else {}
         self.load_implementation(op, device, candidates, against, cls, choice, model)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
@@ -260,6 +264,7 @@ class RunnerState(Implementation):
         with self.preparing(), self.placed() as parts:
             result = self._outputs(self.calls[slot]())
         self._sync()
+        self.unchanged()
         self.metas(result)
         self.held[out] = result
         self.do_copy(out)
@@ -280,6 +285,11 @@ class RunnerState(Implementation):
             _copy(view, value)
         self._sync()
         return {}
+
+    def unchanged(self) -> None:
+        """Raises Failure if a candidate has left a setting of torch changed."""
+        if self.settings and (left := settings.changed(self.settings)):
+            raise Failure("runtime_error", f"a call {CHANGES.format(left)}")
 
     def metas(self, result: list[torch.Tensor]) -> None:
         """Raises Failure unless the outputs have the op's number, shapes and dtypes, and a candidate's its strides."""
@@ -343,6 +353,7 @@ class RunnerState(Implementation):
             graph, results = self._capture(self.calls[start:end], before)
             self.graphs.append((start, graph))
             self.kept += results
+        self.unchanged()
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
 
     def _shared(self, t: torch.Tensor) -> dict[str, Any]:
@@ -425,6 +436,7 @@ class RunnerState(Implementation):
                         _copy(view, value)
             words[1] = ticket
             self.held[slot] = [v for v in _listed(result) if v is not None]
+        self.unchanged()
         for result in self.held.values():
             self.metas(result)
         return {}

@@ -1,0 +1,90 @@
+"""Settings of torch that all code of a process shares. A kernel that changes one changes the results or the speed of
+other code: one that a candidate's import changes is restored, and a call that leaves one changed is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+_BACKENDS = (
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision", "cudnn.benchmark", "cudnn.deterministic",
+)  # fmt: skip
+_Setting = tuple[Callable[[], Any], Callable[..., Any]]
+
+
+def _attribute(path: str) -> _Setting:
+    """An attribute of a part of torch.backends."""
+    place, _, name = path.rpartition(".")
+    owner: Any = attrgetter(place)(torch.backends)
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _is_known(path: str) -> bool:
+    """Whether this version of torch has an attribute of torch.backends."""
+    try:
+        attrgetter(path)(torch.backends)
+    except AttributeError:
+        return False
+    return True
+
+
+def _autocast(device: str) -> _Setting:
+    return (
+        lambda: torch.is_autocast_enabled(device),
+        lambda value: torch.set_autocast_enabled(device, value),
+    )
+
+
+def _flushes_denormals() -> bool:
+    tiny = sys.float_info.min
+    return tiny / 2 == 0.0
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)  # a device is a mode, and costs time
+
+
+SETTINGS: dict[str, _Setting] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": (torch.get_default_device, _set_default_device),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "torch.initial_seed()": (torch.initial_seed, torch.manual_seed),
+    "the flag of torch.set_flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
+    "torch.is_autocast_enabled('cpu')": _autocast("cpu"),
+    "torch.is_autocast_enabled('cuda')": _autocast("cuda"),
+    "torch.get_deterministic_debug_mode()": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "torch.get_float32_matmul_precision()": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    **{f"torch.backends.{path}": _attribute(path) for path in _BACKENDS if _is_known(path)},
+}  # fmt: skip
+
+
+def now() -> dict[str, Any]:
+    """{setting: its value in this thread}."""
+    return {name: get() for name, (get, _) in SETTINGS.items()}
+
+
+def changed(before: dict[str, Any]) -> str:
+    """'SETTING from VALUE to VALUE' of all that differ from `before`; '' if none does."""
+    return ", ".join(
+        f"{name} from {before[name]} to {value}" for name, value in now().items() if value != before[name]
+    )
+
+
+def restore(before: dict[str, Any]) -> None:
+    """Give each setting the value in `before`."""
+    for name, (get, change) in SETTINGS.items():
+        if get() != before[name]:  # asked now: the precision of products sets those behind it
+            change(before[name])
