@@ -375,7 +375,9 @@ def _import(op: str, file: Path) -> ModuleType:
         spec.loader.exec_module(module)
         if left := settings.changed(before):  # many files of benchmarks set precisions at their top
             settings.restore(before)
-            log.warning("candidate %s: its import changes %s for all code of the process: restored", file, left)
+            log.warning(
+                "candidate %s: its import changes %s for all code of the process: restored", file, left
+            )
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):  # it would end the host's process without a word
