@@ -102,7 +102,8 @@ def _uncallable(cls: type, ours: Any) -> str | None:
     try:
         wanted = inspect.signature(expected)
         required = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
-        inspect.signature(given).bind(*[None] * len(required))
+        static = isinstance(inspect.getattr_static(cls, "forward"), staticmethod)
+        inspect.signature(given).bind(*[None] * (len(required) - static))
     except TypeError as error:
         return f"cannot be called as forward{wanted}: {error}"
     except ValueError:  # no signature: the first call will show
@@ -116,7 +117,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def _forward(cls: Any) -> Callable[..., Any] | None:
     """The method `forward` of a module's class, unless it is the one of nn.Module, which only raises."""
     found = getattr(cls, "forward", None) if isinstance(cls, type) else None
-    return found if callable(found) and found.__name__ != "_forward_unimplemented" else None
+    plain = getattr(found, "__name__", "") == "_forward_unimplemented"
+    return found if callable(found) and not plain else None
 
 
 def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
@@ -202,16 +204,19 @@ def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., An
     def run(*args: Any) -> Any:
         first = args[0] if args else None
         kind = getattr(first, "shape", None), getattr(first, "dtype", None), *[a is None for a in args]
-        new = kind not in seen and len(seen) < CHECKED
-        before = settings.now() if new else {}
-        found = function(*args)
-        if new:
-            seen.add(kind)
+        if kind in seen or len(seen) >= CHECKED:
+            return function(*args)
+        before = settings.now()
+        try:
+            found = function(*args)
+        finally:  # other code runs after an error, too
             if left := settings.changed(before):
                 settings.restore(before)
-                raise WrongOutput(f"candidate {path}: a call of {op.name} {CHANGES.format(left)}")
-            if (problem := _unlike(found, op, args)) is not None:
-                raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
+        seen.add(kind)
+        if left:
+            raise WrongOutput(f"candidate {path}: a call of {op.name} {CHANGES.format(left)}")
+        if (problem := _unlike(found, op, args)) is not None:
+            raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
         return found
 
     return run
@@ -373,11 +378,6 @@ def _import(op: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
-            settings.restore(before)
-            log.warning(
-                "candidate %s: its import changes %s for all code of the process: restored", file, left
-            )
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):  # it would end the host's process without a word
@@ -387,4 +387,10 @@ def _import(op: str, file: Path) -> ModuleType:
         if not isinstance(error, Exception):
             raise
         raise CandidateError(f"candidate {file} does not import: {type(error).__name__}: {error}") from error
+    finally:
+        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
+            settings.restore(before)
+            log.warning(
+                "candidate %s: its import changes %s for all code of the process: restored", file, left
+            )
     return module

@@ -93,7 +93,12 @@ def test_class_without_a_usable_forward_is_refused(write: Callable[[str], str], 
     text = "from torch import nn\n\nclass VllmSiluAndMul(nn.Module):\n    "
     with pytest.raises(candidate.NothingOffered, match=f"VllmSiluAndMul {says}"):
         candidate.load("silu_and_mul", write(text + body))
-    candidate.load("silu_and_mul", write(f"{text}def forward(self, *args, **kwargs): return args[0]"))
+    for usable in (
+        "def forward(self, *args, **kwargs): return args[0]",
+        "@staticmethod\n    def forward(x): return x",
+        "from functools import partialmethod\n    forward = partialmethod(lambda self, scale, x: x, 2)",
+    ):
+        candidate.load("silu_and_mul", write(text + usable))
 
 
 def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
