@@ -50,9 +50,8 @@ def _matmul_precision() -> str:
 
 
 def _set_matmul_precision(value: str) -> None:
-    torch.set_float32_matmul_precision(
-        "highest" if value == _MIXED else value
-    )  # those of backends are set later
+    """Where it was mixed, the backends' own precisions, which are set behind it, make it so again."""
+    torch.set_float32_matmul_precision("highest" if value == _MIXED else value)
 
 
 class _Seed(int):
