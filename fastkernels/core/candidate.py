@@ -63,9 +63,7 @@ def load(op: str, path: str) -> Candidate:
     Raises UnknownName for the op, CandidateError for a file that is missing or does not import, NothingOffered.
     """
     spec = registry.get(op)
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise CandidateError(f"candidate for {op}: there is no file {path}")
+    file = file_of(op, path)
     module = _import(op, file)
     function = _functions.setdefault(module.__name__, getattr(module, op, None))
     if function is not None and not callable(function):
@@ -81,6 +79,23 @@ def load(op: str, path: str) -> Candidate:
         if (problem := _uncallable(cls, registry.op_class(op, name))) is not None:
             raise NothingOffered(f"candidate {path}: {name} {problem}")
     return Candidate(op, str(file), function, classes, module)
+
+
+def file_of(op: str, path: str | os.PathLike[str]) -> Path:
+    """The file of an op's candidate. Raises CandidateError if there is none."""
+    file = _there(path)
+    if file is None or not file.is_file():
+        raise CandidateError(f"candidate for {op}: there is no file {os.fspath(path):.200}")
+    return file
+
+
+def _there(path: str | os.PathLike[str]) -> Path | None:
+    """The file or folder at a path. None if there is none, as for a kernel's text or ~NAME of no user."""
+    try:
+        found = Path(path).expanduser()
+        return found if found.exists() else None
+    except (OSError, RuntimeError):  # a name that is too long, or no home
+        return None
 
 
 def _meant(module: ModuleType, names: Iterable[str]) -> str:
@@ -102,7 +117,8 @@ def _uncallable(cls: type, ours: Any) -> str | None:
     try:
         wanted = inspect.signature(expected)
         required = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
-        inspect.signature(given).bind(*[None] * len(required))
+        static = isinstance(inspect.getattr_static(cls, "forward"), staticmethod)
+        inspect.signature(given).bind(*[None] * (len(required) - static))
     except TypeError as error:
         return f"cannot be called as forward{wanted}: {error}"
     except ValueError:  # no signature: the first call will show
@@ -116,7 +132,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def _forward(cls: Any) -> Callable[..., Any] | None:
     """The method `forward` of a module's class, unless it is the one of nn.Module, which only raises."""
     found = getattr(cls, "forward", None) if isinstance(cls, type) else None
-    return found if callable(found) and found.__name__ != "_forward_unimplemented" else None
+    plain = getattr(found, "__name__", "") == "_forward_unimplemented"
+    return found if callable(found) and not plain else None
 
 
 def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
@@ -202,16 +219,19 @@ def checked(function: Callable[..., Any], op: Op, path: str) -> Callable[..., An
     def run(*args: Any) -> Any:
         first = args[0] if args else None
         kind = getattr(first, "shape", None), getattr(first, "dtype", None), *[a is None for a in args]
-        new = kind not in seen and len(seen) < CHECKED
-        before = settings.now() if new else {}
-        found = function(*args)
-        if new:
-            seen.add(kind)
+        if kind in seen or len(seen) >= CHECKED:
+            return function(*args)
+        before = settings.now()
+        try:
+            found = function(*args)
+        finally:  # other code runs after an error, too
             if left := settings.changed(before):
                 settings.restore(before)
-                raise WrongOutput(f"candidate {path}: a call of {op.name} {CHANGES.format(left)}")
-            if (problem := _unlike(found, op, args)) is not None:
-                raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
+        seen.add(kind)
+        if left:
+            raise WrongOutput(f"candidate {path}: a call of {op.name} {CHANGES.format(left)}")
+        if (problem := _unlike(found, op, args)) is not None:
+            raise WrongOutput(f"candidate {path}: {op.name} returns {problem}")
         return found
 
     return run
@@ -295,7 +315,9 @@ def named_in(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> l
         _check_form(candidates)
     if candidates is None or isinstance(candidates, Mapping):
         return list(candidates or ())
-    return [f.stem for f in sorted(Path(candidates).expanduser().glob("*.py")) if not f.name.startswith("_")]
+    folder = _there(candidates)
+    files = sorted(folder.glob("*.py")) if folder is not None else []
+    return [f.stem for f in files if not f.name.startswith("_")]
 
 
 def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[str, str]:
@@ -305,11 +327,11 @@ def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[s
 
     Nothing is imported. Raises CandidateError for a folder that is not there or has none, and for other .py files.
     """
-    folder = Path(path).expanduser()
-    if folder.is_file():
+    folder = _there(path)
+    if folder is not None and folder.is_file():
         raise CandidateError(f"candidates: {path} is a file; give a folder of files OP.py, or {{op: file}}")
-    if not os.fspath(path) or not folder.is_dir():
-        raise CandidateError(f"candidates: there is no folder {os.fspath(path) or repr(path)}")
+    if not os.fspath(path) or folder is None or not folder.is_dir():
+        raise CandidateError(f"candidates: there is no folder {os.fspath(path)[:200] or repr(path)}")
     files = sorted(f for f in folder.glob("*.py") if not f.name.startswith("_"))
     if not files:
         raise CandidateError(f"candidates: the folder {path} has no file OP.py; `fk-bench stubs` makes some")
@@ -353,8 +375,7 @@ def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         for op, path in candidates.items():
             if not isinstance(path, str | os.PathLike):
                 raise CandidateError(f"candidate for {op}: expected the path of a file, got {path!r:.80}")
-            if not Path(path).expanduser().is_file():
-                raise CandidateError(f"candidate for {op}: there is no file {path}")
+            file_of(op, path)
         return {op: str(path) for op, path in candidates.items()}
     return from_directory(candidates)
 
@@ -373,11 +394,6 @@ def _import(op: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
-            settings.restore(before)
-            log.warning(
-                "candidate %s: its import changes %s for all code of the process: restored", file, left
-            )
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):  # it would end the host's process without a word
@@ -387,4 +403,10 @@ def _import(op: str, file: Path) -> ModuleType:
         if not isinstance(error, Exception):
             raise
         raise CandidateError(f"candidate {file} does not import: {type(error).__name__}: {error}") from error
+    finally:
+        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
+            settings.restore(before)
+            log.warning(
+                "candidate %s: its import changes %s for all code of the process: restored", file, left
+            )
     return module

@@ -146,17 +146,16 @@ def _tables(variable: str, value: str | None) -> str | None:
 
 
 def _candidates(variable: str, value: str | None) -> dict[str, str]:
-    folder = (value or "").strip()
-    if not folder or "=" in folder:
-        pairs = _pairs(variable, value, "=")
-        for op, file in pairs.items():
-            if not Path(file).expanduser().is_file():
-                raise ValueError(f"{variable}: there is no file {file} for {op}")
-        return pairs
-    from fastkernels.core.candidate import from_directory
+    from fastkernels.core.candidate import file_of, from_directory
 
+    folder = (value or "").strip()
+    pairs = _pairs(variable, value, "=") if not folder or "=" in folder else None
     try:
-        return from_directory(folder)
+        if pairs is None:
+            return from_directory(folder)
+        for op, file in pairs.items():
+            file_of(op, file)
+        return pairs
     except ValueError as error:
         raise ValueError(f"{variable}: {error}; expected a folder or OP=FILE[,OP=FILE]") from error
 

@@ -72,7 +72,7 @@ def add(name: str, of: dict[str, str], new: Mapping[str, Any], valid: Callable[[
     if folder is None:
         return
     path = folder / file_name(of)
-    with _alone(folder):
+    with alone(folder):
         entries = {**_entries(path, of, valid), **new}
         replace(path, json.dumps({"facts": of, "entries": entries}, indent=1, sort_keys=True))
 
@@ -92,7 +92,7 @@ def _entries(path: Path, of: dict[str, str], valid: Callable[[Any], bool]) -> di
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Other processes wait for this one, but not for long, and not where files cannot be locked."""
     with contextlib.ExitStack() as stack:
         try:

@@ -48,8 +48,9 @@ def keep(table: Table, of: dict[str, str]) -> None:
     if folder is None:
         return
     path = folder / kept_files.file_name(of)
-    before = _read(path, of, logging.DEBUG) if path.is_file() else Table(of["chip"], {}, ())
-    kept_files.replace(path, before.merged(table).to_json())
+    with kept_files.alone(folder):
+        before = _read(path, of, logging.DEBUG) if path.is_file() else Table(of["chip"], {}, ())
+        kept_files.replace(path, before.merged(table).to_json())
 
 
 def kept_sides(of: dict[str, str]) -> dict[str, dict[str, Any]]:

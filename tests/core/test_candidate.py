@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,12 @@ def test_class_without_a_usable_forward_is_refused(write: Callable[[str], str], 
     text = "from torch import nn\n\nclass VllmSiluAndMul(nn.Module):\n    "
     with pytest.raises(candidate.NothingOffered, match=f"VllmSiluAndMul {says}"):
         candidate.load("silu_and_mul", write(text + body))
-    candidate.load("silu_and_mul", write(f"{text}def forward(self, *args, **kwargs): return args[0]"))
+    for usable in (
+        "def forward(self, *args, **kwargs): return args[0]",
+        "@staticmethod\n    def forward(x): return x",
+        "from functools import partialmethod\n    forward = partialmethod(lambda self, scale, x: x, 2)",
+    ):
+        candidate.load("silu_and_mul", write(text + usable))
 
 
 def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
@@ -109,6 +115,8 @@ def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
     for path, says in (
         (tmp_path / "any.py", "there is no file"),
         (tmp_path, "there is no file"),
+        ("~no-such-user/any.py", "there is no file"),
+        ("def rms_norm(x):\n" * 99, "there is no file def rms_norm"),
         (None, "expected the path"),
     ):
         with pytest.raises(CandidateError, match=f"candidate for rms_norm: .*{says}"):
@@ -123,6 +131,10 @@ def test_invalid_folder_is_an_error(tmp_path: Path) -> None:
         candidate.from_directory(tmp_path / "nowhere")
     with pytest.raises(CandidateError, match="there is no folder ''"):
         candidate.from_directory("")  # which would be the current one
+    for text in ("~no-such-user", "def rms_norm(x):\n" * 99):
+        assert candidate.named_in(text) == []
+        with pytest.raises(CandidateError, match=f"there is no folder {re.escape(text[:16])}"):
+            candidate.from_directory(text)
     with pytest.raises(CandidateError, match=r"is a file; give a folder of files OP\.py, or \{op: file\}"):
         candidate.from_directory(__file__)
     with pytest.raises(CandidateError, match=r"has no file OP\.py"):

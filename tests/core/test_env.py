@@ -127,8 +127,12 @@ def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(f"FASTKERNELS_TUNED: {says}")):
             Environment.read({"FASTKERNELS_TUNED": value})
-    with pytest.raises(ValueError, match=r"^FASTKERNELS_CANDIDATES: there is no file no\.py for rms_norm"):
-        Environment.read({"FASTKERNELS_CANDIDATES": "rms_norm=no.py"})
+    for path in ("no.py", "~no-such-user/no.py"):
+        says = (
+            f"FASTKERNELS_CANDIDATES: candidate for rms_norm: there is no file {path}; expected a folder or"
+        )
+        with pytest.raises(ValueError, match=re.escape(says)):
+            Environment.read({"FASTKERNELS_CANDIDATES": f"rms_norm={path}"})
 
 
 def test_numbers_have_limits() -> None:

@@ -288,7 +288,8 @@ def test_adapters_are_refused_or_left_out_with_a_warning(copy, tmp_path, caplog)
     own = tmp_path / "adapter"
     own.mkdir()
     (own / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    (own / "adapter_model.safetensors").touch()
+    for name in ("adapter_model.safetensors", "training_args.bin"):
+        (own / name).touch()
     with pytest.raises(
         CheckpointError, match=r"an adapter \(.*\) of org/base and no whole weights: merge it"
     ):
@@ -297,6 +298,8 @@ def test_adapters_are_refused_or_left_out_with_a_warning(copy, tmp_path, caplog)
     with caplog.at_level("WARNING", "fastkernels"):
         assert resolve(str(copy)) == copy
     assert "of org/base: it is not applied, the other weights are used" in caplog.text
+    (own / "model_index.json").touch()  # a pipeline has its weights in other folders
+    assert resolve(str(own)) == own
 
 
 def test_resolve_keeps_a_folder(tiny):

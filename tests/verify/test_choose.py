@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,20 @@ def test_kept_choices_are_used_without_verification(
     monkeypatch.setenv("FASTKERNELS_VERIFY", "0")
     (row,) = patched(model).rows
     assert row.modules == 2 and [line.partition(":")[0] for line in row.measured] == [str(entry)]
+
+
+def test_choices_that_are_kept_at_once_add_up() -> None:
+    """Each thread opens the lock's file itself, as ranks do."""
+    facts = {"chip": "cpu"}
+
+    def keep(width: int) -> None:
+        shape = {"N": width, "K": 16, "dtype": "float32"}
+        entry = tuning.Entry("linear", shape, {"M": 8}, "quick", "usual", "r1", {}, 1.3, (1.2, 1.4))
+        cache.keep(tuning.Table("cpu", {"r1": {"facts": facts}}, (entry,)), facts)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(keep, range(8, 24)))
+    assert len(cache.kept(facts).entries) == 16
 
 
 @pytest.mark.usefixtures("no_measurement")

@@ -77,10 +77,7 @@ def _reference(
     group: str = "tp",
 ) -> Batched:  # fmt: skip
     comm = parallel.communicator(group)
-    parts = [
-        exchange.gathered("ep_dispatch_batched_fp8", t, group) if comm.size > 1 else [t.clone()]
-        for t in (x, topk_ids, topk_weights)
-    ]
+    parts = [exchange.gathered("ep_dispatch_batched_fp8", t, group) for t in (x, topk_ids, topk_weights)]
     return reference(parts[0], parts[1], parts[2], num_experts, block)[comm.rank]
 
 

@@ -121,16 +121,13 @@ def _beyond_nodes(x: T, crow_indices: T, col_indices: T, *_: Any) -> str | None:
 def _scattered(x: T, crow_indices: T, col_indices: T, values: T, alpha: T | None = None) -> T:
     """Gather, multiply, scatter: LGConv's code on a list of edges, in float32: layers in half precision lose digits."""
     nodes, acc = torch.arange(len(x), device=x.device), torch.promote_types(x.dtype, torch.float32)
-    target, weight = (
-        nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices)),
-        values[:, None],
-    )
+    target = nodes.repeat_interleave(crow_indices.diff(), output_size=len(col_indices))
+    x, weight, dtype = x.to(acc), values[:, None].to(acc), x.dtype
 
     def step(now: T) -> T:
-        return torch.zeros_like(now).index_add_(0, target, now[col_indices] * weight.to(acc))
+        return torch.zeros_like(now).index_add_(0, target, now[col_indices] * weight)
 
-    now = x.to(acc)
-    return (step(now) if alpha is None else mixed(step, now, alpha)).to(x.dtype)
+    return (step(x) if alpha is None else mixed(step, x, alpha)).to(dtype)
 
 
 def _best(users: T, items: T, k: int, seen_starts: T | None = None, seen: T | None = None) -> tuple[T, T]:

@@ -266,6 +266,11 @@ def test_segments_agree_with_the_reference(name: str, in_chunks: dict[str, str |
     assert found == dict.fromkeys(found) and len(found) >= 3
 
 
+def test_products_above_the_range_of_float16_count(in_chunks: dict[str, str | None]) -> None:
+    """Products of queries and keys, which decays and steps of time make small."""
+    assert in_chunks["ssd-overflow"] is None
+
+
 @pytest.mark.parametrize("name", BY_CHANNEL)
 def test_only_strong_decays_are_halved(name: str, in_chunks: dict[str, str | None]) -> None:
     assert in_chunks[f"{name}-mixed"] is None

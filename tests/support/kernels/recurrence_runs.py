@@ -26,6 +26,7 @@ SEGMENTED = "gated_linear_attention", "ssd"
 SEGMENT = 128  # tokens
 SEGMENTS = {"seq_lens": (300, 0, 5, 257, 128), "new": 1, "padding": 1}
 SHARED = {"heads": 4}  # of one group: their products are computed once
+OVERFLOW = {"seq_lens": (64,), "new": 1, "padding": 0}
 PARTS = 70, 1, 70  # in chunks, token by token, in chunks
 
 
@@ -91,6 +92,14 @@ def problems(name: str) -> Iterator[tuple[str, str | None]]:
                 yield f"segments-{kind}-{gate}", mismatch(loose, case, call(spec.op, fn, args), want)
             finally:
                 linear_chunks.segment_of = cut
+    if name == "ssd":
+        half = dataclasses.replace(case, dims={**case.dims, **SHARED, **OVERFLOW}, dtype="float16")
+        args = make_args(spec, half)
+        given = named(spec, args)
+        for key, values in (("x", (0.1, 0.2)), ("b", (70, 90)), ("c", (70, 90)), ("dt", (-6, -6))):
+            given[key].uniform_(*values)
+        want = oracle(spec, args)
+        yield "overflow", mismatch(spec, half, call(spec.op, fn, args), want)
     args = args_of(spec, "split")
     want = oracle(spec, args)
     yield "split", mismatch(spec, case, parts(spec, fn, args, PARTS), want)

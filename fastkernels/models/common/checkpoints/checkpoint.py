@@ -110,8 +110,9 @@ def _check_adapter(folder: Path) -> None:
         base = None
     own = f"{folder} has an adapter ({ADAPTER}) of {base or 'another checkpoint'}"
     advice = "merge it into its base first, as PEFT's merge_and_unload does, and save the result"
-    files = [f for kind in ("*.safetensors", "*.bin") for f in folder.glob(kind)]
-    if all(f.name.startswith("adapter_") for f in files):
+    files = [f for kind in ("*.safetensors", "pytorch_model*.bin") for f in folder.glob(kind)]
+    whole = any((folder / name).is_file() for name in (ARRAYS, PIPELINE, SPEECH))
+    if not whole and all(f.name.startswith("adapter_") for f in files):
         raise CheckpointError(f"{own} and no whole weights: {advice}")
     log.warning("%s: it is not applied, the other weights are used; %s", own, advice)
 

@@ -43,10 +43,10 @@ SHARING = 4  # heads of a group, at least, that read the group's products instea
 @triton.jit
 def _store_pairs(
     q_ptr, k_ptr, pairs_ptr, row, end, chunk, group, GROUPS, K, q_t, q_h, k_t, k_h,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # q k^T of a chunk and a group [N, G, 64, 64].
-    dtype = pairs_ptr.dtype.element_ty
+    # q k^T of a chunk and a group [N, G, 64, 64]; in float32 for float16 (HALF), which products before decays exceed.
+    dtype = tl.float16 if HALF else pairs_ptr.dtype.element_ty
     cols = tl.arange(0, BLOCK_K)
     inside = (row < end)[:, None] & (cols < K)[None, :]
     q = tl.load(q_ptr + row[:, None] * q_t + group * q_h + cols[None, :], mask=inside, other=0.0).to(dtype)
@@ -54,14 +54,14 @@ def _store_pairs(
     pairs = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     r = tl.arange(0, 64)
     at = (chunk.to(tl.int64) * GROUPS + group) * 4096 + r[:, None] * 64 + r[None, :]
-    tl.store(pairs_ptr + at, pairs.to(dtype))
+    tl.store(pairs_ptr + at, pairs.to(pairs_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["B", "STEPS"])
 def _decays_kernel(
     g_ptr, rate_ptr, bias_ptr, cu_ptr, since_ptr, dt_ptr, until_ptr, q_ptr, k_ptr, pairs_ptr, B, STEPS, H, GROUPS, K,
     low, high, g_t, g_h, q_t, q_h, k_t, k_h, RULE: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # For the tokens of each chunk [N, H, 64]: the logarithm to base 2 of the decay since the chunk's beginning, the
     # step size, and the step size times the decay until the chunk's end. With pairs, the first GROUPS programs of a
@@ -79,7 +79,7 @@ def _decays_kernel(
     if pairs_ptr is not None:
         if part < GROUPS:
             _store_pairs(
-                q_ptr, k_ptr, pairs_ptr, row, end, chunk, part, GROUPS, K, q_t, q_h, k_t, k_h, BLOCK_K, PRECISION
+                q_ptr, k_ptr, pairs_ptr, row, end, chunk, part, GROUPS, K, q_t, q_h, k_t, k_h, BLOCK_K, HALF, PRECISION
             )  # fmt: skip
             return
         part -= GROUPS
@@ -272,14 +272,17 @@ def run(p: Problem, out: torch.Tensor, segment: int | None = None) -> None:
     chunks = tokens // 64 + batch
     since, dt, until = torch.empty(3, chunks, heads, 64, dtype=torch.float32, device=p.v.device)
     groups = heads // group
-    pairs = torch.empty(chunks, groups, 64, 64, dtype=p.v.dtype, device=p.v.device) if shares(p) else None
+    half, pairs = p.v.dtype == torch.float16, None
+    if shares(p):
+        dtype = torch.float32 if half else p.v.dtype
+        pairs = torch.empty(chunks, groups, 64, 64, dtype=dtype, device=p.v.device)
     precision = "tf32x3" if p.v.dtype == torch.float32 else "tf32"
     launch_kernel(
         _decays_kernel, (chunks, cdiv(heads, 16) + (0 if pairs is None else groups)),
         p.g, p.rate, p.bias, p.cu_seqlens, since, dt, until, p.q, p.k, pairs, batch, steps, heads, groups, keys,
         p.low, p.high, *strides(p.g, 2), *strides(p.q, 2), *strides(p.k, 2),
-        RULE=p.rule, GATE=p.gate, HAS_BIAS=p.bias is not None, BLOCK=16, BLOCK_K=block_k, PRECISION=precision,
-        num_warps=4,
+        RULE=p.rule, GATE=p.gate, HAS_BIAS=p.bias is not None, BLOCK=16, BLOCK_K=block_k, HALF=half,
+        PRECISION=precision, num_warps=4,
     )  # fmt: skip
     shared: dict[str, Any] = {
         "HAS_STEPS": p.rule == STEP, "HAS_SKIP": p.skip is not None, "HAS_SCALE": p.scale != 1.0,
