@@ -236,7 +236,9 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="1 x 70000 pixels, which this model resizes to 32 x 2240000, and at most"
     ):
-        LLM(str(file.parent), device="cpu").embed(Image.new("RGB", (1, 70_000)))
+        (narrow := LLM(str(file.parent), device="cpu")).embed(Image.new("RGB", (1, 70_000)))
+    with pytest.raises(ValueError, match="an image of 0 x 5 pixels, cannot be processed"):
+        narrow.embed(Image.new("RGB", (0, 5)))
 
 
 def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class ImageReader:
     def _check_resized(self, image: Any, count: int) -> None:
         """Raise ValueError for a narrow image that becomes too large if its shorter side is as the model has it."""
         short, long = sorted(image.size)
-        if count * self._edge**2 * long > MAX_PIXELS * short:
+        if short and count * self._edge**2 * long > MAX_PIXELS * short:
             longer = self._edge * long // short
             raise ValueError(
                 f"the prompt has {image.width} x {image.height} pixels, which this model resizes to {self._edge} x"

@@ -179,6 +179,7 @@ def test_other_weights_on_a_node_are_refused(tiny: Path, tmp_path: Path) -> None
         ({"device": "cpu"}, "node 1 has device cpu, and node 0 has cuda"),
         ({"options": {"a": 1, "b": 3}}, "node 1 has b 3, and node 0 has 2"),
         ({"options": None}, "node 1 has a None, and node 0 has 1; b None, and node 0 has 2: they must be"),
+        ({"options": "x"}, "node 1 has a None, and node 0 has 1; b None, and node 0 has 2: they must be"),
         ({"torch": "2", "options": {}}, "node 1 has torch 2, and node 0 has 1; a None, and node 0 has 1"),
         ({}, ""),
     ],
