@@ -319,6 +319,13 @@ def test_engine_of_another_node_is_refused(tiny: Path) -> None:
         _ = follow.Followed(config).tokenizer
 
 
+def test_invalid_variable_on_a_node_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "maybe")
+    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=0.1)
+    with pytest.raises(ValueError, match="FASTKERNELS_VERIFY"):
+        LLM(**made[1])
+
+
 def test_too_few_gpus_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow.torch.cuda, "device_count", lambda: 1)
     config = EngineConfig("model", nnodes=2, node_rank=1, tensor_parallel_size=4)
