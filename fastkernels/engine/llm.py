@@ -62,7 +62,7 @@ class LLM:
         options = {field.name for field in fields(EngineConfig)}
         if unknown := [name for name in config if name not in options]:
             raise TypeError(str(UnknownName("option of LLM", unknown[0], options)))
-        made = EngineConfig(model=str(model), **config)
+        made = EngineConfig(model=os.fspath(model), **config)
         if made.node_rank:
             follow(made)
         self.llm_engine: Any = Followed(made) if made.node_rank else make_engine(made)

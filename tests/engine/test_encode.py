@@ -257,6 +257,8 @@ def test_pooling_follows_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptur
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({**flags, "pooling_mode_mean_tokens": True}))
     with pytest.raises(CheckpointError, match=r"cls_token \+ mean_tokens is not supported"):
         read_pooling(folder)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": 1}')
+    assert read_pooling(folder).mode == "cls"
     # As sentence-transformers 6 writes it
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 100}')

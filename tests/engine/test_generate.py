@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind
+from fastkernels.models.common.checkpoints.weights import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90], list(range(200, 331))]
@@ -233,7 +235,7 @@ def test_unsupported_settings_are_refused(tiny, settings, message):
         LLM(**{"model": str(tiny), "device": "cpu", **settings})
 
 
-def test_unknown_option_and_object_as_model_are_refused():
+def test_unknown_option_and_object_as_model_are_refused(tmp_path):
     with pytest.raises(
         TypeError, match=r"unknown option of LLM 'max_model_length'\. Did you mean 'max_model_len'"
     ):
@@ -241,6 +243,10 @@ def test_unknown_option_and_object_as_model_are_refused():
     for model in (None, 3, b"folder", LLM):
         with pytest.raises(ValueError, match="model must be a checkpoint's folder or hub id, got "):
             LLM(model)
+    (tmp_path / "some").mkdir()
+    for entry in os.scandir(tmp_path):  # its str() is no path
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/some has no config.json"):
+            LLM(entry)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from fk_bench.info.verified import ENCODINGS
 from PIL import Image
 from support.tiny import ENCODERS, make_tiny_encoder
@@ -16,7 +17,7 @@ from support.tiny import ENCODERS, make_tiny_encoder
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.core.registry import UnknownName
-from fastkernels.engine.inputs.images import decode
+from fastkernels.engine.inputs.images import _shorter_side, decode
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import model_class, models
@@ -236,7 +237,17 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="1 x 70000 pixels, which this model resizes to 32 x 2240000, and at most"
     ):
-        LLM(str(file.parent), device="cpu").embed(Image.new("RGB", (1, 70_000)))
+        (narrow := LLM(str(file.parent), device="cpu")).embed(Image.new("RGB", (1, 70_000)))
+    with pytest.raises(ValueError, match="an image of 0 x 5 pixels, cannot be processed"):
+        narrow.embed(Image.new("RGB", (0, 5)))
+
+
+@pytest.mark.parametrize(
+    ("size", "edge"),
+    [({"shortest_edge": 224}, 256), ({"shortest_edge": 384}, 0)],
+)
+def test_squares_have_no_shorter_side(size: dict[str, int], edge: int) -> None:
+    assert _shorter_side(transformers.ConvNextImageProcessor(size=size)) == edge
 
 
 def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """For what ends a capture of another thread, such as a synchronization of the device: it waits for these."""
+    """Hold off captures of other threads, which a synchronization of the device would end."""
     with _one_at_a_time:
         yield
 

@@ -243,8 +243,8 @@ def make_engine(config: EngineConfig) -> Engine:
         raise ValueError(
             f"node_rank {config.node_rank} has no engine of its own: use LLM or `fk-bench serve` there"
         )
-    Environment.read()  # an invalid variable is an error now, not at the first step
     with listening(config):
+        Environment.read()  # an invalid variable is an error now, not at the first step
         opened = Checkpoint.open(config)
         kind = RUNNERS[opened.runner]
         if not kind.engine:

@@ -26,6 +26,7 @@ import triton
 from torch.cuda import nccl
 
 import fastkernels
+from fastkernels.core.env import Environment
 from fastkernels.engine.execution import nodes
 from fastkernels.engine.execution.nodes import Channel, Patience, proof
 from fastkernels.engine.execution.ranks import GRACE, WorkerDied, ended, how_ended, start
@@ -147,6 +148,7 @@ def follow(config: EngineConfig, patience: float | None = None) -> None:
     first, CheckpointError, and WorkerDied if the engine does not start or ends with an error.
     """
     try:
+        Environment.read()  # see make_engine
         folder = weights.resolve(config.model)
         _check_gpus(config)
         said = about(config, folder)

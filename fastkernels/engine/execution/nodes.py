@@ -435,7 +435,7 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], node: str) ->
     for name, value in json.loads(json.dumps(ours)).items():
         other = theirs.get(name)
         if isinstance(value, dict):
-            other = other or {}
+            other = other if isinstance(other, dict) else {}
             pairs = [(key, value[key], other.get(key)) for key in value]
         else:
             pairs = [(name, value, other)]

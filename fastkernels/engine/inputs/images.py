@@ -21,6 +21,7 @@ from fastkernels.models.common.layers import cnn
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB
+SQUARE = 384  # pixels of a side, from which on ConvNeXt's processor makes images square and crops nothing
 DAMAGE = (OSError, SyntaxError, ValueError)  # of Pillow, for files that it cannot read
 _OPENED = [threading.Lock() for _ in range(64)]  # by id: Pillow reads an opened file once, for one thread
 
@@ -113,7 +114,7 @@ class ImageReader:
     def _check_resized(self, image: Any, count: int) -> None:
         """Raise ValueError for a narrow image that becomes too large if its shorter side is as the model has it."""
         short, long = sorted(image.size)
-        if count * self._edge**2 * long > MAX_PIXELS * short:
+        if short and count * self._edge**2 * long > MAX_PIXELS * short:
             longer = self._edge * long // short
             raise ValueError(
                 f"the prompt has {image.width} x {image.height} pixels, which this model resizes to {self._edge} x"
@@ -180,8 +181,10 @@ def _shorter_side(processor: Any) -> int:
         return processor.edge if processor.settings.mode == "center" else 0
     size = getattr(processor, "size", None) or {}
     fixed = getattr(processor, "do_resize", False) and size.get("longest_edge") is None
-    edge = int(size.get("shortest_edge") or 0) if fixed else 0
-    return int(edge / (getattr(processor, "crop_pct", None) or 1))
+    edge, part = int(size.get("shortest_edge") or 0) if fixed else 0, getattr(processor, "crop_pct", None)
+    if part is None:
+        return edge
+    return int(edge / part) if edge < SQUARE else 0
 
 
 READERS = {"images": ImageReader, "videos": VideoReader}

@@ -98,14 +98,13 @@ def _last_token(request: Request) -> int:
 
 def _new_row(request: Request) -> NewRow:
     counts = request.params.needs_penalties
-    looks_back = counts or request.params.repetition_aware is not None
     return NewRow(
         request.slot,
         request.params,
         request.seed,
         request.end_token_ids,
         tuple(request.prompt_token_ids) if counts else (),
-        tuple(request.output_token_ids) if looks_back else (),
+        tuple(request.output_token_ids) if request.params.needs_history else (),
         request.shift,
     )
 

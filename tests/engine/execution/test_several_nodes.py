@@ -179,6 +179,7 @@ def test_other_weights_on_a_node_are_refused(tiny: Path, tmp_path: Path) -> None
         ({"device": "cpu"}, "node 1 has device cpu, and node 0 has cuda"),
         ({"options": {"a": 1, "b": 3}}, "node 1 has b 3, and node 0 has 2"),
         ({"options": None}, "node 1 has a None, and node 0 has 1; b None, and node 0 has 2: they must be"),
+        ({"options": "x"}, "node 1 has a None, and node 0 has 1; b None, and node 0 has 2: they must be"),
         ({"torch": "2", "options": {}}, "node 1 has torch 2, and node 0 has 1; a None, and node 0 has 1"),
         ({}, ""),
     ],
@@ -316,6 +317,13 @@ def test_engine_of_another_node_is_refused(tiny: Path) -> None:
         make_engine(config)
     with pytest.raises(RuntimeError, match="node 1 has no engine: use that of node 0"):
         _ = follow.Followed(config).tokenizer
+
+
+def test_invalid_variable_on_a_node_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "maybe")
+    made = configs(tiny, free_port(), tensor_parallel_size=2, dist_timeout=0.1)
+    with pytest.raises(ValueError, match="FASTKERNELS_VERIFY"):
+        LLM(**made[1])
 
 
 def test_too_few_gpus_on_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

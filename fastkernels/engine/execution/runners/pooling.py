@@ -92,14 +92,14 @@ def _mode(file: Path) -> str:
         raise CheckpointError(f"{file} is missing: modules.json has a Pooling")
     found = fields.get("pooling_mode")
     if found is None:
-        flags = [
-            name.removeprefix(FLAG) for name, on in fields.items() if name.startswith(FLAG) and on is True
-        ]
-        found = flags or "mean"
+        found = [
+            name.removeprefix(FLAG) for name, on in fields.items() if name.startswith(FLAG) and on
+        ] or "mean"
     chosen = [str(mode) for mode in found] if isinstance(found, list) else [str(found)]
     known = MODES | NEWER
     if len(chosen) != 1 or chosen[0] not in known:
-        raise CheckpointError(f"{file}: pooling {' + '.join(chosen)} is not supported: {', '.join(known)}")
+        named = " + ".join(chosen) or "none"
+        raise CheckpointError(f"{file}: pooling {named} is not supported, only {', '.join(known)}")
     return known[chosen[0]]
 
 

@@ -151,7 +151,7 @@ def convolve(
         x, conv.weight, conv.bias, *found, residual, (conv.stride,), (padding,), (1,), conv.groups, activation,
         style.eps, add_first,
     )  # fmt: skip
-    # Of a candidate, a provider or a recording, no choice of ours goes before it
+    # A requested candidate, provider or recording always runs, whatever is faster
     if OPS["conv_norm_act"].requested or _is_dense(conv, padding):
         return conv_norm_act(*given)
     sizes = tuple(conv.weight.shape), conv.stride, padding
