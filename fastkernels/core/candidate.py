@@ -33,7 +33,7 @@ class CandidateError(ValueError):
 
 
 class NothingOffered(CandidateError):
-    """The candidate file has neither the op's function nor one of its classes."""
+    """The candidate file has neither the op's function nor one of its classes, or a class that cannot be called."""
 
 
 class WrongOutput(CandidateError):
@@ -102,7 +102,7 @@ def _uncallable(cls: type, ours: Any) -> str | None:
     try:
         wanted = inspect.signature(expected)
         required = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
-        inspect.signature(given).bind(*[None] * len(required))
+        inspect.signature(given).bind(*[None] * (len(required) - (not _takes_self(cls))))
     except TypeError as error:
         return f"cannot be called as forward{wanted}: {error}"
     except ValueError:  # no signature: the first call will show
@@ -113,10 +113,16 @@ def _uncallable(cls: type, ours: Any) -> str | None:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def _takes_self(cls: type) -> bool:
+    """Whether `forward` is a method of the object: not a static one, nor an object that is called."""
+    found = inspect.getattr_static(cls, "forward")
+    return hasattr(found, "__get__") and not isinstance(found, staticmethod | classmethod)
+
+
 def _forward(cls: Any) -> Callable[..., Any] | None:
     """The method `forward` of a module's class, unless it is the one of nn.Module, which only raises."""
     found = getattr(cls, "forward", None) if isinstance(cls, type) else None
-    return found if callable(found) and found.__name__ != "_forward_unimplemented" else None
+    return found if callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented" else None
 
 
 def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
@@ -373,11 +379,6 @@ def _import(op: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
-            settings.restore(before)
-            log.warning(
-                "candidate %s: its import changes %s for all code of the process: restored", file, left
-            )
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SystemExit):  # it would end the host's process without a word
@@ -387,4 +388,10 @@ def _import(op: str, file: Path) -> ModuleType:
         if not isinstance(error, Exception):
             raise
         raise CandidateError(f"candidate {file} does not import: {type(error).__name__}: {error}") from error
+    finally:
+        if left := settings.changed(before):  # many files of benchmarks set precisions at their top
+            settings.restore(before)
+            log.warning(
+                "candidate %s: its import changes %s for all code of the process: restored", file, left
+            )
     return module

@@ -11,18 +11,35 @@ from typing import Any
 
 import torch
 
-_BACKENDS = (
-    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "mkldnn.matmul.fp32_precision",
-    "mkldnn.conv.fp32_precision", "cudnn.benchmark", "cudnn.deterministic",
+_BACKENDS = (  # those that change others come first
+    "cudnn.allow_tf32", "fp32_precision", "cudnn.fp32_precision", "mkldnn.fp32_precision",
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "cudnn.benchmark", "cudnn.deterministic",
 )  # fmt: skip
+UNREADABLE = "unreadable"
 _Setting = tuple[Callable[[], Any], Callable[..., Any]]
 
 
 def _attribute(path: str) -> _Setting:
     """An attribute of a part of torch.backends."""
-    place, _, name = path.rpartition(".")
-    owner: Any = attrgetter(place)(torch.backends)
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+    place, _, name = f"backends.{path}".rpartition(".")
+    owner: Any = attrgetter(place)(torch)
+    return _readable(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+def _readable(get: Callable[[], Any], change: Callable[[Any], Any]) -> _Setting:
+    """A setting of which torch raises while others contradict it: its value then is UNREADABLE.
+
+    Precisions have older and newer functions, and the older ones do not read what only the newer ones can set.
+    """
+
+    def value() -> Any:
+        try:
+            return get()
+        except RuntimeError:
+            return UNREADABLE
+
+    return value, lambda value: None if value == UNREADABLE else change(value)
 
 
 def _is_known(path: str) -> bool:
@@ -31,6 +48,8 @@ def _is_known(path: str) -> bool:
         attrgetter(path)(torch.backends)
     except AttributeError:
         return False
+    except RuntimeError:  # unreadable now
+        return True
     return True
 
 
@@ -63,9 +82,8 @@ SETTINGS: dict[str, _Setting] = {
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
-    "torch.get_float32_matmul_precision()": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
+    "torch.get_float32_matmul_precision()": _readable(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
     **{f"torch.backends.{path}": _attribute(path) for path in _BACKENDS if _is_known(path)},
 }  # fmt: skip
@@ -86,5 +104,5 @@ def changed(before: dict[str, Any]) -> str:
 def restore(before: dict[str, Any]) -> None:
     """Give each setting the value in `before`."""
     for name, (get, change) in SETTINGS.items():
-        if get() != before[name]:  # asked now: the precision of products sets those behind it
+        if get() != before[name]:  # read now: the settings above change it, too
             change(before[name])
