@@ -199,7 +199,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         status = _run(args)
         sys.stdout.flush()  # here, where a closed pipe is no error of the interpreter's end
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno not in FULL:
+                raise
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # during imports; later ones are click's

@@ -63,7 +63,7 @@ def load(op: str, path: str) -> Candidate:
     Raises UnknownName for the op, CandidateError for a file that is missing or does not import, NothingOffered.
     """
     spec = registry.get(op)
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
         raise CandidateError(f"candidate for {op}: there is no file {path}")
     module = _import(op, file)
@@ -301,7 +301,7 @@ def named_in(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> l
         _check_form(candidates)
     if candidates is None or isinstance(candidates, Mapping):
         return list(candidates or ())
-    return [f.stem for f in sorted(Path(candidates).expanduser().glob("*.py")) if not f.name.startswith("_")]
+    return [f.stem for f in sorted(expanded(candidates).glob("*.py")) if not f.name.startswith("_")]
 
 
 def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[str, str]:
@@ -311,7 +311,7 @@ def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[s
 
     Nothing is imported. Raises CandidateError for a folder that is not there or has none, and for other .py files.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_file():
         raise CandidateError(f"candidates: {path} is a file; give a folder of files OP.py, or {{op: file}}")
     if not os.fspath(path) or not folder.is_dir():
@@ -330,6 +330,17 @@ def from_directory(path: str | os.PathLike[str], blocks: bool = False) -> dict[s
             f"candidates: {other[0]} is not a file; a candidate is a regular file or a link to one"
         )
     return {f.stem: str(f) for f in files}
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with its ~ expanded. Raises CandidateError for one that the system cannot look up."""
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~NAME of no user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CandidateError(f"candidates: {os.fspath(path)[:80]!r} cannot be used ({reason})") from None
+    return found
 
 
 def sources_folder(file: Path) -> Path:
@@ -359,7 +370,7 @@ def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         for op, path in candidates.items():
             if not isinstance(path, str | os.PathLike):
                 raise CandidateError(f"candidate for {op}: expected the path of a file, got {path!r:.80}")
-            if not Path(path).expanduser().is_file():
+            if not expanded(path).is_file():
                 raise CandidateError(f"candidate for {op}: there is no file {path}")
         return {op: str(path) for op, path in candidates.items()}
     return from_directory(candidates)

@@ -127,6 +127,9 @@ def _nearest(path: Path) -> Path:
     return Path()
 
 
+_NO_TABLE = "`fk-bench tune` writes a table if you unset the variable, 0 uses none"
+
+
 @cache
 def _tables(variable: str, value: str | None) -> str | None:
     text = (value or "").strip()
@@ -134,29 +137,28 @@ def _tables(variable: str, value: str | None) -> str | None:
         return OFF[0]
     if (path := _path(variable, value, "a tuned table, a folder of them, or 0")) is None:
         return None
-    if not path.exists():
-        raise ValueError(
-            f"{variable}: there is no file or folder {text}; `fk-bench tune` writes a table, 0 uses none"
-        )
+    try:
+        if not path.exists():
+            raise ValueError(f"{variable}: there is no file or folder {text}; {_NO_TABLE}")
+    except OSError as error:
+        raise ValueError(f"{variable}: {text[:80]!r} cannot be used ({error.strerror}); {_NO_TABLE}") from None
     if path.is_dir() and not any(path.glob("*.json")):
-        raise ValueError(
-            f"{variable}: the folder {text} has no CHIP.json; `fk-bench tune` writes one, 0 uses none"
-        )
+        raise ValueError(f"{variable}: the folder {text} has no CHIP.json; {_NO_TABLE}")
     return str(path)
 
 
 def _candidates(variable: str, value: str | None) -> dict[str, str]:
-    folder = (value or "").strip()
-    if not folder or "=" in folder:
-        pairs = _pairs(variable, value, "=")
-        for op, file in pairs.items():
-            if not Path(file).expanduser().is_file():
-                raise ValueError(f"{variable}: there is no file {file} for {op}")
-        return pairs
-    from fastkernels.core.candidate import from_directory
+    from fastkernels.core.candidate import expanded, from_directory
 
+    folder = (value or "").strip()
+    pairs = _pairs(variable, value, "=") if not folder or "=" in folder else None
     try:
-        return from_directory(folder)
+        if pairs is None:
+            return from_directory(folder)
+        for op, file in pairs.items():
+            if not expanded(file).is_file():
+                raise ValueError(f"there is no file {file} for {op}")
+        return pairs
     except ValueError as error:
         raise ValueError(f"{variable}: {error}; expected a folder or OP=FILE[,OP=FILE]") from error
 

@@ -119,7 +119,8 @@ def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
     assert Environment.read({"FASTKERNELS_TUNED": "off"}).tuned == "0"
     for value, says in (
         ("1", "expected a tuned table, a folder of them, or 0, got '1'"),
-        (str(tmp_path), f"the folder {tmp_path} has no CHIP.json; `fk-bench tune` writes one"),
+        (str(tmp_path), f"the folder {tmp_path} has no CHIP.json; `fk-bench tune` writes a table"),
+        ("x" * 999, f"{'x' * 80!r} cannot be used (File name too long)"),
         (
             f"{tmp_path}/no.json",
             f"there is no file or folder {tmp_path}/no.json; `fk-bench tune` writes a table",
@@ -127,8 +128,14 @@ def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(f"FASTKERNELS_TUNED: {says}")):
             Environment.read({"FASTKERNELS_TUNED": value})
-    with pytest.raises(ValueError, match=r"^FASTKERNELS_CANDIDATES: there is no file no\.py for rms_norm"):
-        Environment.read({"FASTKERNELS_CANDIDATES": "rms_norm=no.py"})
+    for value, says in (
+        ("rms_norm=no.py", "there is no file no.py for rms_norm"),
+        ("rms_norm=~no-such-user/a.py", "candidates: '~no-such-user/a.py' cannot be used ("),
+        ("~no-such-user", "candidates: '~no-such-user' cannot be used ("),
+        ("x" * 999, f"candidates: {'x' * 80!r} cannot be used (File name too long)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"FASTKERNELS_CANDIDATES: {says}")):
+            Environment.read({"FASTKERNELS_CANDIDATES": value})
 
 
 def test_numbers_have_limits() -> None:
