@@ -141,7 +141,9 @@ def _tables(variable: str, value: str | None) -> str | None:
         if not path.exists():
             raise ValueError(f"{variable}: there is no file or folder {text}; {_NO_TABLE}")
     except OSError as error:
-        raise ValueError(f"{variable}: {text[:80]!r} cannot be used ({error.strerror}); {_NO_TABLE}") from None
+        raise ValueError(
+            f"{variable}: {text[:80]!r} cannot be used ({error.strerror}); {_NO_TABLE}"
+        ) from None
     if path.is_dir() and not any(path.glob("*.json")):
         raise ValueError(f"{variable}: the folder {text} has no CHIP.json; {_NO_TABLE}")
     return str(path)
