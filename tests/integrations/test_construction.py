@@ -27,7 +27,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("host", "allowed", "version"), HOSTS)
-def test_patch_sets_the_environment_and_undo_restores_it(host: str, allowed: str, version: str) -> None:
+def test_patch_sets_the_environment_and_undo_restores_it(
+    host: str, allowed: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("norm.py").touch()
     looks: list[str | None] = []
     before = BeforeConstruction(
         host, host, allowed, lambda: version, lambda: looks.append(os.environ.get("FASTKERNELS"))

@@ -551,7 +551,9 @@ def patch_merger(ns: Any) -> list[Any]:
     found = []
     for name in ns.classes:
         cls = getattr(ns, name)
-        made = cls(config) if "config" in inspect.signature(cls).parameters else cls(10, 12)
+        takes = inspect.signature(cls).parameters
+        more = {"padded_context_dim": 12} if "padded_context_dim" in takes else {}
+        made = cls(config) if "config" in takes else cls(10, 12, **more)
         found.append(filled(made)(randn(8, 12)))
     return found
 

@@ -30,7 +30,8 @@ from fastkernels.engine.inputs.images import decode, decode_frames
 from fastkernels.engine.inputs.tokenizer import cut
 from fastkernels.engine.sampling.pooling import PoolingParams
 
-T, G = TypeVar("T"), TypeVar("G")
+T = TypeVar("T")
+G = TypeVar("G")
 AT_ONCE = min(4, os.cpu_count() or 1)  # images of a request that are decoded and resized
 # By how the model's scores are computed
 DEFAULT_TASKS = {"cross-encoder": "classify", "late-interaction": "token_embed", "bi-encoder": "embed"}

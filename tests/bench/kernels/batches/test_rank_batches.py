@@ -271,7 +271,7 @@ def test_hanging_ranks_end_at_the_deadline(clock: Clock, files: list[int]) -> No
     assert error.value.status is Status.TIMEOUT and not candidate.alive
 
 
-def test_ranks_that_report_and_answer_between_two_looks_are_honest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_answer_between_two_looks_are_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_gates, "LOOK_S", -1.0)
     looks = [0, 0]
 

@@ -225,6 +225,14 @@ def test_misfits_are_reported() -> None:
     assert torch.equal(held.apply(1, args[1], [1])[0], args[1]) and not held.permutes(1)
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 7), (5, 2, 3, 7)])
+def test_axes_between_rows_and_columns_stay(shape: tuple[int, ...]) -> None:
+    value, codes = torch.randn(shape), [0, 1, 5, 34]
+    moved = Permuter([value], Permutable(rows=(0,), columns=(0,)), [True]).apply(0, value, codes)
+    for code, found in zip(codes, moved, strict=True):
+        assert torch.equal(found, value.roll((-(code % 5), -(code // 5)), (0, -1)))
+
+
 def test_captured_values_are_rolled_too() -> None:
     """Captured integers are positions and stay; the floats are new, and are rolled."""
     spec = registry.get("linear")

@@ -67,4 +67,7 @@ class Permuter:
             return value[row]
         if i not in self._rows:
             return value[..., column].movedim(-2, 0)
-        return value[row[:, :, None], column[:, None, :]]
+        inner = value.shape[1:-1]  # axes between rows and columns stay
+        ones = [1] * (len(inner) + 1)
+        axes = [torch.arange(n, device=value.device).view(-1, *ones[k + 1 :]) for k, n in enumerate(inner)]
+        return value[(row.view(*row.shape, *ones), *axes, column.view(len(codes), *ones, columns))]
