@@ -172,6 +172,7 @@ def test_json_ends_output_with_the_flag_or_in_a_pipe(
 def test_unusable_numbers_are_refused(words: str, says: str) -> None:
     done = fk_bench_here(*words.split())
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith((f"error: fk-bench {words.split()[0]}: ", "error: --engine-args"))
     assert not last_json(done)["ok"]
 
 
