@@ -112,7 +112,12 @@ def _folder(variable: str, value: str | None, written: bool = False) -> str | No
         if written and not os.access(place, os.W_OK | os.X_OK):
             raise ValueError(f"{variable}: {value!r} cannot be written; name a folder that can")
     except OSError as error:
-        raise ValueError(f"{variable}: {value!r} cannot be used ({error.strerror}); name a folder") from None
+        if written or not isinstance(
+            error, PermissionError
+        ):  # readers take a private temporary folder instead
+            raise ValueError(
+                f"{variable}: {value!r} cannot be used ({error.strerror}); name a folder"
+            ) from None
     return str(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -113,6 +114,19 @@ def test_report_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         Environment.read({"FASTKERNELS_REPORT": str(tmp_path)})
     assert Environment.read({"FASTKERNELS_CACHE": str(tmp_path)}).cache == str(tmp_path)
+
+
+def test_cache_without_permission_is_left_to_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    folder = str(tmp_path / "unseen")
+    assert Environment.read({"FASTKERNELS_CACHE": folder}).cache == folder
+    with pytest.raises(ValueError, match=r"^FASTKERNELS_REPORT: .* cannot be used \(Permission denied\)"):
+        Environment.read({"FASTKERNELS_REPORT": folder})
 
 
 def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
