@@ -69,12 +69,29 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # a device is a mode, and costs time
 
 
+class _Seed(int):
+    """A seed with the state of the CPU's generator, so that its numbers go on and do not begin again."""
+
+    state: torch.Tensor
+
+
+def _seed() -> _Seed:
+    seed = _Seed(torch.initial_seed())
+    seed.state = torch.get_rng_state()
+    return seed
+
+
+def _set_seed(seed: _Seed) -> None:
+    torch.manual_seed(seed)
+    torch.set_rng_state(seed.state)
+
+
 SETTINGS: dict[str, _Setting] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
-    "torch.initial_seed()": (torch.initial_seed, torch.manual_seed),
+    "torch.initial_seed()": (_seed, _set_seed),
     "the flag of torch.set_flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
     "torch.is_autocast_enabled('cpu')": _autocast("cpu"),
     "torch.is_autocast_enabled('cuda')": _autocast("cuda"),

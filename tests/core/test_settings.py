@@ -55,6 +55,18 @@ def test_setting_that_a_failed_import_changes_is_restored(tmp_path: Path) -> Non
     assert not settings.changed(before)
 
 
+def test_random_numbers_go_on_after_an_import_with_a_seed(tmp_path: Path) -> None:
+    (tmp_path / "silu_and_mul.py").write_text(
+        CANDIDATE.format(at_import="torch.manual_seed(7)", in_call="pass")
+    )
+    torch.manual_seed(3)
+    first, second = torch.rand(4), torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), first)
+    candidate.load("silu_and_mul", str(tmp_path / "silu_and_mul.py"))
+    assert torch.equal(torch.rand(4), second)
+
+
 def test_precisions_of_older_functions_stay_readable() -> None:
     before = settings.now()
     torch.backends.cudnn.allow_tf32 = not before["torch.backends.cudnn.allow_tf32"]
