@@ -506,8 +506,9 @@ def patch(
     row, and gives the reasons.
 
     Raises UnknownName for an op or host that does not exist, CandidateError for a file or folder without candidates,
-    and PatchError if the patch fails or requested ops match nothing; nothing has changed then. The same holds for an
-    exception from outside, such as Ctrl-C. If that interrupts the way back, too, the next patch or `unpatch` ends it.
+    ValueError for an empty list of ops, and PatchError if the patch fails or requested ops match nothing; nothing has
+    changed then. The same holds for an exception from outside, such as Ctrl-C. If that interrupts the way back, too,
+    the next patch or `unpatch` ends it.
     """
     host = find_host(target)
     _name_blocks(host, target, candidates)

@@ -145,20 +145,20 @@ def build(only: str | None = None) -> typer.Typer:
     app.callback()(_group)
     for name, (where, line) in COMMANDS.items():
         if only is None or name == only:
-            app.command(name, short_help=line)(_load(where))
+            app.command(name, short_help=line)(_load(name, where))
     return app
 
 
-def _load(where: str) -> Callable[..., Any]:
+def _load(name: str, where: str) -> Callable[..., Any]:
     module, _, function = where.partition(":")
     command = getattr(importlib.import_module(f"fk_bench.{module}"), function)
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
-        for name, value in options.items():
+        for option, value in options.items():
             for number in value if isinstance(value, list | tuple) else (value,):
-                if (problem := _unusable(name, number)) is not None:
-                    _end(f"fk-bench {problem}")
+                if (problem := _unusable(option, number)) is not None:
+                    _end(f"fk-bench {name}: {problem}")
         return command(*args, **options)
 
     return run
@@ -199,7 +199,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         status = _run(args)
         sys.stdout.flush()  # here, where a closed pipe is no error of the interpreter's end
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if error.errno not in FULL:
+                raise
+            print(f"error: standard output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # during imports; later ones are click's

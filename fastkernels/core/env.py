@@ -112,7 +112,12 @@ def _folder(variable: str, value: str | None, written: bool = False) -> str | No
         if written and not os.access(place, os.W_OK | os.X_OK):
             raise ValueError(f"{variable}: {value!r} cannot be written; name a folder that can")
     except OSError as error:
-        raise ValueError(f"{variable}: {value!r} cannot be used ({error.strerror}); name a folder") from None
+        if written or not isinstance(
+            error, PermissionError
+        ):  # readers take a private temporary folder instead
+            raise ValueError(
+                f"{variable}: {value!r} cannot be used ({error.strerror}); name a folder"
+            ) from None
     return str(path)
 
 
@@ -127,6 +132,9 @@ def _nearest(path: Path) -> Path:
     return Path()
 
 
+_NO_TABLE = "`fk-bench tune` writes a table if you unset the variable, 0 uses none"
+
+
 @cache
 def _tables(variable: str, value: str | None) -> str | None:
     text = (value or "").strip()
@@ -134,14 +142,15 @@ def _tables(variable: str, value: str | None) -> str | None:
         return OFF[0]
     if (path := _path(variable, value, "a tuned table, a folder of them, or 0")) is None:
         return None
-    if not path.exists():
+    try:
+        if not path.exists():
+            raise ValueError(f"{variable}: there is no file or folder {text}; {_NO_TABLE}")
+    except OSError as error:
         raise ValueError(
-            f"{variable}: there is no file or folder {text}; `fk-bench tune` writes a table, 0 uses none"
-        )
+            f"{variable}: {text[:80]!r} cannot be used ({error.strerror}); {_NO_TABLE}"
+        ) from None
     if path.is_dir() and not any(path.glob("*.json")):
-        raise ValueError(
-            f"{variable}: the folder {text} has no CHIP.json; `fk-bench tune` writes one, 0 uses none"
-        )
+        raise ValueError(f"{variable}: the folder {text} has no CHIP.json; {_NO_TABLE}")
     return str(path)
 
 

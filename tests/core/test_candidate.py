@@ -102,6 +102,20 @@ def test_class_without_a_usable_forward_is_refused(write: Callable[[str], str], 
         candidate.load("silu_and_mul", write(text + usable))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "@staticmethod\n    def forward(x): return x",
+        "@classmethod\n    def forward(cls, x): return x",
+        "forward = functools.partial(nn.functional.silu)",
+        "forward = nn.SiLU()",
+    ],
+)
+def test_forward_without_self_is_accepted(write: Callable[[str], str], body: str) -> None:
+    text = f"import functools\nfrom torch import nn\n\nclass VllmSiluAndMul(nn.Module):\n    {body}"
+    assert candidate.load("silu_and_mul", write(text)).kind == "class"
+
+
 def test_folder_is_a_set_of_candidates(tmp_path: Path) -> None:
     for name in ("silu_and_mul", "rms_norm"):
         (tmp_path / f"{name}.py").write_text("1 / 0\n")  # nothing is imported

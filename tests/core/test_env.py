@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -115,11 +116,25 @@ def test_report_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.Monk
     assert Environment.read({"FASTKERNELS_CACHE": str(tmp_path)}).cache == str(tmp_path)
 
 
+def test_cache_without_permission_is_left_to_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    folder = str(tmp_path / "unseen")
+    assert Environment.read({"FASTKERNELS_CACHE": folder}).cache == folder
+    with pytest.raises(ValueError, match=r"^FASTKERNELS_REPORT: .* cannot be used \(Permission denied\)"):
+        Environment.read({"FASTKERNELS_REPORT": folder})
+
+
 def test_tables_and_candidates_must_exist(tmp_path: Path) -> None:
     assert Environment.read({"FASTKERNELS_TUNED": "off"}).tuned == "0"
     for value, says in (
         ("1", "expected a tuned table, a folder of them, or 0, got '1'"),
-        (str(tmp_path), f"the folder {tmp_path} has no CHIP.json; `fk-bench tune` writes one"),
+        (str(tmp_path), f"the folder {tmp_path} has no CHIP.json; `fk-bench tune` writes a table"),
+        ("x" * 999, f"{'x' * 80!r} cannot be used (File name too long)"),
         (
             f"{tmp_path}/no.json",
             f"there is no file or folder {tmp_path}/no.json; `fk-bench tune` writes a table",

@@ -20,7 +20,7 @@ from fk_bench.agents.budget import TaskBudget
 from fk_bench.agents.session import copy_candidate
 from fk_bench.capture.replay import captured_cases
 from fk_bench.core import machine
-from fk_bench.core.terminal.text import NAME
+from fk_bench.core.terminal.text import NAME, NAME_RULE
 from fk_bench.info import model_blocks, stubs
 from fk_bench.kernels.judge.memory import layout
 
@@ -126,7 +126,7 @@ def check_cases(names: Sequence[str], cases: Sequence[str]) -> None:
 def check_suffix(suffix: str) -> None:
     """Raise ValueError for a label that is no part of a folder's name."""
     if suffix and not NAME.fullmatch(suffix):
-        raise ValueError(f"--suffix {suffix[:80]!r}: at most 64 letters, digits and ._+-")
+        raise ValueError(f"--suffix {suffix[:80]!r}: {NAME_RULE}")
 
 
 def write(

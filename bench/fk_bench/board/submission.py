@@ -16,7 +16,7 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.core import rows
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
-from fk_bench.core.terminal.text import NAME, printable
+from fk_bench.core.terminal.text import NAME, NAME_RULE, printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,13 +96,13 @@ def about_of(folder: Path) -> About:
             raise SubmissionError(f"{file}: {UnknownName('field', key, known)}")
         kinds: tuple[type, ...] = {"int": (int,), "float": (int, float)}.get(str(known[key].type), (str,))
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise SubmissionError(f"{file}: {key} = {value!r} is no {kinds[-1].__name__}")
+            raise SubmissionError(f"{file}: {key} = {_shown(value)} is no {kinds[-1].__name__}")
     for key in REQUIRED:
         if not str(data.get(key, "")).strip():
             raise SubmissionError(f"{file}: there is no {key}: a submission states name, author and licence")
     found = About(**data)
     if not NAME.fullmatch(found.name):
-        raise SubmissionError(f"{file}: name = {found.name!r}: at most 64 letters, digits and ._+-")
+        raise SubmissionError(f"{file}: name = {found.name!r}: {NAME_RULE}")
     if found.mode not in MODES:
         raise SubmissionError(f"{file}: {UnknownName('mode', found.mode, [m for m in MODES if m])}")
     if not _is_licence(found.licence):
@@ -113,8 +113,18 @@ def about_of(folder: Path) -> About:
         raise SubmissionError(f"{file}: url = {found.url!r} does not begin with https:// or http://")
     for key in ("tokens", "cost_usd", "hours"):
         if not 0 <= (value := getattr(found, key)) < MOST_STATED:  # NaN is neither
-            raise SubmissionError(f"{file}: {key} = {value:.6g}: give a number from 0 to {MOST_STATED:.0e}")
+            raise SubmissionError(
+                f"{file}: {key} = {_shown(value)}: give a number from 0 to {MOST_STATED:.0e}"
+            )
     return found
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value of a file. Python writes no integer of more than 4300 digits."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return "an integer of thousands of digits"
 
 
 def _is_licence(text: str) -> bool:

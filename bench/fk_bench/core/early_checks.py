@@ -34,7 +34,7 @@ def problem(command: str, words: Sequence[str]) -> str | None:
 
     if "--help" in words:
         return None
-    if command != "doctor":  # which shows it among others
+    if command not in ("doctor", "stubs"):  # which shows it among others; which writes candidates
         try:
             Environment.read()
         except ValueError as error:

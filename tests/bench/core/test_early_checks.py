@@ -92,6 +92,14 @@ def test_invalid_variable_is_refused_before_any_command(tmp_path: Path) -> None:
     assert helped[0] == 0
 
 
+def test_stubs_fill_the_folder_of_candidates(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    line = "stubs --op rms_norm --out mine"
+    ((status, _, err, _),) = run_all([line], tmp_path, FASTKERNELS_CANDIDATES=str(tmp_path / "mine"))
+    assert status == 0, err
+    assert (tmp_path / "mine" / "rms_norm.py").is_file()
+
+
 def test_right_names_pass(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for command, words in (
@@ -164,6 +172,7 @@ def test_json_ends_output_with_the_flag_or_in_a_pipe(
 def test_unusable_numbers_are_refused(words: str, says: str) -> None:
     done = fk_bench_here(*words.split())
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith((f"error: fk-bench {words.split()[0]}: ", "error: --engine-args"))
     assert not last_json(done)["ok"]
 
 
@@ -198,7 +207,12 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_interruption_and_closed_pipe_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_and_lost_output_print_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        program = ["-c", "import sys; from fk_bench import cli; cli.main(sys.argv[1:])", "report"]
+        done = subprocess.run([sys.executable, *program], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1 and done.stderr.endswith(b"error: standard output: No space left on device\n")
+    assert b"Traceback" not in done.stderr
     monkeypatch.setattr(cli, "build", ending_with(KeyboardInterrupt()))
     assert fk_bench_here("report", "run").returncode == 130
     for word in ("--help", "nonsense"):

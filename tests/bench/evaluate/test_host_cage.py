@@ -9,13 +9,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fk_bench.evaluate.run import side
 from fk_bench.evaluate.run.items import traced
 from fk_bench.evaluate.run.side import Launcher, set_files
 from fk_bench.evaluate.suites import load
-from fk_bench.kernels.judge.cage.cage import PRIVATE
+from fk_bench.kernels.judge.cage.cage import PRIVATE, CageOptions
+from fk_bench.kernels.judge.processes.zygote import Zygote, ZygoteError
 
 CHECKS = """import getpass, glob, importlib.util, os, resource, shutil, subprocess, sys, tempfile
 from multiprocessing import shared_memory
@@ -103,3 +105,20 @@ def test_hosts_that_compile_are_checked_for_undeployed_classes() -> None:
     assert not traced(entries["llama-3_1-8b/chat/vllm"], gpu=False)  # eager there
     assert not traced(entries["llama-3_1-8b/chat/sglang"], gpu=True)
     assert traced(entries["vit-b/images/timm"], gpu=True)
+
+
+def test_tuned_tables_are_readable_in_a_cage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[CageOptions] = []
+
+    class Ending:
+        def spawn(self, config: object, cage: CageOptions) -> None:
+            seen.append(cage)
+            raise ZygoteError("the cage is known")
+
+    (tmp_path / "own.json").touch()
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(tmp_path / "own.json"))
+    launcher = Launcher({}, 1 << 30)
+    launcher._zygotes["fastkernels"] = cast(Zygote, Ending())
+    with pytest.raises(side.SideFailed):
+        launcher.spawn("fastkernels", (), 1.0)
+    assert str((tmp_path / "own.json").resolve()) in seen[0].readable

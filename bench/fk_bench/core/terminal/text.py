@@ -19,6 +19,7 @@ _INVISIBLE = re.compile(
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")  # of a set or a submission; files have it, too
+NAME_RULE = "at most 64 letters, digits and ._+-, of which the first is a letter or a digit"
 _READ = 8  # characters that are read for each one that is kept
 ELLIPSIS = "…"
 

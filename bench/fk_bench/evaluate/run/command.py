@@ -19,7 +19,7 @@ from fk_bench.core import machine, rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line, table
-from fk_bench.core.terminal.text import NAME
+from fk_bench.core.terminal.text import NAME, NAME_RULE
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
@@ -172,7 +172,7 @@ def _read_set(text: str) -> CandidateSet:
     if not equals or not name or not folder:
         raise ConfigError(f"--set {text!r}: give NAME=DIR")
     if not NAME.fullmatch(name):
-        raise ConfigError(f"--set {text!r}: {name!r} is no name: at most 64 letters, digits and ._+-")
+        raise ConfigError(f"--set {text!r}: {name!r} is no name: {NAME_RULE}")
     if name == SELFTEST:
         raise ConfigError(f"--set {text!r}: {SELFTEST} is the set of --selftest; choose another name")
     path = Path(folder).expanduser()

@@ -18,6 +18,7 @@ from fk_bench.core import machine
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.kernels.judge.cage.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.forkserver import HEADER, send
+from fk_bench.kernels.judge.processes.sides import tuned_tables
 from fk_bench.kernels.judge.processes.zygote import Zygote, ZygoteError
 
 MOST_BYTES = 256 << 20  # of an answer
@@ -102,8 +103,9 @@ class Launcher:
             )
         off: dict[str, Any] = {} if self.caged and not trusted else dict.fromkeys(STEPS, False)
         compiled = [] if off else newest([f for name in COMPILED for f in requested_folder(name).glob("*.*")])
+        seen = (*map(os.path.realpath, readable), *compiled, *map(str, tuned_tables()))
         cage = CageOptions(
-            **off, readable=(*map(os.path.realpath, readable), *compiled), packages=PACKAGES, memory=self.memory,
+            **off, readable=seen, packages=PACKAGES, memory=self.memory,
             home=own_home() if trusted else None, processes=MOST_PROCESSES, threads=self.threads, shm_bytes=4 << 30,
             tmp_bytes=8 << 30, loopback=True, calls=CALLS,
         )  # fmt: skip

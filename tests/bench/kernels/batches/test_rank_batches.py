@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.batches import rank_batches, rank_gates
+from fk_bench.kernels.judge.batches import lane, rank_batches, rank_gates
 from fk_bench.kernels.judge.batches.rank_batches import SINGLES, RankBatches, TooMany
 from fk_bench.kernels.judge.clock import call_times, roofline
 from fk_bench.kernels.judge.correctness.cases import Trial, maker
@@ -150,7 +150,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(rank_gates, "clock", found)
     monkeypatch.setattr(rank_batches.time, "sleep", lambda s: setattr(found, "now", found.now + s))
-    monkeypatch.setattr(rank_batches, "map_outputs", lambda arena, outputs, *rest: outputs)
+    monkeypatch.setattr(lane, "map_outputs", lambda arena, outputs, *rest, **more: outputs)
     return found
 
 

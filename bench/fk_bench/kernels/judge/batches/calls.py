@@ -143,9 +143,8 @@ class Calls:
         try:
             yield Sent(lane, tickets[1:])
         except BaseException:
-            with contextlib.suppress(
-                RunnerError
-            ):  # the other calls have no inputs: what they raise says nothing
+            # The other calls have no inputs: what they raise says nothing.
+            with contextlib.suppress(RunnerError):
                 leave()
             raise
         leave()

@@ -114,9 +114,8 @@ class RankCalls:
         try:
             yield left
         except BaseException:
-            with contextlib.suppress(
-                RunnerError
-            ):  # the other calls have no inputs: what they raise says nothing
+            # The other calls have no inputs: what they raise says nothing.
+            with contextlib.suppress(RunnerError):
                 leave()
             raise
         leave()

@@ -71,6 +71,12 @@ class Seat:
     user_of: int = 0
 
 
+def tuned_tables() -> list[Path]:
+    """The user's tuned tables, a file or a folder, which ops that call others need in a cage, too."""
+    own = Environment.read().tuned
+    return [path] if own and (path := Path(own).resolve()).exists() else []
+
+
 class Sides:
     """Starts and ends the processes of both sides; each side has memory of its own.
 
@@ -122,11 +128,9 @@ class Sides:
         zygote = self._zygote(who)
         seat = seat or Seat(self.core, self._gates[who], self._files[who])
         if files and self.caged:
-            own = Environment.read().tuned  # ops that call others need the tables in the cage, too
-            tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
             own_sources = [d for f in files if (d := sources_folder(f)).is_dir()]
             cage = CageOptions(
-                readable=tuple(str(f.resolve()) for f in (*files, *own_sources, *tables)),
+                readable=tuple(str(f.resolve()) for f in (*files, *own_sources, *tuned_tables())),
                 packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
                 address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=seat.core,
