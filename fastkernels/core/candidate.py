@@ -117,8 +117,7 @@ def _uncallable(cls: type, ours: Any) -> str | None:
     try:
         wanted = inspect.signature(expected)
         required = [p for p in wanted.parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
-        static = isinstance(inspect.getattr_static(cls, "forward"), staticmethod)
-        inspect.signature(given).bind(*[None] * (len(required) - static))
+        inspect.signature(given).bind(*[None] * (len(required) - (not _takes_self(cls))))
     except TypeError as error:
         return f"cannot be called as forward{wanted}: {error}"
     except ValueError:  # no signature: the first call will show
@@ -127,6 +126,12 @@ def _uncallable(cls: type, ours: Any) -> str | None:
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _takes_self(cls: type) -> bool:
+    """Whether `forward` is a method of the object: not a static one, nor an object that is called."""
+    found = inspect.getattr_static(cls, "forward")
+    return hasattr(found, "__get__") and not isinstance(found, staticmethod | classmethod)
 
 
 def _forward(cls: Any) -> Callable[..., Any] | None:
