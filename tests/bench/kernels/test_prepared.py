@@ -42,7 +42,7 @@ class Reference(RunnerState):
 class Side:
     """A side in this process; `log` has its commands, 'packed' for each weight that is prepared, 'run' for calls."""
 
-    trusted, alive, pid = True, True, 0
+    trusted, alive, pid, pending = True, True, 0, True
 
     def __init__(self, state: RunnerState, log: list[str]):
         self.state, self.log = state, log

@@ -35,6 +35,7 @@ OWN = {
     "norm/rms_norm_cpp.py": {"native-library"},
     "rope/rotary_emb_cpp.py": {"native-library"},
     "collective/measure.py": {"clock", "own-op"},  # no kernel: times ours and the group's, at a model's start
+    "expert_parallel/measure.py": {"own-op"},  # the same
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/kernels/int4_linear_cuda.py": {"native-library"},
     "linear/linear_ternary.py": {"native-library"},

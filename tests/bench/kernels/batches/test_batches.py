@@ -12,7 +12,7 @@ import pytest
 import torch
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches.batches import GRAPH_CALLS, QUEUED, SINGLES, Batches
-from fk_bench.kernels.judge.batches.lane import Lane, Timed
+from fk_bench.kernels.judge.batches.lane import Lane, Timed, mapped
 from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
@@ -95,7 +95,7 @@ def test_calls_of_long_batch_only_are_compared(fd: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         made, "_batch", lambda lane, start, count, *rest: (ran.append((start, count)), ([], []))[1]
     )
-    monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
+    monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[2:]]))
     monkeypatch.setattr(made, "_gated", lambda lane, picked, timed: gated.append(lane) or [])
     made._round(0, Timed(Samples(4), Samples(4), Samples(4)), True)
     assert compared == [[8, 8]] and (0, 8) in ran and gated
@@ -196,9 +196,13 @@ def places(made: Batches, position: int = 0) -> list[list[Place]]:
     return found
 
 
+def mapped_of(made: Batches, lane: Lane, at: list[list[Place]]) -> list[list[torch.Tensor]]:
+    return mapped(lane.arena, at, ipc.Mapping(), lane is made.candidate, lane.side.trusted)
+
+
 def test_outputs_in_written_arguments_are_mapped(fd: int) -> None:
     made = batches(fd, 2, "module")
-    views = made._map(made.candidate, places(made), ipc.Mapping())
+    views = mapped_of(made, made.candidate, places(made))
     for slot, (view,) in enumerate(views):
         assert torch.equal(view, made.candidate.arena.args_of(slot)[0])
 
@@ -206,9 +210,9 @@ def test_outputs_in_written_arguments_are_mapped(fd: int) -> None:
 def test_outputs_in_other_arguments_are_wrong(fd: int) -> None:
     made = batches(fd, 2, "op")
     with pytest.raises(Wrong, match="an argument that the op does not write"):
-        made._map(made.candidate, places(made), ipc.Mapping())
+        mapped_of(made, made.candidate, places(made))
     made.candidate.side.trusted = True  # some kernels of production write their result over an input
-    assert len(made._map(made.candidate, places(made), ipc.Mapping())) == 4
+    assert len(mapped_of(made, made.candidate, places(made))) == 4
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_outputs_in_other_arguments_are_wrong(fd: int) -> None:
 def test_impossible_places_are_wrong(fd: int, change, said: str) -> None:
     made = batches(fd, 2, "module")
     with pytest.raises(Wrong, match=said):
-        made._map(made.candidate, change(places(made)), ipc.Mapping())
+        mapped_of(made, made.candidate, change(places(made)))
 
 
 @pytest.mark.parametrize(("at", "more"), [(1, 0), (0, 1)])
@@ -236,14 +240,14 @@ def test_output_at_odd_address_is_wrong(fd: int, at: int, more: int) -> None:
     (out,), good = made.slots.outs, places(made)  # the output is half as large as the argument
     place = Place(nbytes=out.bytes + more, stride=[out.shape[-1], 1], arena=(good[0][0].arena or 0) + at)
     with pytest.raises(Wrong, match="an address that no"):
-        made._map(made.candidate, [[place], good[1]], ipc.Mapping())
+        mapped_of(made, made.candidate, [[place], good[1]])
 
 
 def test_impossible_place_of_the_baseline_is_its_failure(fd: int) -> None:
     made = batches(fd, 2, "op")
     made.candidate = Lane(made.baseline.side, made.baseline.arena)
     with pytest.raises(RunnerError, match="an argument that the op does not write") as caught:
-        made._map(made.baseline, places(made), ipc.Mapping())
+        mapped_of(made, made.baseline, places(made))
     verdict = decide(Evidence(failure=caught.value))
     assert (verdict.status, verdict.reason[:13]) == (Status.FAILED, "the baseline:")
 
@@ -268,7 +272,7 @@ def test_any_place_is_mapped_inside_its_argument_or_wrong(made: Batches, data: s
     }
     changed = Place.model_validate({k: data.draw(v, label=k) for k, v in changes.items()})
     try:
-        ((view,), _) = made._map(made.candidate, [[changed], good[1]], ipc.Mapping())
+        ((view,), _) = mapped_of(made, made.candidate, [[changed], good[1]])
     except Wrong:
         return
     x = layout.tensors(arena.args_of(0)[0])[0]
