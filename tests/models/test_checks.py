@@ -217,6 +217,12 @@ def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
             ),
             r"architecture\.pairformer\.no_blocks=1000000000 is too large, at most 10000 layers",
         ),
+        (
+            json.dumps(
+                {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10**12}
+            ),
+            r"num_experts=1000000000000 is too large, at most 10000 experts",
+        ),
     ],
 )
 def test_files_that_are_no_configs_are_refused(tmp_path: Path, written: str, message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.models.common.configs.checks import MOST_LAYERS
+from fastkernels.models.common.configs.checks import MOST
 from fastkernels.models.common.descriptions import description as d
 from fastkernels.models.common.descriptions import towers
 from fastkernels.models.common.descriptions.architecture import Architecture
@@ -65,7 +65,7 @@ def _check(name: str, value: Any, field: Any) -> None:
         least = 0 if field.name in MAY_BE_ZERO else 1
         many = isinstance(field.default, tuple)
         sizes = value if many and isinstance(value, (list, tuple)) else [value]
-        most = MOST_LAYERS if field.name == "depth" else 2**31
+        most = MOST if field.name == "depth" else 2**31
         right = many == isinstance(value, (list, tuple)) and bool(sizes)
         right = right and all(type(size) is int and least <= size <= most for size in sizes)
         kind = f"{'lists of ' if many else ''}integers from {least} to {most}"

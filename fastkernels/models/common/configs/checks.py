@@ -21,8 +21,11 @@ from fastkernels.models.common.descriptions.description import (
     check_rope,
 )
 
-MOST_LAYERS = 10_000  # building more would take hours
-LAYER_COUNTS = re.compile(r"(^|[_.])(layers?|blocks|depths?(\.\d+)?)$")
+MOST = 10_000  # building more would take hours
+COUNTS = {
+    "layers": re.compile(r"(^|[_.])(layers?|blocks|depths?(\.\d+)?)$"),
+    "experts": re.compile(r"(^|_)experts$"),
+}
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
@@ -134,10 +137,12 @@ def _check_integers(file: Path, given: Any, name: str = "") -> None:
             _check_integers(file, value, f"{name}.{key}" if name else str(key))
     elif type(given) is int and abs(given) >= 2**63 and given != UNLIMITED:
         raise CheckpointError(f"{file}: {name}={reprlib.repr(given)} is too large, it must fit into 64 bits")
-    elif type(given) is int and given > MOST_LAYERS and LAYER_COUNTS.search(name):
-        raise CheckpointError(
-            f"{file}: {name}={given} is too large, at most {MOST_LAYERS} layers are possible"
-        )
+    elif type(given) is int and given > MOST:
+        for what, names in COUNTS.items():
+            if names.search(name):
+                raise CheckpointError(
+                    f"{file}: {name}={given} is too large, at most {MOST} {what} are possible"
+                )
 
 
 def check(config: Any) -> None:
