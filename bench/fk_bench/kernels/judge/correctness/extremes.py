@@ -54,7 +54,8 @@ def kinds(spec: OpSpec) -> Iterator[Kind]:
         if isinstance(argument, Tensor):
             yield Kind(f"outlier_{argument.name}", _on(i, _outlier), values=True)
     for number in spec.arguments:
-        if isinstance(number, Scalar) and number.expression is None:
+        named = isinstance(number, Scalar) and isinstance(number.default, (str, bool))  # a group, a flag
+        if isinstance(number, Scalar) and number.expression is None and not named:
             yield Kind(f"other_{number.name}", sizes=_other(spec, number))
     if spec.activations and not spec.tie_sensitive:
         first = spec.activations[0] if spec.contained is None else spec.contained
