@@ -532,7 +532,7 @@ JAGGED = {
 }  # inputs of torchrec and torch_geometric, and separate tables
 # more for the layouts, masks and flags of openfold3's modules
 OPENFOLD = {"attention_pair_bias": 137, "conditioned_layer_norm": 80, "outer_product_mean": 100}
-TWO_OPS = {"patch_merger": 55}  # a product with GELU, and GELU behind layers whose own product has to run
+TWO_OPS = {"patch_merger": 60}  # a product with GELU, and GELU behind layers whose own product has to run
 RECURRENT = {"causal_conv1d": 90, "mamba_scan": 95, **dict.fromkeys(_RULES, 200), "kda": 210}
 
 
