@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
+from support.graphs import stand_in
 
 from fastkernels.engine.execution.forward import forward_graphs
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
 
-Function = Callable[..., Any]
-
-
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of inputs that were captured, in order; -1 of those that failed."""
-    sizes: list[int] = []
-
-    def capture(self: ForwardGraphs, function: Function, inputs: Sequence[torch.Tensor]) -> Any:
-        if len(inputs[0]) > 5:
-            sizes.append(-1)
-            raise RuntimeError("not permitted when stream is capturing")
-        sizes.append(len(inputs[0]))
-        static, output = tuple(t.clone() for t in inputs), torch.empty_like(inputs[0])
-        graph = SimpleNamespace(replay=lambda: output.copy_(function(*static)))
-        return forward_graphs._Graph(graph, static, output, function)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(ForwardGraphs, "_capture", capture)
-    return sizes
+    return stand_in(monkeypatch)
 
 
 def run(graphs: ForwardGraphs, *sizes: int) -> None:
