@@ -37,7 +37,9 @@ def joined(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = None
     return made
 
 
-def packed(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any) -> tuple[torch.Tensor, list[slice]]:
+def packed(
+    arrays: Sequence[np.ndarray], device: torch.device, dtype: Any
+) -> tuple[torch.Tensor, list[slice]]:
     """Vectors as one vector on the device, in one copy, and where each is in it.
 
     Each begins at a multiple of PACKED elements: kernels that are compiled for aligned memory take it.

@@ -138,7 +138,9 @@ class Unmask(Runner):
         work = len(step.input_ids) * self.hf_config.hidden_size**2
         graphs = self.graphs if work <= GRAPH_WORK else None
         rows = Rows.of(step) if graphs is None else Rows.of(step).padded()
-        long, places = transfer.packed((rows.ids, rows.positions, rows.slots, rows.keys), self.device, np.int64)
+        long, places = transfer.packed(
+            (rows.ids, rows.positions, rows.slots, rows.keys), self.device, np.int64
+        )
         short, at = transfer.packed((rows.starts, rows.lens, rows.key_starts), self.device, np.int32)
 
         def compute(long: torch.Tensor, short: torch.Tensor) -> torch.Tensor:
