@@ -199,7 +199,7 @@ class UnmaskStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the model and its attention read of a step's sequences; see UnmaskInput.
+    """Inputs of the model and of its attention for the sequences of a step; see UnmaskInput.
 
     slots       [T]; empty where no token goes into the cache
     starts      [B + 1]: where each sequence's tokens begin; lens [B]: its tokens, cached ones included
@@ -234,7 +234,7 @@ class Rows:
 
     @property
     def key(self) -> Hashable:
-        """What a graph depends on, next to the sizes of the vectors."""
+        """Sizes and numbers that a graph is captured for."""
         sizes = len(self.ids), len(self.slots), len(self.keys), len(self.lens), len(self.key_starts)
         return *sizes, self.num_whole, self.num_whole_tokens, self.longest, self.longest_k
 
