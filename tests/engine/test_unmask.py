@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 from fk_bench.info.verified import LOGITS
+from support.graphs import stand_in
 from support.llada import FIELDS, Llada, make_tiny_llada
 
 from fastkernels import LLM, SamplingParams, UnmaskParams
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
+from fastkernels.engine.execution.runners import unmask
 from fastkernels.engine.execution.runners.unmask import Unmask
 from fastkernels.engine.sampling.unmask_params import NOT_HERE, OWN
 from fastkernels.engine.steps.unmask_step import UnmaskInput
@@ -169,6 +172,42 @@ def test_noise_is_of_the_seed_and_not_of_the_batch(llm: LLM) -> None:
     assert len({tuple(tokens) for tokens in (*alone, greedy)}) == 4
     other = answers(llm, [PROMPTS[1]], replace(ways[1], seed=7))[0]
     assert other != alone[1]
+
+
+def test_steps_of_equal_sizes_replay_a_graph(
+    llm: LLM, oracle: Llada, steps: list[UnmaskInput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are those of eager steps: of a request alone, of requests that end in turn, and with cached blocks."""
+    runner, captured = llm.llm_engine.runner, stand_in(monkeypatch, 1000)
+    graphs = ForwardGraphs(runner.device, 8)
+    monkeypatch.setattr(runner, "graphs", graphs)
+    for way in ({"steps": 12}, {"steps": 12, "block_cache": "prefix"}, {"steps": 12, "block_cache": "dual"}):
+        given = {"max_tokens": 24, "block_length": 12, **way}
+        want = [oracle.generate(prompt, **given)[0] for prompt in PROMPTS]
+        for prompt, tokens in zip(PROMPTS, want, strict=True):
+            assert answers(llm, [prompt], params(**given)) == [tokens]
+        mixed = [params(**{**given, "max_tokens": 24 - 12 * (i == 1)}) for i in range(3)]
+        want[1] = oracle.generate(PROMPTS[1], **{**given, "max_tokens": 12})[0]
+        assert answers(llm, PROMPTS, mixed) == want
+    assert -1 not in captured and graphs.replays > len(steps) / 2
+    # Prompts of 33 and 34 tokens: the second replays the first one's graph in all of its steps
+    graphs, whole = ForwardGraphs(runner.device), params(max_tokens=12, block_length=12, steps=6)
+    monkeypatch.setattr(runner, "graphs", graphs)
+    first, second = list(range(100, 133)), list(range(100, 134))
+    want = [oracle.generate(p, max_tokens=12, block_length=12, steps=6)[0] for p in (first, second)]
+    assert answers(llm, [first], whole) == want[:1] and graphs.replays == 5
+    assert answers(llm, [second], whole) == want[1:] and graphs.replays == 5 + 6
+
+
+def test_large_steps_run_kernel_by_kernel(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, captured = llm.llm_engine.runner, stand_in(monkeypatch, 1000)
+    monkeypatch.setattr(runner, "graphs", ForwardGraphs(runner.device))
+    monkeypatch.setattr(unmask, "GRAPH_WORK", 60 * runner.hf_config.hidden_size**2)
+    way = params(max_tokens=12, block_length=12, steps=6)
+    answers(llm, [list(range(100, 149))], way)
+    assert not captured
+    answers(llm, [list(range(100, 148))], way)
+    assert len(captured) == 1
 
 
 def test_end_token_or_stop_string_ends_after_its_block(llm: LLM, steps: list[UnmaskInput]) -> None:

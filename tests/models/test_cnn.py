@@ -198,14 +198,46 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_allclose(sum(output.outputs.probs), 1, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["mobilenetv4_conv_small_035", "tf_efficientnetv2_b0"])
+def test_norms_are_part_of_the_convolutions(name: str, tmp_path: Path) -> None:
+    """The vectors equal timm's (see above) without a norm in any call."""
+    model = made(tmp_path, name)
+    ours = LLM(str(tmp_path), device="cpu").llm_engine.runner.model
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    convs = [module for module in ours.modules() if isinstance(module, cnn.Conv)]
+    assert not any(isinstance(module, cnn.BatchNorm) for module in ours.modules())
+    assert len(norms) > 10 and sum(conv.bias is not None for conv in convs) >= len(norms)
+    assert not any("running_mean" in key for key in ours.state_dict())
+    before = [conv.weight.clone() for conv in convs]
+    for module in ours.modules():
+        if isinstance(module, cnn.Folded):
+            module.merge()  # nothing is left
+    assert all(torch.equal(conv.weight, weight) for conv, weight in zip(convs, before, strict=True))
+
+
+@torch.no_grad()
+def test_bias_and_norm_become_one_bias() -> None:
+    torch.manual_seed(0)
+    conv, norm, style = cnn.Conv(3, 4, 3, bias=True), cnn.BatchNorm(4), cnn.Style("relu", 0.1)
+    for p in (*conv.parameters(), *norm.parameters()):
+        torch.nn.init.uniform_(p, 0.5, 1.5)
+    x = torch.randn(2, 3, 5, 5)
+    want = cnn.convolve(x, conv, norm, style, "relu")
+    pair = cnn.Folded()
+    pair.style, pair.norms, pair.conv, pair.norm = style, (("conv", "norm"),), conv, norm
+    pair.merge()
+    assert pair.norm is None
+    torch.testing.assert_close(cnn.convolve(x, conv, pair.norm, style, "relu"), want)
+
+
 @pytest.mark.parametrize("request_", ["", "conv_norm_act:torch"])
 def test_request_goes_before_the_measured_choice(monkeypatch: pytest.MonkeyPatch, request_: str) -> None:
     """PyTorch's code runs where it was faster, but not in place of a provider or a candidate that the user names."""
     op, taken = cnn.OPS["conv_norm_act"], []
     monkeypatch.setenv("FASTKERNELS_PROVIDER", request_)
     op.forget()
-    monkeypatch.setattr(cnn, "slower", lambda *_: "it was faster")
-    monkeypatch.setattr(cnn, "plain", lambda: lambda *given: taken.append(given))
+    monkeypatch.setattr(cnn, "faster", lambda op, what, x, ours, other: other())
+    monkeypatch.setattr(cnn, "library", lambda: lambda *given: taken.append(given))
     conv = cnn.Conv(3, 8)
     torch.nn.init.zeros_(conv.weight)
     made = cnn.convolve(torch.zeros(1, 3, 8, 8), conv, None, cnn.Style("relu"))
@@ -231,7 +263,7 @@ def test_only_convolutions_with_a_kernel_of_ours_are_measured(
 ) -> None:
     """Of the others, both sides run cuDNN's convolution."""
     asked: list[str] = []
-    monkeypatch.setattr(cnn, "slower", lambda op, *_: asked.append(op))
+    monkeypatch.setattr(cnn, "faster", lambda op, _, x, ours, other: asked.append(op) or ours())
     torch.nn.init.normal_(conv.weight)
     x = torch.randn(2, conv.weight.shape[1] * conv.groups, 9, 9)
     made = cnn.convolve(x, conv, None, cnn.Style("relu"), "relu")

@@ -1,9 +1,10 @@
 """Ours or PyTorch's code for a shape, by measurement: for models of our engine, when a step runs for the first time.
 
 Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
-that are captured later. Nothing is measured elsewhere. Times are kept in FASTKERNELS_CACHE/measured for the chip, the
-versions and our sources (core/kept_files.py): the next process measures none of these shapes, and compiles only what
-it runs.
+that are captured later. Nothing is measured elsewhere, nor for a batch if a near one is clear. Once a step has taken
+BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in FASTKERNELS_CACHE/measured for the chip,
+the versions and our sources (core/kept_files.py): the next process measures none of these shapes, and compiles only
+what it runs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import torch
 import fastkernels
 from fastkernels.core import kept_files
 from fastkernels.core.env import Environment
-from fastkernels.core.runtime.graph_capture import captured
+from fastkernels.core.runtime import ahead
+from fastkernels.core.runtime.graph_capture import captured_on
 
 log = logging.getLogger("fastkernels")
 NAME = "measured"
 CALLS, ROUNDS = 8, 3  # of a graph
 MOST = 1 << 14  # keys that are kept: in a server whose inputs have ever new shapes, ours runs from then on
 MARGIN = 0.97  # of our time, which PyTorch's must not exceed
+BUDGET_S = 10.0  # that a step with new shapes may measure, compilations included
+CLEAR, NEAR = 1.5, 4  # a ratio of times that holds for batches up to NEAR times larger or smaller
 KEEP_S = 5.0  # between writes within a step, so that a process that is killed in a long one keeps its times
 _state = threading.local()
 _slower: dict[Hashable, str | None] = {}  # by op and shape: why ours does not run
@@ -38,13 +42,26 @@ _now = time.monotonic
 def measuring() -> Iterator[None]:
     """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply."""
     before, _state.on = getattr(_state, "on", False), True
+    if not before:
+        _state.begun, _state.pool, _state.left_out = _now(), None, 0
     try:
         yield
     finally:
         _state.on = before
         if not before:
-            for chip in list(_chips.values()):
-                chip.write()
+            _end()
+
+
+def _end() -> None:
+    for chip in list(_chips.values()):
+        chip.write()
+    if _state.pool is not None:  # memory of graphs that were timed
+        torch.cuda.empty_cache()
+    if _state.left_out:
+        log.warning(
+            "%d shapes of a step were not measured within %g s: PyTorch's code runs for them in this process",
+            _state.left_out, BUDGET_S,
+        )  # fmt: skip
 
 
 def slower(
@@ -62,15 +79,26 @@ def slower(
     on = getattr(_state, "on", False)
     if not x.is_cuda or not (on or _slower):
         return None
-    sizes = 1 << max(x.shape[0] - 1, 0).bit_length(), *x.shape[1:]
-    key = op, x.device.index, x.dtype, sizes, tuple(x.stride()), what
+    batch, rest = 1 << max(x.shape[0] - 1, 0).bit_length(), tuple(x.shape[1:])
+    key = op, x.device.index, x.dtype, (batch, *rest), tuple(x.stride()), what
     if key in _slower or not on or len(_slower) >= MOST or torch.cuda.is_current_stream_capturing():
         return _slower.get(key)
-    chip, name = _chip(x.device.index), repr((op, str(x.dtype), sizes, tuple(x.stride()), what))
+    chip = _chip(x.device.index)
+
+    def name(count: int) -> str:
+        return repr((op, str(x.dtype), (count, *rest), tuple(x.stride()), what))
+
+    times = chip.times.get(name(batch)) or _of_near_batch(chip, name, batch)
+    if times is None and ahead.active():
+        return None  # measured in the step itself, which needs ours for it
+    if times is None and chip.measures and _now() - _state.begun > BUDGET_S:
+        _state.left_out += 1
+        _slower[key] = f"not measured within {BUDGET_S:g} s of the first step with this shape"
+        return _slower[key]
     _state.on = False  # the calls that are timed decide nothing
     try:
-        if (times := chip.times.get(name)) is None and chip.measures:
-            times = chip.times[name] = chip.new[name] = [_time(ours), _time(other)]
+        if times is None and chip.measures:
+            times = chip.times[name(batch)] = chip.new[name(batch)] = [_time(ours), _time(other)]
             chip.write(KEEP_S)
     except Exception as error:  # what cannot be captured, or has no memory
         log.debug("%s: nothing measured for %s: %s", op, tuple(x.shape), error)
@@ -83,6 +111,29 @@ def slower(
             f"PyTorch's code takes {1e3 * times[1]:.1f} us for this shape, ours {1e3 * times[0]:.1f}"
         )
     return _slower[key]
+
+
+def _of_near_batch(chip: _Chip, name: Callable[[int], str], batch: int) -> list[float] | None:
+    """Times of a batch that is not far, if one of the two was clearly faster there."""
+    factor = 2
+    while factor <= NEAR:
+        for near in (batch // factor, batch * factor):
+            times = chip.times.get(name(near)) if near else None
+            if times is not None and not 1 / CLEAR < times[0] / times[1] < CLEAR:
+                return times
+        factor *= 2
+    return None
+
+
+def faster(
+    op: str,
+    what: Hashable,
+    x: torch.Tensor,
+    ours: Callable[[], torch.Tensor],
+    other: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """The result of the faster one; see `slower`."""
+    return ahead.run(ours if slower(op, what, x, ours, other) is None else other)
 
 
 def forget() -> None:
@@ -146,6 +197,8 @@ def _is_times(given: Any) -> bool:
 
 def _time(call: Callable[[], object]) -> float:
     """Milliseconds of a call in a CUDA graph."""
+    if _state.pool is None:
+        _state.pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -153,7 +206,7 @@ def _time(call: Callable[[], object]) -> float:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with captured(graph, stream=stream):
+    with captured_on(stream, graph, pool=_state.pool):  # which does not empty the allocator's cache each time
         for _ in range(CALLS):
             call()
     found = []

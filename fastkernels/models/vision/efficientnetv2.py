@@ -85,13 +85,14 @@ def _block(style: cnn.Style, stage: Stage, channels: int, out: int, stride: int)
     return cnn.InvertedResidual(style, channels, out, 3, stride, stage.expansion, RATIO)
 
 
-class EfficientNetV2(nn.Module):
+class EfficientNetV2(cnn.Folded):
     """config: of timm, see models/common/configs/timm_config.py. An image's vector is the mean of its hidden states.
 
     Raises Unsupported.
     """
 
     prefix_tokens = 0
+    norms = (("conv_stem", "bn1"), ("conv_head", "bn2"))
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -53,13 +53,14 @@ VARIANTS = {  # (sizes, factor of channels)
 }
 
 
-class MobileNetV4(nn.Module):
+class MobileNetV4(cnn.Folded):
     """config: of timm, see models/common/configs/timm_config.py. An image's vector is that before the classifier.
 
     Raises Unsupported, also for the hybrid models, which have attention.
     """
 
     prefix_tokens = 0
+    norms = (("conv_stem", "bn1"), ("conv_head", "norm_head"))
     style = cnn.Style("relu")
 
     def __init__(self, config: Any) -> None:

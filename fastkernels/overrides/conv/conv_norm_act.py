@@ -18,6 +18,7 @@ from fastkernels.core.assemble import filled, load, make, refuse, takes
 from fastkernels.core.case import Tolerance
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
+from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.conv.convolution import output_shape
 from fastkernels.overrides.conv.epilogue import (
     CODES,
@@ -39,6 +40,7 @@ from fastkernels.overrides.kit.rows import unsupported_vector
 
 Ints = Sequence[int]
 T = torch.Tensor
+HALVES = (torch.float16, torch.bfloat16)
 LARGEST = 1 << 31  # numbers of x: rows are counted with 32 bits
 
 
@@ -97,14 +99,17 @@ def _check(
     return shape
 
 
+def _format(x: T, weight: T) -> torch.memory_format:
+    """Of the result: channels last if x or the weight has them last, as in PyTorch's convolutions."""
+    return torch.channels_last if channels_last(x) or channels_last(weight) else torch.contiguous_format
+
+
 def _empty(x: T, weight: T, shape: Sequence[int]) -> T:
-    """Memory for the result, with channels last if x or the weight has them last, as in PyTorch's convolutions."""
-    last = channels_last(x) or channels_last(weight)
-    form = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=form)
+    """Memory for the result."""
+    return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=_format(x, weight))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "H", "W", "OH", "OW"])
 def _depthwise_kernel(
     x_ptr, k_ptr, bias_ptr, mean_ptr, var_ptr, w_ptr, b_ptr, residual_ptr, out_ptr, pixels, C, H, W, OH, OW,
     x_stride_b, x_stride_c, x_stride_h, x_stride_w, k_stride_c, k_stride_h, k_stride_w, out_stride_b, out_stride_c,
@@ -153,7 +158,7 @@ def _depthwise_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "H", "W", "OH", "OW"])
 def _dense_kernel(
     x_ptr, k_ptr, bias_ptr, mean_ptr, var_ptr, w_ptr, b_ptr, residual_ptr, out_ptr, pixels, C, N, H, W, OH, OW,
     x_stride_b, x_stride_c, x_stride_h, x_stride_w, k_stride_n, k_stride_c, k_stride_h, k_stride_w, out_stride_b,
@@ -242,15 +247,14 @@ def _triton(
     """One kernel of depthwise and pointwise convolutions; others are PyTorch's (cuDNN's), with a second kernel."""
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
     shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
-    out = _empty(x, weight, shape)
-    if out.numel() == 0:
-        return out
     (batch, channels, h, w), (_, made, rows, columns) = x.shape, shape
     pixels, depthwise = batch * rows * columns, groups == channels == made and channels > 1
     if not depthwise and not _is_pointwise(weight, padding, groups):
-        form = torch.channels_last if channels_last(out) else torch.contiguous_format
-        y = torch.conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups)
-        return apply_epilogue(y.contiguous(memory_format=form), norm, activation, residual, out, add_first)
+        moves = list(stride), list(padding), list(dilation), groups
+        return _by_library(x, weight, bias, norm, residual, moves, activation, add_first)
+    out = _empty(x, weight, shape)
+    if out.numel() == 0:
+        return out
     strides = (*out.stride(), *(out if residual is None else residual).stride(), eps)
     steps, edges, spread = (each("conv_norm_act", "", values, 2) for values in (stride, padding, dilation))
     constants = {
@@ -267,7 +271,7 @@ def _triton(
         launch_kernel(
             _depthwise_kernel, (cdiv(pixels, block_p), cdiv(channels, block_c)),
             *tensors, channels, h, w, rows, columns, *x.stride(), weight.stride(0), *weight.stride()[2:], *strides,
-            **constants, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
+            **constants, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, any_grid=False,
         )  # fmt: skip
         return out
     block_m, block_n, block_k, warps = _tile(pixels, made, channels, x)
@@ -276,9 +280,84 @@ def _triton(
         _dense_kernel, (cdiv(pixels, block_m), cdiv(made, block_n)),
         *tensors, channels, made, h, w, rows, columns, *x.stride(), *weight.stride(), *strides,
         **constants, PRECISION="ieee" if exact else "tf32", BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=3, any_grid=False,
     )  # fmt: skip
     return out
+
+
+def _by_library(
+    x: T, weight: T, bias: T | None, norm: Norm, residual: T | None,
+    moves: tuple[list[int], list[int], list[int], int], activation: str, add_first: bool,
+) -> T:  # fmt: skip
+    """PyTorch's (cuDNN's) convolution, and one kernel for all that follows, in the convolution's own memory."""
+    y = torch.conv2d(x, weight, None, *moves)
+    y = y.contiguous(memory_format=_format(x, weight))
+    if bias is None and norm.mean is None and residual is None and activation == "none":
+        return y
+    return apply_epilogue(y, norm, activation, residual, y, add_first, bias)
+
+
+def _library(
+    x: T, weight: T, bias: T | None = None, mean: T | None = None, var: T | None = None,
+    norm_weight: T | None = None, norm_bias: T | None = None, residual: T | None = None, stride: Ints = (1,),
+    padding: Ints = (0,), dilation: Ints = (1,), groups: int = 1, activation: str = "none", eps: float = 1e-5,
+    add_first: bool = False,
+) -> T:  # fmt: skip
+    """The product of cuBLAS or the convolution of cuDNN, with what it can add itself; then at most one kernel."""
+    norm = Norm(mean, var, norm_weight, norm_bias, eps)
+    shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
+    moves = list(stride), list(padding), list(dilation), groups
+    by_pixel = channels_last(x) or x.shape[2:] == (1, 1)
+    if by_pixel and _is_pointwise(weight, padding, groups) and set(stride) == {1} and 0 not in shape:
+        return _product(x, weight, bias, norm, residual, activation, add_first, shape)
+    if fuses_relu(x, weight, bias, mean, residual, activation, add_first):
+        steps, edges, spread = (
+            each("conv_norm_act", "", values, 2) for values in (stride, padding, dilation)
+        )
+        if residual is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, steps, edges, spread, groups)
+        added = residual.contiguous(memory_format=torch.channels_last)
+        return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, steps, edges, spread, groups)
+    return _by_library(x, weight, bias, norm, residual, moves, activation, add_first)
+
+
+def fuses_relu(
+    x: T, weight: T, bias: T | None, mean: T | None, residual: T | None, activation: str, add_first: bool
+) -> bool:
+    """Whether cuDNN computes convolution, bias, residual and ReLU in one kernel."""
+    fits = activation == "relu" and mean is None and bias is not None and (residual is None or add_first)
+    return fits and x.is_cuda and x.dtype in HALVES and channels_last(x) and channels_last(weight)
+
+
+def _product(
+    x: T,
+    weight: T,
+    bias: T | None,
+    norm: Norm,
+    residual: T | None,
+    activation: str,
+    add_first: bool,
+    shape: list[int],
+) -> T:
+    """A convolution of single pixels as a product of cuBLAS, which adds bias, residual or ReLU where it can."""
+    (batch, made, rows, columns), w = shape, weight.flatten(1)
+
+    def flat(t: T) -> T:
+        return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
+
+    def image(t: T) -> T:
+        return t.view(batch, rows, columns, made).permute(0, 3, 1, 2)
+
+    given, plain = flat(x), norm.mean is None
+    if plain and activation == "none" and residual is not None:
+        return image(linear_residual(flat(residual), given, w, bias))
+    if plain and activation == "relu" and bias is not None and residual is None and x.dtype in HALVES:
+        return image(torch._addmm_activation(bias, given, w.t()))
+    left = activation != "none" or not plain or residual is not None
+    y = image(torch.nn.functional.linear(given, w, None if left else bias))
+    if not left:
+        return y
+    return apply_epilogue(y, norm, activation, residual, y, add_first, bias)
 
 
 def _torch(
@@ -315,6 +394,7 @@ conv_norm_act = define(
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("torch", _torch, devices=("cuda", "cpu")),
+        Provider("library", _library),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )

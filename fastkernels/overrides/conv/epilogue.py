@@ -115,15 +115,17 @@ def normalize(y, at, known, mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W: tl.cons
 
 @triton.jit
 def _epilogue_kernel(
-    x_ptr, mean_ptr, var_ptr, w_ptr, b_ptr, residual_ptr, out_ptr, n, C, inner, eps, HAS_NORM: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_FIRST: tl.constexpr,
-    CODE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, bias_ptr, mean_ptr, var_ptr, w_ptr, b_ptr, residual_ptr, out_ptr, n, C, inner, eps,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ADD_FIRST: tl.constexpr, CODE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A channel's neighbors in memory are `inner` elements away: a plane's size, or 1 with channels last.
     follow(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     known = at < n
     y = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + (at // inner) % C, mask=known, other=0.0).to(tl.float32)
     if HAS_NORM:
         y = normalize(y, (at // inner) % C, known, mean_ptr, var_ptr, w_ptr, b_ptr, eps, HAS_W, HAS_B)
     if not ADD_FIRST:
@@ -173,11 +175,11 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 def apply_epilogue(
     x: torch.Tensor, norm: Norm, activation: str, residual: torch.Tensor | None, out: torch.Tensor,
-    add_first: bool = False,
+    add_first: bool = False, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write activation(norm(x)) + residual to out, which may be x. Both have the format that `dense` gives x.
+    """Write activation(norm(x + bias)) + residual to out, which may be x. Both have the format that `dense` gives x.
 
-    add_first: activation(norm(x) + residual)
+    add_first: activation(norm(x + bias) + residual)
     """
     last = channels_last(x)
     if residual is not None:
@@ -185,8 +187,8 @@ def apply_epilogue(
     if out.numel():
         launch_kernel(
             _epilogue_kernel, (cdiv(x.numel(), TILE),),
-            x, *norm.vectors, residual, out, x.numel(), x.shape[1],
-            1 if last else x.numel() // (x.shape[0] * x.shape[1]), norm.eps,
+            x, bias, *norm.vectors, residual, out, x.numel(), x.shape[1],
+            1 if last else x.numel() // (x.shape[0] * x.shape[1]), norm.eps, HAS_BIAS=bias is not None,
             HAS_NORM=norm.mean is not None, **norm.constants(), HAS_RESIDUAL=residual is not None,
             ADD_FIRST=add_first, CODE=CODES[activation], TILE=TILE, num_warps=4,
         )  # fmt: skip

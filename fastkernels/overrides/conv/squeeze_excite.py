@@ -148,14 +148,14 @@ def _triton(
         _squeeze_kernel, (batch, cdiv(narrow, 8)),
         sums, reduce_weight, reduce_bias, hidden, sums.shape[1], channels, narrow, places,
         HAS_B=reduce_bias is not None, CODE=CODES[activation], BLOCK_R=8, BLOCK_C=min(256, next_power_of_2(channels)),
-        num_warps=4,
+        num_warps=4, any_grid=False,
     )  # fmt: skip
     tiles, block = cdiv(places, BLOCK_T), block_of(channels)
     launch_kernel(
         _excite_kernel, (batch * tiles, cdiv(channels, block)),
         given, hidden, expand_weight, expand_bias, out, channels, narrow, places, tiles, *tokens.stride(),
         HAS_B=expand_bias is not None, CODE=CODES[gate], BLOCK_R=min(32, next_power_of_2(narrow)), BLOCK_T=BLOCK_T,
-        BLOCK_C=block, num_warps=4,
+        BLOCK_C=block, num_warps=4, any_grid=False,
     )  # fmt: skip
     return out
 

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fastkernels.core.env import Environment
+from fastkernels.core.runtime import ahead
 
 # Largest number of programs in an early launch. A longer kernel gains little, and every program pays for the wait:
 # GELU with 51,200 programs took 25% longer than without overlap.
@@ -58,12 +59,16 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: bool = True, **constants: Any
+) -> None:
     """Run kernel[grid](*args, **constants) with overlap where that pays, and with less CPU time than Triton's launch.
 
     kernel     begins with follow(OVERLAP)
     args       its non-constant parameters, in order; the first is a tensor
     constants  its constexpr parameters, and options such as num_warps
+    any_grid   whether the same compiled kernel may come with other numbers of programs. Then the first launch compiles
+               it with overlap and without; not for kernels whose blocks follow from the shape
 
     A prefill is hundreds of launches from Python, and the GPU may wait for them. Triton spends most of a launch on
     finding the compiled kernel, which depends on the key here: types, integers equal to 1 or divisible by 16, and
@@ -74,6 +79,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     """
     early = math.prod(grid) <= MOST and overlaps(args[0].device)
     options = {**constants, "OVERLAP": True, "launch_pdl": True} if early else {**constants, "OVERLAP": False}
+    if ahead.only() and type(kernel) is JITFunction:
+        kernel.warmup(*args, grid=grid, **options)
+        return
     key = _key(kernel, args, options) if _quick and type(kernel) is JITFunction else None
     if key is None:
         kernel[grid](*args, **options)
@@ -81,9 +89,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **options)
-        if (
-            early
-        ):  # larger grids run without overlap: compile that kernel now, not while the first long prompt waits
+        if early and any_grid:
+            # Larger grids run without overlap: compile that kernel now, not while the first long prompt waits
             kernel.warmup(*args, grid=grid, **constants, OVERLAP=False)
         last = tuple(options[name] for name in kernel.arg_names[len(args) :])
         # Keep the kernel alive, so that its id is not reused.

@@ -40,6 +40,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str,
 
     measured.forget()
     monkeypatch.setattr(measured, "_time", timed)
+    monkeypatch.setattr(measured, "NEAR", 1)
     monkeypatch.setattr(measured, "_name", lambda index: "Imaginary X1")
     monkeypatch.setattr(kept_files, "source_digest", lambda root: "sources")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -61,6 +62,47 @@ def test_the_faster_one_runs_from_then_on(times: dict[str, float]) -> None:
         assert ask(4) == ask(3) and ask(16) is None, "batches up to the next power of two are one"
     assert ask(3) is not None and ask(9) is None and ask(5) is None
     assert times["ours calls"] == times["other calls"] == 3
+
+
+def test_clear_choice_holds_for_near_batches(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "NEAR", 4)
+    with measured.measuring():
+        assert ask(8) is not None and ask(2) == ask(32) == ask(8) and times["ours calls"] == 1
+        times["other"] = 1.9
+        assert ask(64) is not None, "8 times as many are measured"
+        assert ask(128) is not None and times["ours calls"] == 3, "64 was not clear"
+        times["other"] = 2.0
+        assert ask(1) is None and ask(8, key="stride 2") is None and times["ours calls"] == 5
+
+
+def test_slow_measurements_end_with_pytorchs_code(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measured, "_now", lambda: clock[0])
+    times["other"] = 3.0
+    with measured.measuring():
+        assert ask(1) is None
+        clock[0] += measured.BUDGET_S + 1
+        assert (
+            ask(2) == ask(3, key="stride 2") == "not measured within 10 s of the first step with this shape"
+        )
+        assert ask(1) is None, "what is known stays"
+    assert times["ours calls"] == 1 and ask(2) is not None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 shapes of a step were not measured within 10 s: PyTorch's code")
+    with measured.measuring():
+        assert ask(8, key="stride 2") is None, "the next step has its own time"
+
+
+def test_faster_one_of_two_calls_runs(times: dict[str, float]) -> None:
+    x = torch.ones(2)
+    calls = ("op", "", given(2), lambda: x, lambda: 2 * x)
+    assert torch.equal(measured.faster(*calls), x)
+    measured._slower[("op", 0, torch.float16, (2,), (1,), "")] = "PyTorch's code is faster"
+    assert torch.equal(measured.faster(*calls), 2 * x)
 
 
 def test_what_cannot_be_measured_stays_ours(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:

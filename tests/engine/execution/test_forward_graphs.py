@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
+from support.graphs import stand_in
 
+from fastkernels.core.runtime import ahead
 from fastkernels.engine.execution.forward import forward_graphs
 from fastkernels.engine.execution.forward.forward_graphs import ForwardGraphs
-
-Function = Callable[..., Any]
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of inputs that were captured, in order; -1 of those that failed."""
-    sizes: list[int] = []
-
-    def capture(self: ForwardGraphs, function: Function, inputs: Sequence[torch.Tensor]) -> Any:
-        if len(inputs[0]) > 5:
-            sizes.append(-1)
-            raise RuntimeError("not permitted when stream is capturing")
-        sizes.append(len(inputs[0]))
-        static, output = tuple(t.clone() for t in inputs), torch.empty_like(inputs[0])
-        graph = SimpleNamespace(replay=lambda: output.copy_(function(*static)))
-        return forward_graphs._Graph(graph, static, output, function)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(ForwardGraphs, "_capture", capture)
-    return sizes
+    return stand_in(monkeypatch)
 
 
 def run(graphs: ForwardGraphs, *sizes: int) -> None:
@@ -71,3 +54,33 @@ def test_forgotten_shapes_leave_nothing(captured: list[int], monkeypatch: pytest
     assert captured == [-1], "a shape that cannot be captured is tried once"
     run(graphs, 1, 2, 3, 4)
     assert len(graphs._shapes) == 2 and len(graphs) == 0
+
+
+def test_convolutions_are_compiled_and_chosen_in_a_first_run(captured: list[int]) -> None:
+    """Each new shape runs twice: to compile its kernels, and eagerly. cuDNN times its algorithms in these runs only."""
+    seen: list[tuple[bool, bool]] = []
+
+    def run_once(x: torch.Tensor) -> torch.Tensor:
+        seen.append((ahead.active(), torch.backends.cudnn.benchmark))
+        return x
+
+    for convolves in (True, False):
+        graphs = ForwardGraphs(torch.device("cpu"), convolves=convolves)
+        assert not torch.backends.cudnn.benchmark
+        for size in (2, 3, 2):
+            graphs("", run_once, [torch.ones(size)])
+        assert not torch.backends.cudnn.benchmark and not ahead.active()
+        first = [(True, True), (False, True)] * 2 if convolves else [(False, False)] * 2
+        assert seen[: len(first)] == first and set(seen[len(first) :]) == {(False, False)}
+        seen.clear()
+
+
+def test_benchmark_mode_of_the_process_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    graphs = ForwardGraphs(torch.device("cpu"), convolves=True)
+    with pytest.raises(ZeroDivisionError):
+        graphs("", lambda x: 1 // 0, [torch.ones(1)])
+    assert not torch.backends.cudnn.benchmark
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    graphs("", lambda x: x, [torch.ones(2)])
+    assert torch.backends.cudnn.benchmark

@@ -39,6 +39,20 @@ for kernel, groups in ((3, 5), (1, 1), (3, 1)):
         torch.testing.assert_close(got, reference(x, weight, None, *norm, *rest), rtol=1e-4, atol=1e-4)
         last = x_format is torch.channels_last or (w_format is torch.channels_last and kernel > groups)
         assert got.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+# The product of cuBLAS or the convolution of cuDNN, and a kernel for what is left
+library = next(p.fn for p in conv_norm_act.providers if p.name == "library")
+for (kernel, groups), x_format in itertools.product(((3, 5), (1, 1), (3, 1)), forms):
+    x = torch.randn(2, 5, 3, 4).to(memory_format=x_format)
+    weight = torch.randn(5, 5 // groups, kernel, kernel).to(memory_format=x_format)
+    image = torch.randn(2, 5, 3, 4).to(memory_format=x_format)
+    for bias, norm, residual, activation, add_first in itertools.product(
+        (None, torch.randn(5)), (False, True), (None, image), ("none", "relu", "silu"), (False, True)
+    ):
+        vectors = (torch.randn(5), torch.rand(5) + 0.5, torch.randn(5), None) if norm else (None,) * 4
+        given = x, weight, bias, *vectors, residual, (1,), (kernel // 2,), (1,), groups, activation, 1e-5, add_first
+        got, kept = library(*given), image.clone()
+        torch.testing.assert_close(got, reference(*given), rtol=1e-4, atol=1e-4)
+        assert got.stride() == x.stride() and torch.equal(image, kept)
 for form in forms:
     x = torch.randn(1, 5, 3, 4).to(memory_format=form)
     norm = torch.randn(5), torch.rand(5) + 0.5

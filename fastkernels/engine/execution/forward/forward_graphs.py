@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fastkernels.core.runtime import ahead
 from fastkernels.core.runtime.graph_capture import captured
 from fastkernels.core.runtime.measured import measuring
 
@@ -45,10 +47,13 @@ class ForwardGraphs:
 
     All graphs share one memory pool, so an output is valid until the next call. most: graphs that are kept. More shapes
     than that in turn keep those that have graphs, and the others run eagerly.
+
+    convolves  the functions have convolutions: before the first run with a shape, their kernels are compiled in
+               parallel. In it cuDNN times its algorithms (`torch.backends.cudnn.benchmark`, which is restored)
     """
 
-    def __init__(self, device: torch.device, most: int = MOST):
-        self._device, self._most = device, most
+    def __init__(self, device: torch.device, most: int = MOST, convolves: bool = False):
+        self._device, self._most, self._convolves = device, most, convolves
         self._pool = torch.cuda.graph_pool_handle()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()  # the least recently used one first
         self._runs = 0
@@ -69,7 +74,10 @@ class ForwardGraphs:
             if len(self._shapes) >= SEEN:
                 self._shapes.popitem(last=False)
             self._shapes[key] = _Shape()
-            with measuring():
+            with measuring(), self._choosing():
+                if self._convolves:
+                    with ahead.compiling():
+                        function(*inputs)
                 return function(*inputs)
         self._shapes.move_to_end(key)
         shape.uses = min(shape.uses + 1, MOST_USES)
@@ -87,6 +95,16 @@ class ForwardGraphs:
         found.graph.replay()
         self.replays += 1
         return found.output
+
+    @contextmanager
+    def _choosing(self) -> Iterator[None]:
+        """Let cuDNN time the algorithms of new convolutions; PyTorch keeps its choices for this thread."""
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = before or self._convolves
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
     def _count(self) -> None:
         self._runs += 1

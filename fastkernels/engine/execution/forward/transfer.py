@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 LARGE = 1 << 18  # bytes
+PACKED = 16
 
 
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device, dtype: Any = None) -> torch.Tensor:
@@ -34,6 +35,23 @@ def joined(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = None
     for part, into in zip(parts, made.split([len(p) for p in parts]), strict=True):
         into.copy_(part, non_blocking=True)
     return made
+
+
+def packed(
+    arrays: Sequence[np.ndarray], device: torch.device, dtype: Any
+) -> tuple[torch.Tensor, list[slice]]:
+    """Vectors as one vector on the device, in one copy, and where each is in it.
+
+    Each begins at a multiple of PACKED elements: kernels that are compiled for aligned memory take it.
+    """
+    places, at = list[slice](), 0
+    for array in arrays:
+        places.append(slice(at, at + len(array)))
+        at += -(-len(array) // PACKED) * PACKED
+    joint = np.zeros(at, dtype)
+    for array, place in zip(arrays, places, strict=True):
+        joint[place] = array
+    return to_device(joint, device), places
 
 
 def to_host(tensor: torch.Tensor) -> np.ndarray:

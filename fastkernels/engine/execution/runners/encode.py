@@ -30,6 +30,7 @@ from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.interfaces.detector import Detector
 from fastkernels.models.common.interfaces.segmenter import ImageSegmenter
+from fastkernels.models.common.layers.cnn import Conv
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recsys.maxsim import maxsim
 
@@ -127,7 +128,8 @@ class Encode(Runner):
         finds = isinstance(self.model, (Detector, ImageSegmenter))
         captures = finds or self.config.tensor_parallel_size == 1
         if captures and self.device.type == "cuda" and not self.config.enforce_eager:
-            self.graphs = ForwardGraphs(self.device, MOST if self._reads else TEXT_GRAPHS)
+            convolves = any(isinstance(module, Conv) for module in self.model.modules())
+            self.graphs = ForwardGraphs(self.device, MOST if self._reads else TEXT_GRAPHS, convolves)
         if isinstance(self.model, ImageSegmenter):
             self.segmenting = Segmenting(self.model, self.device, self.graphs)
 

@@ -1,9 +1,8 @@
 """Parts that CNNs share, under timm's parameter names. Images are [B, C, H, W] with their channels last in memory.
 
 A model's interface is that of models/vision/dinov3.py, with patches of `PATCH` pixels: of each, the model returns one
-hidden state. Batch norms run inside the op of the convolution before them, on the checkpoint's own statistics, so
-nothing has to be folded after the weights change, but for convolutions that are added (`AddedConvs`). Under tensor
-parallelism every rank computes the whole model.
+hidden state. After loading, batch norms are part of the convolutions before them (`Folded`): cuDNN and cuBLAS add a
+bias, but know no norm. Under tensor parallelism every rank computes the whole model.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.dispatch import OPS
-from fastkernels.core.runtime.measured import slower
+from fastkernels.core.runtime import ahead
+from fastkernels.core.runtime.measured import faster
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.layers.encoder import size_of
-from fastkernels.overrides.conv.conv_norm_act import conv_norm_act
+from fastkernels.overrides.conv.conv_norm_act import conv_norm_act, fuses_relu
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
 from fastkernels.overrides.linear.linear import linear
 
@@ -152,32 +152,63 @@ def convolve(
         style.eps, add_first,
     )  # fmt: skip
     # A requested candidate, provider or recording always runs, whatever is faster
-    if OPS["conv_norm_act"].requested or _is_dense(conv, padding):
+    if OPS["conv_norm_act"].requested:
         return conv_norm_act(*given)
+    fused = fuses_relu(x, conv.weight, conv.bias, found[0], residual, activation, add_first)
     sizes = tuple(conv.weight.shape), conv.stride, padding
-    what = *sizes, norm is None, residual is None, activation, add_first
-    why = slower("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: plain()(*given))
-    return conv_norm_act(*given) if why is None else plain()(*given)
+    what = *sizes, conv.bias is None, norm is None, residual is None, activation, add_first
+    if not fused and _is_dense(conv, padding):
+        return ahead.run(lambda: conv_norm_act(*given))
+    return faster("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: library()(*given))
 
 
 def _is_dense(conv: Conv, padding: int) -> bool:
-    """Whether ours is cuDNN's convolution with one kernel behind it, and PyTorch's the same one with several.
-
-    Nothing is measured then.
-    """
+    """Whether ours is cuDNN's convolution with one kernel behind it, as the library's. Nothing is measured then."""
     channels, made = conv.weight.shape[1] * conv.groups, len(conv.weight)
     depthwise = conv.groups == channels == made and channels > 1
     return not depthwise and (conv.groups > 1 or conv.kernel > 1 or padding > 0)
 
 
 @cache
-def plain() -> Callable[..., torch.Tensor]:
-    """PyTorch's code (cuDNN's) of the op `conv_norm_act`."""
-    return next(p.fn for p in OPS["conv_norm_act"].providers if p.name == "torch")
+def library() -> Callable[..., torch.Tensor]:
+    """The op `conv_norm_act` by cuDNN and cuBLAS."""
+    return next(p.fn for p in OPS["conv_norm_act"].providers if p.name == "library")
 
 
-class ConvBnAct(nn.Module):
+class Folded(nn.Module):
+    """Base of modules whose parameters `merge` replaces by fewer ones, after the weights are loaded.
+
+    norms  names of pairs of a convolution and the batch norm behind it; `style` has the norms' epsilon
+    """
+
+    norms: Sequence[tuple[str, str]] = ()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Multiply the weights by the norms' factors, in float32, and round them once. The norms become None."""
+        for name, norm_name in self.norms:
+            conv, norm = getattr(self, name), getattr(self, norm_name)
+            if norm is None:
+                continue
+            weight, bias = folded(conv, norm, self.style.eps)  # type: ignore[arg-type, union-attr]
+            conv.weight.copy_(weight)
+            conv.bias = nn.Parameter(bias.to(conv.weight.dtype), conv.weight.requires_grad)
+            setattr(self, norm_name, None)
+
+
+def folded(conv: Conv, norm: BatchNorm, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias, in float32, of the convolution that is the norm of this one."""
+    scale = norm.weight.float() * torch.rsqrt(norm.running_var + eps)
+    bias = norm.bias.float() - norm.running_mean * scale
+    if conv.bias is not None:
+        bias += conv.bias.float() * scale
+    return conv.weight.float() * scale[:, None, None, None], bias
+
+
+class ConvBnAct(Folded):
     """A convolution with norm and activation; skip: the input is added."""
+
+    norms = (("conv", "bn1"),)
 
     def __init__(
         self, style: Style, channels: int, out: int, kernel: int, stride: int, skip: bool = False
@@ -190,8 +221,10 @@ class ConvBnAct(nn.Module):
         return convolve(x, self.conv, self.bn1, self.style, self.style.activation, x if self.skip else None)
 
 
-class EdgeResidual(nn.Module):
+class EdgeResidual(Folded):
     """A convolution to more channels and a product to fewer: FusedMBConv."""
+
+    norms = (("conv_exp", "bn1"), ("conv_pwl", "bn2"))
 
     def __init__(
         self, style: Style, channels: int, out: int, kernel: int, stride: int, expansion: float
@@ -222,17 +255,17 @@ class SqueezeExcite(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.conv_reduce, self.conv_expand
-        return squeeze_excite(
-            x, first.weight.flatten(1), second.weight.flatten(1), first.bias, second.bias, self.style.activation,
-            "sigmoid",
-        )  # fmt: skip
+        weights = first.weight.flatten(1), second.weight.flatten(1), first.bias, second.bias
+        return ahead.run(lambda: squeeze_excite(x, *weights, self.style.activation, "sigmoid"))
 
 
-class InvertedResidual(nn.Module):
+class InvertedResidual(Folded):
     """A product to more channels, a depthwise convolution, gates, and a product to fewer channels: MBConv.
 
     ratio  channels of the gates' MLP for each channel of the input
     """
+
+    norms = (("conv_pw", "bn1"), ("conv_dw", "bn2"), ("conv_pwl", "bn3"))
 
     def __init__(self, style: Style, channels: int, out: int, kernel: int, stride: int, expansion: float,
                  ratio: float) -> None:  # fmt: skip
@@ -251,7 +284,7 @@ class InvertedResidual(nn.Module):
         return convolve(wide, self.conv_pwl, self.bn3, self.style, residual=x if self.skip else None)
 
 
-class ConvNormAct(nn.Module):
+class ConvNormAct(Folded):
     """A convolution with norm and, if act, activation.
 
     names  of the two modules in the checkpoint
@@ -262,6 +295,7 @@ class ConvNormAct(nn.Module):
                  act: bool = True, names: tuple[str, str] = ("conv", "bn"), fused: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.style, self.activation, self.names = style, style.activation if act else "none", names
+        self.norms = (names,)
         self.add_module(names[0], Conv(channels, out, kernel, stride, groups, bias=fused))
         self.add_module(names[1], None if fused else BatchNorm(out))
 
@@ -274,13 +308,6 @@ class ConvNormAct(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None, add_first: bool = False
     ) -> torch.Tensor:
         return convolve(x, *self.parts, self.style, self.activation, residual, add_first)
-
-
-class Folded(nn.Module):
-    """Base of modules whose parameters `merge` replaces by fewer ones, after the weights are loaded."""
-
-    def merge(self) -> None:
-        raise NotImplementedError
 
 
 class AddedConvs(Folded):
@@ -310,10 +337,10 @@ class AddedConvs(Folded):
         for branch in self.branches:
             conv, norm = branch.parts
             assert norm is not None
-            scale = norm.weight.float() * torch.rsqrt(norm.running_var + self.style.eps)
+            more, shift = folded(conv, norm, self.style.eps)
             edge = first.padding - conv.padding
-            weight += F.pad(conv.weight.float() * scale[:, None, None, None], (edge,) * 4)
-            bias += norm.bias.float() - norm.running_mean * scale
+            weight += F.pad(more, (edge,) * 4)
+            bias += shift
         self.merged = Conv(
             first.weight.shape[1] * first.groups, len(weight), first.kernel, first.stride, first.groups, bias=True
         ).to(weight.device, first.weight.dtype)  # fmt: skip
