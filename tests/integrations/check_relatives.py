@@ -1,8 +1,10 @@
 """Every layer class of a host that looks like one of ours has a row. No engine runs."""
 
 import importlib
+import inspect
 import os
 import pkgutil
+import re
 
 import pytest
 from fk_integrations.core.adapter import class_path
@@ -116,3 +118,13 @@ def test_a_forced_backend_leaves_leaves_to_sglang(monkeypatch):
     monkeypatch.setenv("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
     assert adapter().fused(norm, "rms_norm", norm).kind is Kind.LEFT_TO_HOST
     assert adapter().fused(norm, "linear", nn.Linear(2, 2)) is None
+
+
+@pytest.mark.skipif(HOST != "vllm", reason="vLLM lists its variables")
+def test_variables_that_a_benchmark_sets_exist():
+    """vLLM ignores an unknown variable: a misspelled start method forked a process that had used CUDA."""
+    from fk_bench.offline import vllm_process
+    from vllm import envs
+
+    ours = set(re.findall(r"\bVLLM_[A-Z0-9_]+", inspect.getsource(vllm_process)))
+    assert len(ours) > 3 and ours <= {*envs.environment_variables}
