@@ -6,11 +6,11 @@ adds to zero, the states at their beginnings, and the outputs.
 Heads that share queries and keys share the products of both, too: the first launch computes them once for a group.
 Counted for Mamba-2 2.7B in bfloat16 (80 heads of one group), with reads and writes of the L2 cache:
 
-    prompts                          products by head      products by group
-    8,192 tokens, in segments        48.3 GFLOP, 0.77 GB   37.7 GFLOP, 0.85 GB
-    32 packed of 100 to 4,000        289 GFLOP, 3.93 GB    208 GFLOP, 4.62 GB
+    prompts                          products by head              products by group
+    8,192 tokens, in segments        48.3 GFLOP, 0.77 GB, 289 us   37.7 GFLOP, 0.85 GB, 266 us
+    32 packed of 100 to 4,000        289 GFLOP, 3.93 GB, 1,276 us  208 GFLOP, 4.62 GB, 1,239 us
 
-No GPU has timed the second kind.
+The times are those of an H200 (docs/reports/2026-11-30-h200-convolutions.md).
 """
 
 from __future__ import annotations
