@@ -20,11 +20,11 @@ from fastkernels.core import registry
 from fastkernels.core.candidate import is_block
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
+from fastkernels.core.runtime.cancellation import or_undone
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.measure import Live
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.expert_layers import live_calls, shape_of
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import BATCHES, HostOp

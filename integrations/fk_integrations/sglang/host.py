@@ -22,10 +22,10 @@ from weakref import WeakSet
 
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
+from fastkernels.core.runtime.cancellation import or_undone
 from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
-from fk_integrations.core.cancellation import or_undone
 from fk_integrations.patching.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"

@@ -23,6 +23,7 @@ from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.runtime.cancellation import or_undone, to_the_end
 from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
@@ -30,7 +31,6 @@ from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import HostOp
