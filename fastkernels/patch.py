@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from fastkernels.core.cancellation import to_the_end
 from fastkernels.core.candidate import named_in, resolve
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.registry import UnknownName, check_names
-from fastkernels.core.runtime.cancellation import to_the_end
 from fastkernels.verify import phases
 
 log = logging.getLogger("fastkernels")

@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch._dynamo.comptime import comptime
 
+from fastkernels.core import registry
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.asleep import TALLY as ATTRIBUTE
@@ -43,10 +45,11 @@ class Tally:
     direct     {op: runs} inside these modules, and not inside a module of another row
     fallbacks  {reason: calls} of `proving`, and `left` likewise; see Op
     compiled   ids of the modules that torch.compile has traced
+    scope      of the patch: its candidates run in these modules
     """
 
-    def __init__(self, op: str):
-        self.op = op
+    def __init__(self, op: str, scope: Scope):
+        self.op, self.scope = op, scope
         self.ops: list[Op] = []
         self.proving: set[str] = set()
         self.modules: list[Any] = []
@@ -122,7 +125,8 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         before = tally.begin()
         try:
-            return method(self, *args, **kwargs)
+            with tally.scope:
+                return method(self, *args, **kwargs)
         finally:
             tally.end(before)
 
@@ -168,7 +172,8 @@ def counted_function(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         before = tally.begin()
         try:
-            return function(*args, **kwargs)
+            with tally.scope:
+                return function(*args, **kwargs)
         finally:
             tally.end(before)
 
@@ -220,6 +225,11 @@ class Counts:
             for other in self.of.values():
                 if tally.has(other):
                     tally.ops += [op for op in own[id(other)] if op not in tally.ops]
+
+    def compiled(self, op: str) -> bool:
+        """Whether code that torch.compile has made of the patch's modules may call the op."""
+        traced = [tally for tally in self.of.values() if tally.compiled]
+        return any(op in (*(o.name for o in t.ops), *registry.reached(t.op)) for t in traced)
 
     def clear(self) -> None:
         self.before = {name: op.unowned for name, op in OPS.items()}

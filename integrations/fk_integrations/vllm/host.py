@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastkernels.core.cancellation import or_undone, to_the_end
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.core.runtime.cancellation import or_undone, to_the_end
 from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request

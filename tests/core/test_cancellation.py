@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fastkernels.core.runtime.cancellation import or_undone, to_the_end
+from fastkernels.core.cancellation import or_undone, to_the_end
 
 
 async def cancelled(step, undo=None, times: int = 1) -> None:
