@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ def installed(module: str) -> bool:
     return True
 
 
+_changes = RLock()  # of candidates: models are patched in several threads, and may be collected meanwhile
 _Place = str | tuple[str, Installed]  # a device type, with the candidate of the calls if they have one
 
 
@@ -163,13 +164,16 @@ class Choice(Counters):
 
     def install(self, found: Installed) -> None:
         """Run a candidate before our providers, in the calls of its scope that it supports."""
-        self.installed = [*self.installed, found]
-        self.forget()
+        with _changes:
+            self.installed = [*self.installed, found]
+            self.forget()
 
     def remove(self, found: Installed) -> None:
         """Undo `install`, before or after others of this op. Safe to repeat."""
-        self.installed = [one for one in self.installed if one is not found]
-        self.forget()
+        with _changes:
+            if found in self.installed:
+                self.installed = [one for one in self.installed if one is not found]
+                self.forget()
 
     def set_candidate(
         self,

@@ -40,6 +40,7 @@ class Tally:
 
     proving    the ops of which a call proves the row
     ops        these, fusions that run in their place, and those of rows inside
+    called     names of these, and of the ops that they call
     modules    the row's modules
     calls      runs of the bodies of `proving` inside these modules; `plain`: of these, in plain PyTorch as a fallback
     direct     {op: runs} inside these modules, and not inside a module of another row
@@ -51,6 +52,7 @@ class Tally:
     def __init__(self, op: str, scope: Scope):
         self.op, self.scope = op, scope
         self.ops: list[Op] = []
+        self.called: set[str] = set()
         self.proving: set[str] = set()
         self.modules: list[Any] = []
         self.compiled: set[int] = set()
@@ -225,11 +227,11 @@ class Counts:
             for other in self.of.values():
                 if tally.has(other):
                     tally.ops += [op for op in own[id(other)] if op not in tally.ops]
+            tally.called = {op.name for op in tally.ops} | registry.reached(tally.op)
 
     def compiled(self, op: str) -> bool:
         """Whether code that torch.compile has made of the patch's modules may call the op."""
-        traced = [tally for tally in self.of.values() if tally.compiled]
-        return any(op in (*(o.name for o in t.ops), *registry.reached(t.op)) for t in traced)
+        return any(tally.compiled and op in tally.called for tally in self.of.values())
 
     def clear(self) -> None:
         self.before = {name: op.unowned for name, op in OPS.items()}
