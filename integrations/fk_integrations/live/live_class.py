@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fastkernels.core import candidate
 from fastkernels.core.dispatch import proving
@@ -259,14 +260,15 @@ def inference_only(
 def exporting() -> bool:
     """Whether an exporter records the call.
 
-    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true.
+    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true. A tracer of torch.fx
+    calls modules with proxies, which have no values to choose by.
     """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch.jit.is_tracing() or is_fx_symbolic_tracing()
 
 
 @torch._dynamo.assume_constant_result
 def _leave_to_exporter(op: str) -> None:
-    """Count a place that torch.export, torch.jit.trace or an ONNX exporter records."""
+    """Count a place that torch.export, torch.jit.trace, torch.fx or an ONNX exporter records."""
     for found in proving(op)[:1]:
         found.leave("an exporter records the host's code")
 
