@@ -69,9 +69,11 @@ def of_call(op: str, installed: Sequence[Installed]) -> Installed | None:
         wanted = scopes[-1]
         return next((one for one in reversed(installed) if one.scope is wanted or one.scope is None), None)
     found = [one for one in installed if one.scope is None or one.scope.outside(op)]
-    if not found or found[-1].scope is None:
-        return found[-1] if found else None
+    if not found:
+        return None
     last = found[-1]
+    if last.scope is None:
+        return last
     same = {one.scope for one in found if one.file == last.file}
     others = [scope for scope in list(_alive) if scope not in same and scope.outside(op)]
     if others:
