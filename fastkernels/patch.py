@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from fastkernels.core.cancellation import to_the_end
 from fastkernels.core.candidate import named_in, resolve
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Phrase, Reason
@@ -517,15 +518,9 @@ def patch(
     with _alone(host, target):
         try:
             replies = host.call(target, request)
-            failed = [r for r in replies if r.get("error")]
-            if failed and len(failed) < len(replies):
+            if _undo_needed(replies, request):
                 host.call(target, undo)
-            _checked(host, replies)
-            differs = disagreement(replies, request)
-            if differs:
-                host.call(target, undo)
-                raise PatchError(f"{host.name}: {differs}; undone")
-            return Report(host, target, replies, request.patch)
+            return _report(host, target, replies, request)
         except PatchError:
             raise
         except BaseException as error:
@@ -533,10 +528,26 @@ def patch(
             try:
                 _checked(host, host.call(target, undo))
             except PatchError as failure:
-                log.warning(
-                    "the interrupted patch was not undone: %s", failure
-                )  # and `error`, the cause, is raised
+                log.warning(_NOT_UNDONE, failure)  # and `error`, the cause, is raised
             raise
+
+
+_NOT_UNDONE = "the interrupted patch was not undone: %s"
+
+
+def _undo_needed(replies: list[dict[str, Any]], request: Request) -> bool:
+    """Whether a patch that some process has made has to go: another one failed, or they differ."""
+    failed = [r for r in replies if r.get("error")]
+    if failed:
+        return len(failed) < len(replies)
+    return bool(replies) and disagreement(replies, request) is not None
+
+
+def _report(host: Host, target: Any, replies: list[dict[str, Any]], request: Request) -> Report:
+    """The report of a patch. Raises PatchError for an error of a process, and for what `disagreement` finds."""
+    if differs := disagreement(_checked(host, replies), request):
+        raise PatchError(f"{host.name}: {differs}; undone")
+    return Report(host, target, replies, request.patch)
 
 
 def unpatch(target: Any) -> None:
@@ -570,17 +581,29 @@ async def patch_async(
     candidates: Candidates | None = None,
     strict: bool | None = None,
 ) -> Report:
-    """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
+    """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle.
+
+    Raises what `patch` does; nothing has changed then, in no rank. The same holds for a cancellation.
+    """
     host = find_host(target)
     _name_blocks(host, target, candidates)
     request = _request(ops, candidates, strict)
+    undo = Request("undo", patch=request.patch)
     async with _alone_async(target):
-        replies = _checked(host, await host.call_async(target, request))
-        differs = disagreement(replies, request)
-        if differs:
-            await host.call_async(target, Request("undo", patch=request.patch))
-            raise PatchError(f"{host.name}: {differs}; undone")
-        return Report(host, target, replies, request.patch)
+        try:
+            replies = await host.call_async(target, request)
+            if _undo_needed(replies, request):
+                await to_the_end(host.call_async(target, undo))
+            return _report(host, target, replies, request)
+        except PatchError:
+            raise
+        except BaseException as error:
+            log.warning("%s interrupted the patch: everything is put back", type(error).__name__)
+            try:
+                _checked(host, await to_the_end(host.call_async(target, undo)))
+            except PatchError as failure:
+                log.warning(_NOT_UNDONE, failure)  # and `error`, the cause, is raised
+            raise
 
 
 class _CallableModule(ModuleType):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastkernels.core import registry
 
 if TYPE_CHECKING:
+    from fastkernels.core.candidate_scopes import Installed, Scope
     from fastkernels.core.dispatch import Op
 
 
@@ -270,14 +271,15 @@ def _outputs(found: Any) -> str:
 
 
 _functions: dict[str, Any] = {}  # of the modules loaded, as they were: `install` puts another in their place
+_users: dict[str, set[Installed]] = {}  # {module of a file: its installations}
 
 
-def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> bool:
-    """Run the candidate's function wherever the op is called, its own file's classes included.
+def install(found: Candidate, note: Callable[[Callable[[], None]], None], scope: Scope | None = None) -> bool:
+    """Run the candidate's function in the op's calls of a scope, its own file's classes included; None: in all calls.
 
     The classes' calls go through the op, too: there they are counted, and compilers see one operator. `note` gets the
-    undo before anything changes. False, and nothing is changed, for a candidate or an op without function. Raises
-    CandidateError; see `fit`.
+    undo before anything changes; undos may run in any order. False, and nothing is changed, for a candidate or an op
+    without function. Raises CandidateError; see `fit`.
     """
     op, function = registry.get(found.op).op, found.function
     if op is None or function is None:
@@ -286,16 +288,19 @@ def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> boo
         fitted, supports = fit(function, op)
     except CandidateError as error:
         raise CandidateError(f"candidate {found.path}: {error}") from None
-    previous = op.candidate
-    names = vars(found.module)
-    before = names[found.op]
+    file, names = found.module.__name__, vars(found.module)
+    made = op.installation(checked(fitted, op, found.path), f"candidate {found.path}", supports, scope, file)
+    users = _users.setdefault(file, set())
 
     def undo() -> None:
-        names[found.op] = before
-        op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name, previous.supports)))
+        op.remove(made)
+        users.discard(made)
+        if not users:
+            names[found.op] = function
 
     note(undo)
-    op.set_candidate(checked(fitted, op, found.path), f"candidate {found.path}", supports)
+    users.add(made)
+    op.install(made)
     names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
     return True
 

@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
 
-from fastkernels.core import inductor_repair, registry
+from fastkernels.core import candidate_scopes, inductor_repair, registry
 from fastkernels.core import tuning as tuned
+from fastkernels.core.candidate_scopes import Installed, Scope
 from fastkernels.core.counters import Counters, UnsupportedCase
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Key
@@ -107,34 +108,72 @@ def installed(module: str) -> bool:
     return True
 
 
+_changes = RLock()  # of candidates: models are patched in several threads, and may be collected meanwhile
+_Place = str | tuple[str, Installed]  # a device type, with the candidate of the calls if they have one
+
+
 @dataclass
 class Choice(Counters):
     """Which provider of an op runs a call: the order of providers, the chip's table, and the user's requests.
 
-    key  how to look a call up in a tuned table; None for an op without a table
+    key        how to look a call up in a tuned table; None for an op without a table
+    installed  the candidates of all models of the process; see candidate_scopes
     """
 
     providers: tuple[Provider, ...]
     key: Key | None = None
-    candidate: Provider | None = field(default=None, kw_only=True)
-    _order: dict[str, list[Provider]] = field(default_factory=dict, kw_only=True)
-    _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict, kw_only=True)
+    installed: list[Installed] = field(default_factory=list, kw_only=True)
+    _order: dict[_Place, list[Provider]] = field(default_factory=dict, kw_only=True)
+    _tuned: dict[_Place, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict, kw_only=True)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict, kw_only=True)
     _wanted: str | None = field(default=None, kw_only=True)
     _requested: str | None = field(default=None, kw_only=True)
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
         """All providers in order of preference, each with the reason why it is unavailable, or None."""
+        return self._ordered(device, self.candidate)
+
+    def _ordered(self, device: str, candidate: Provider | None) -> list[tuple[Provider, str | None]]:
         wanted = Environment.read().provider.get(self.name)
         names = [p.name for p in self.providers]
         if wanted is not None and wanted not in names:
             raise ValueError(
                 f"FASTKERNELS_PROVIDER: {self.name} has no provider {wanted!r}, it has {', '.join(names)}"
             )
-        first = [p for p in (self.candidate,) if p is not None]
+        first = [] if candidate is None else [candidate]
         chosen = [p for p in self.providers if p.name == wanted]
         rest = [p for p in self.providers if p.name != wanted]
         return [(p, p.unavailable(device)) for p in (*first, *chosen, *rest)]
+
+    @property
+    def candidate(self) -> Provider | None:
+        """The candidate that a call in this thread would run now."""
+        found = candidate_scopes.of_call(self.name, self.installed) if self.installed else None
+        return None if found is None else found.provider
+
+    def installation(
+        self,
+        fn: Callable[..., Any],
+        label: str,
+        supports: Callable[..., str | None] | None = None,
+        scope: Scope | None = None,
+        file: str = "",
+    ) -> Installed:
+        """A candidate for `install`, made before it, so that its undo can be noted first; see Installed."""
+        return Installed(Provider(label, fn, ("cuda", "cpu"), supports=supports), file or label, scope)
+
+    def install(self, found: Installed) -> None:
+        """Run a candidate before our providers, in the calls of its scope that it supports."""
+        with _changes:
+            self.installed = [*self.installed, found]
+            self.forget()
+
+    def remove(self, found: Installed) -> None:
+        """Undo `install`, before or after others of this op. Safe to repeat."""
+        with _changes:
+            if found in self.installed:
+                self.installed = [one for one in self.installed if one is not found]
+                self.forget()
 
     def set_candidate(
         self,
@@ -142,17 +181,21 @@ class Choice(Counters):
         label: str = "candidate",
         supports: Callable[..., str | None] | None = None,
     ) -> None:
-        """Run `fn` before our providers, for the calls that `supports` accepts; None removes the candidate."""
-        devices = ("cuda", "cpu")
-        self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
+        """Run `fn` before our providers in all calls that `supports` accepts; None removes all candidates."""
+        self.installed = [] if fn is None else [self.installation(fn, label, supports)]
         self.forget()
+
+    def _place(self, device: str) -> _Place:
+        found = candidate_scopes.of_call(self.name, self.installed) if self.installed else None
+        return device if found is None else (device, found)
 
     def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
         """Count the call and return its provider. Raises UnsupportedCase."""
         self.calls += 1
-        order = self._order.get(device) or self._resolve(device)
-        if device in self._tuned:
-            order = self._chosen(device, args, kwargs) or order
+        place = self._place(device)
+        order = self._order.get(place) or self._resolve(place)
+        if place in self._tuned:
+            order = self._chosen(place, args, kwargs) or order
         fell_back = False
         for provider in order:
             supports = provider.supports
@@ -166,9 +209,10 @@ class Choice(Counters):
                 fell_back = True
         raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
-    def _resolve(self, device: str) -> list[Provider]:
+    def _resolve(self, place: _Place) -> list[Provider]:
+        device, candidate = (place, None) if isinstance(place, str) else (place[0], place[1].provider)
         self._strict = Environment.read().strict
-        order = self.order(device)
+        order = self._ordered(device, candidate)
         wanted = self._wanted = Environment.read().provider.get(self.name)
         for provider, reason in order:
             if provider.name == wanted and reason is not None:
@@ -180,13 +224,15 @@ class Choice(Counters):
             )
         around = _around
         run = found if around is None else [around(self, provider) for provider in found]
-        first_count = sum(p is self.candidate or p.name == wanted for p in found)  # before any table
+        first_count = sum(p is candidate or p.name == wanted for p in found)  # before any table
         if self.key is not None and not (first_count and found[0].supports is None):
-            self._read_tuned(device, found, run, first_count)
-        self._order[device] = run
+            self._read_tuned(place, device, found, run, first_count)
+        self._order[place] = run
         return run
 
-    def _read_tuned(self, device: str, found: list[Provider], run: list[Provider], first_count: int) -> None:
+    def _read_tuned(
+        self, place: _Place, device: str, found: list[Provider], run: list[Provider], first_count: int
+    ) -> None:
         """Make the order of providers for each entry of the chip's table. Raises TableError."""
         assert self.key is not None
         table = tuned.entries(self.name, tuned.chip_of(device))
@@ -208,7 +254,7 @@ class Choice(Counters):
             rest = [r for p, r in zip(found[first_count:], run[first_count:], strict=True) if p is not chosen]
             return [*run[:first_count], first, *rest]
 
-        self._tuned[device] = tuned.lookup(self.key, table).map(order)
+        self._tuned[place] = tuned.lookup(self.key, table).map(order)
         for reason in absent:
             log.warning("%s: a tuned table names an unavailable provider: %s", self.name, reason)
 
@@ -229,10 +275,10 @@ class Choice(Counters):
             )
         return provider
 
-    def _chosen(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Provider] | None:
+    def _chosen(self, place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Provider] | None:
         """The order of providers for this call by the table; None if it has no entry."""
         assert self.key is not None
-        return self._tuned[device].find(*self.key.of(*args, **kwargs))
+        return self._tuned[place].find(*self.key.of(*args, **kwargs))
 
     def faster(self, *args: Any) -> bool:
         """Whether the chip's table names an available provider that supports this call and beats production.
@@ -268,8 +314,10 @@ class Choice(Counters):
         """
         if self._requested is None:
             env = Environment.read()
-            named = self.candidate is not None or self.name in env.provider or _around is not None
+            named = self.name in env.provider or _around is not None
             self._requested = "off" if self.name in env.disable else "named" if named else ""
+        if self.installed and not self._requested:  # of any model, where code is compiled
+            return "named" if torch.compiler.is_dynamo_compiling() or self.candidate is not None else ""
         return self._requested
 
     def reset(self) -> None:
@@ -318,8 +366,9 @@ class Op(Choice):
         pick = self._pick  # looked up once: this code runs on every call
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            order = self._order.get(device)
-            if order is not None and device not in self._tuned:  # what `pick` returns in most calls
+            place = self._place(device) if self.installed else device
+            order = self._order.get(place)
+            if order is not None and place not in self._tuned:  # what `pick` returns in most calls
                 first = order[0]
                 if first.supports is None or first.supports(*args, **kwargs) is None:
                     self.calls += 1
@@ -457,15 +506,15 @@ def end_direct_calls() -> None:
 @contextmanager
 def only(provider: str) -> Iterator[None]:
     """Run this provider of every op that has one of that name, whatever is tuned or requested: for oracles."""
-    kept = [(op, op._order, op._tuned) for op in OPS.values()]
-    for op, _, _ in kept:
+    kept = [(op, op._order, op._tuned, op.installed) for op in OPS.values()]
+    for op, *_ in kept:
         if found := [p for p in op.providers if p.name == provider]:
-            op._order, op._tuned = dict.fromkeys(("cpu", "cuda"), found), {}
+            op._order, op._tuned, op.installed = dict.fromkeys(("cpu", "cuda"), found), {}, []
     try:
         yield
     finally:
-        for op, order, table in kept:
-            op._order, op._tuned = order, table
+        for op, order, table, installed in kept:
+            op._order, op._tuned, op.installed = order, table, installed
 
 
 def observe(around: Callable[[Any, Provider], Provider] | None) -> None:

@@ -155,12 +155,14 @@ class Outcome:
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
     stopped  why points were left out; None if all were measured
     seconds  of each phase
+    bytes    the most device memory that PyTorch took for it, all of which is freed
     """
 
     entries: list[Entry] = field(default_factory=list)
     said: dict[str, dict[str, str]] = field(default_factory=dict)
     stopped: str | None = None
     seconds: Seconds = field(default_factory=dict)
+    bytes: int = 0
 
 
 def production(op: str, device: str) -> Provider | None:
@@ -221,6 +223,7 @@ def measure(
     rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
     subjects = {point: proposals(point, device.type, chip) for point in points}
     generator = torch.Generator(device).manual_seed(0)
+    before = reserved(device)
     with torch.inference_mode():
         try:
             with timed(outcome.seconds, "compile kernels"):
@@ -241,6 +244,8 @@ def measure(
                         text = f"{type(error).__name__}: {error}".splitlines()[0]
                         outcome.said[str(point)] = {"not measured": text}
                         log.warning("%s is not measured and stays with the host: %s", point, text)
+                    finally:
+                        outcome.bytes = max(outcome.bytes, reserved(device) - before)
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -249,6 +254,11 @@ def measure(
             else:
                 trim_heap()
     return outcome
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes of device memory that PyTorch holds; 0 on a CPU, where it holds none for later."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def trim_heap() -> None:

@@ -83,11 +83,8 @@ def test_unusable_file_error_gives_the_cause(write: Callable[[str], str]) -> Non
     [
         ("pass", r"has no method forward\(self, x"),
         ("forward = 3", r"has no method forward\(self, x"),
-        (
-            "def forward(self): return 1",
-            r"cannot be called as forward\(self, x.*: too many positional arguments",
-        ),
-        ("def forward(self, x, y): return x", r"cannot be called as .*: missing a required argument: 'y'"),
+        ("def forward(self): return 1", r"cannot be called as forward\(self, x"),
+        ("def forward(self, x, y): return x", r"cannot be called as forward\(self, x.*: .*y"),
     ],
 )
 def test_class_without_a_usable_forward_is_refused(write: Callable[[str], str], body: str, says: str) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from fk_integrations.live.engine_counts import EngineCounts
 
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.dispatch import Op
 
 
 @pytest.fixture
 def counts() -> Any:
-    found: Any = EngineCounts()
+    found: Any = EngineCounts(Scope("an engine"))
     found._ops = [Op("first", ()), Op("second", ())]
     found.only_steps()
     return found

@@ -251,6 +251,20 @@ def test_too_little_memory_leaves_all_to_the_host(
     assert sum(text in r.getMessage() for r in caplog.records) == 1
 
 
+def test_report_says_how_much_memory_the_measurement_took(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = iter([5 << 20, 8 << 20, 12 << 20, *[6 << 20] * 9])
+    monkeypatch.setattr(measure, "reserved", lambda device: next(held))
+    text = "the measurement took 7 MiB of device memory, freed since, and "
+    found = patched(model)
+    assert found.rows[0].measured[0].startswith(text)
+    found.undo()
+    found = patched(model)  # reads the choices
+    assert not any(line.startswith(text) for line in found.rows[0].measured)
+    found.undo()
+
+
 def test_choices_are_part_of_the_compile_key(model: Any) -> None:
     before = compiled.swapped("key", model)
     entry = tuning.Entry("linear", {"N": 8, "K": 16, "dtype": "float32"}, {"M": 1}, "usual", "usual", "r1")

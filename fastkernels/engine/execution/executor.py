@@ -34,6 +34,7 @@ from fastkernels.engine.execution.worker import (
     build_runner,
     invoke,
     join,
+    launch,
     pack,
 )
 from fastkernels.engine.options.config import EngineConfig
@@ -93,7 +94,7 @@ class Executor:
 
     def launch(self, step: Any) -> Any:
         """Start a step on all ranks; see Runner.launch."""
-        return self.runner.launch(step)
+        return launch(self.runner, step)
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Run the runner's method `what`, or a module-level function what(runner, *args), on all ranks.
@@ -189,7 +190,7 @@ class TensorParallelExecutor(Executor):
     def launch(self, step: Any) -> Any:
         with self._together():
             self._send(pack(step))
-            return _Checked(self, self.runner.launch(step))
+            return _Checked(self, launch(self.runner, step))
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
         with self._together():
@@ -261,7 +262,7 @@ class DataParallelExecutor(TensorParallelExecutor):
             for rank, step in enumerate(made):
                 if step is not None:
                     self._send_to(rank, pack(step))
-            own = None if made[0] is None else self.runner.launch(made[0])
+            own = None if made[0] is None else launch(self.runner, made[0])
         there = {rank: step.masked for rank, step in enumerate(made) if step is not None}
         return Round(self, own, there)
 

@@ -162,7 +162,14 @@ def unpack(data: tuple[Any, ...]) -> Any:
 
 def invoke(runner: Any, what: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call the runner's method of that name, or a function with the runner as first argument."""
-    return getattr(runner, what)(*args) if isinstance(what, str) else what(runner, *args)
+    with runner.scope:
+        return getattr(runner, what)(*args) if isinstance(what, str) else what(runner, *args)
+
+
+def launch(runner: Any, step: Any) -> Any:
+    """Start a step; see Runner.launch."""
+    with runner.scope:
+        return runner.launch(step)
 
 
 @contextmanager
@@ -206,7 +213,7 @@ def _serve(commands: Connection, *folders: str) -> None:
         elif received == FORGET:
             pending.clear()
         else:
-            pending.append(runner.launch(received))
+            pending.append(launch(runner, received))
 
 
 def _whole(output: StepOutput) -> StepOutput:

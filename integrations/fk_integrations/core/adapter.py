@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fk_integrations.core import gated_products, versions
@@ -103,6 +104,10 @@ class Adapter:
     def providers(self) -> Mapping[str, Provider]:
         """{op: a provider that runs the host's own kernel}, for FASTKERNELS_PROVIDER=op:HOST."""
         return {}
+
+    def scope(self) -> Scope | None:
+        """The calls in which candidates of a patch run, where the host itself knows them; None: those of the patch."""
+        return None
 
     def ranks(self) -> Any:
         """The process group, for tensors on the CPU, of the ranks that must run the same kernels; None: one process."""

@@ -17,14 +17,15 @@ from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
 from fastkernels.core import registry
+from fastkernels.core.cancellation import or_undone
 from fastkernels.core.candidate import is_block
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.measure import Live
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.expert_layers import live_calls, shape_of
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import BATCHES, HostOp
@@ -44,6 +45,9 @@ class FastKernelsAdapter(Adapter):
 
     def __init__(self, runner: Any):
         self.runner, self.measured = runner, _measured.get(runner, {})
+
+    def scope(self) -> Scope | None:
+        return getattr(self.runner, "scope", None)
 
     def ranks(self) -> Any:
         import torch.distributed

@@ -14,6 +14,7 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.counters import Counters
 from fastkernels.core.dispatch import Op, begin_direct_calls, end_direct_calls, fusions_of, proving
 from fk_integrations.core.adapter import Adapter
@@ -29,10 +30,12 @@ class EngineCounts(Counts):
 
     steps  {op: what it counted in `running`}; None: all calls of the process are this engine's
     alone  ids of the tallies of rows whose calls are counted module by module
+    scope  of the patch: its candidates run in the engine's steps
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scope: Scope) -> None:
         super().__init__()
+        self.scope = scope
         self.steps: dict[str, Counters] | None = None
         self.alone: set[int] = set()
         self._ops: list[Op] = []
@@ -73,7 +76,8 @@ class EngineCounts(Counts):
         before = [*map(_counts, ops)]
         self._running = True
         try:
-            yield
+            with self.scope:
+                yield
         finally:
             self._end(ops, before)
 
@@ -92,7 +96,8 @@ class EngineCounts(Counts):
             self._running = True
             direct = eager and begin_direct_calls()
             try:
-                return method(*args, **kwargs)
+                with self.scope:
+                    return method(*args, **kwargs)
             finally:
                 if direct:
                     end_direct_calls()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fastkernels.core import candidate
 from fastkernels.core.dispatch import proving
@@ -28,7 +29,7 @@ from fk_integrations.live.eager_steps import PINNED, THEIRS, captured_only
 from fk_integrations.live.tally import Tally, calling, counted
 from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of
 
-_LIVE: dict[tuple[type, type, bool, str, bool, Callable[[], bool] | None], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool, Callable[[], bool] | None, str], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
 _PLAIN = "fastkernels_plain"  # of these classes: their methods without what counts them
@@ -39,7 +40,7 @@ _SHORT = 256  # names of a function that an instruction of two bytes can read
 
 def live_class(
     host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None, differentiable: str = "",
-    captures: Callable[[], bool] | None = None,
+    captures: Callable[[], bool] | None = None, candidates: str = "",
 ) -> type:  # fmt: skip
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
@@ -51,9 +52,10 @@ def live_class(
     differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
     calls. A trial implies it.
     captures: whether the host captures a graph now; `captured_only` wraps each method.
+    candidates: the functions of a patch; torch.compile shares code among modules of one class.
     """
     op = trial.op if trial is not None else differentiable
-    key = (host_class, ours, by_table, op, trial is not None, captures)
+    key = (host_class, ours, by_table, op, trial is not None, captures, candidates)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
@@ -193,7 +195,10 @@ def replace_attribute(
     old = getattr(holder, name)
     if patched := [m for m in methods if m in vars(old)]:
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
-    new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable, captures))
+    functions = "" if tally is None else tally.scope.candidates
+    new: Any = object.__new__(
+        live_class(type(old), ours, by_table, trial, differentiable, captures, functions)
+    )
     vars(new).update(vars(old))
     live = type(new)
 
@@ -255,14 +260,15 @@ def inference_only(
 def exporting() -> bool:
     """Whether an exporter records the call.
 
-    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true.
+    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true. A tracer of torch.fx
+    calls modules with proxies, which have no values to choose by.
     """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch.jit.is_tracing() or is_fx_symbolic_tracing()
 
 
 @torch._dynamo.assume_constant_result
 def _leave_to_exporter(op: str) -> None:
-    """Count a place that torch.export, torch.jit.trace or an ONNX exporter records."""
+    """Count a place that torch.export, torch.jit.trace, torch.fx or an ONNX exporter records."""
     for found in proving(op)[:1]:
         found.leave("an exporter records the host's code")
 
@@ -423,19 +429,24 @@ def or_theirs(theirs: Any, ours: Callable[..., Any], op: str) -> Callable[..., A
     return wrapper(run, ours)
 
 
-def calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[str, ...] = ("forward",)) -> type:
+def calling_class(
+    cls: Any, theirs: Any, ours: Any, methods: tuple[str, ...] = ("forward",), candidates: str = ""
+) -> type:
     """A subclass whose methods are the class's, with a name of our own in the place of that of `theirs`.
 
     If `counted_function` made `ours`, it counts for the object whose method calls it.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     A method that imports `theirs` when it runs imports the new name from the same module.
+    candidates: see live_class.
     """
-    return _calling_class(cls, theirs, ours, tuple((n, _plain_method(cls, n)) for n in methods))
+    return _calling_class(cls, theirs, ours, tuple((n, _plain_method(cls, n)) for n in methods), candidates)
 
 
 @cache
-def _calling_class(cls: Any, theirs: Any, ours: Any, methods: tuple[tuple[str, Any], ...]) -> type:
+def _calling_class(
+    cls: Any, theirs: Any, ours: Any, methods: tuple[tuple[str, Any], ...], candidates: str
+) -> type:
     new, plain = f"_fastkernels_{ours.__name__}", {}
     for method, decorated in methods:
         old = host_function(decorated)

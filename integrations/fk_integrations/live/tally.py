@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch._dynamo.comptime import comptime
 
+from fastkernels.core import registry
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.asleep import TALLY as ATTRIBUTE
@@ -38,16 +40,19 @@ class Tally:
 
     proving    the ops of which a call proves the row
     ops        these, fusions that run in their place, and those of rows inside
+    called     names of these, and of the ops that they call
     modules    the row's modules
     calls      runs of the bodies of `proving` inside these modules; `plain`: of these, in plain PyTorch as a fallback
     direct     {op: runs} inside these modules, and not inside a module of another row
     fallbacks  {reason: calls} of `proving`, and `left` likewise; see Op
     compiled   ids of the modules that torch.compile has traced
+    scope      of the patch: its candidates run in these modules
     """
 
-    def __init__(self, op: str):
-        self.op = op
+    def __init__(self, op: str, scope: Scope):
+        self.op, self.scope = op, scope
         self.ops: list[Op] = []
+        self.called: set[str] = set()
         self.proving: set[str] = set()
         self.modules: list[Any] = []
         self.compiled: set[int] = set()
@@ -122,7 +127,8 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         before = tally.begin()
         try:
-            return method(self, *args, **kwargs)
+            with tally.scope:
+                return method(self, *args, **kwargs)
         finally:
             tally.end(before)
 
@@ -168,7 +174,8 @@ def counted_function(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         before = tally.begin()
         try:
-            return function(*args, **kwargs)
+            with tally.scope:
+                return function(*args, **kwargs)
         finally:
             tally.end(before)
 
@@ -220,6 +227,11 @@ class Counts:
             for other in self.of.values():
                 if tally.has(other):
                     tally.ops += [op for op in own[id(other)] if op not in tally.ops]
+            tally.called = {op.name for op in tally.ops} | registry.reached(tally.op)
+
+    def compiled(self, op: str) -> bool:
+        """Whether code that torch.compile has made of the patch's modules may call the op."""
+        return any(tally.compiled and op in tally.called for tally in self.of.values())
 
     def clear(self) -> None:
         self.before = {name: op.unowned for name, op in OPS.items()}

@@ -7,14 +7,16 @@ Every change is noted in a journal, so that undo, or a failure half way, restore
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import candidate, registry, tuning
 from fastkernels.core.candidate import Candidate
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.runtime.trial import within
@@ -57,6 +59,7 @@ class Patched:
     seconds     of each phase of the patch
     group       of all trials, where the host's shapes change together
     session     of the decisions about compiled code
+    scope       the calls in which its candidates run
     """
 
     adapter: Adapter
@@ -75,10 +78,24 @@ class Patched:
     seconds: Seconds = field(default_factory=dict)
     group: asleep.Group = field(default_factory=lambda: asleep.Group(together=True))
     session: Traced = field(init=False)
+    scope: Scope = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counts = Counts() if self.adapter.several else EngineCounts()
+        self.scope = self.adapter.scope() or self._scope()
+        self.counts = Counts() if self.adapter.several else EngineCounts(self.scope)
         self.session = Traced(self.adapter.host, self.adapter.version)
+
+    def _scope(self) -> Scope:
+        """The calls in modules of this patch. Compiled code belongs to no module, and an engine calls ops itself."""
+        name, this = f"the {self.adapter.host} model {type(self.model).__name__}", weakref.ref(self)
+
+        def outside(op: str) -> bool:
+            patched = this()
+            if patched is None or not patched.journal.steps:  # undone
+                return False
+            return not patched.adapter.several or patched.counts.compiled(op)
+
+        return Scope(name, outside)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a model, and pickled ones, are the host's
@@ -293,15 +310,15 @@ def _add_providers(patched: Patched) -> None:
     wanted = Environment.read().provider
     for name, provider in patched.adapter.providers().items():
         op = registry.get(name).op
-        if wanted.get(name) == provider.name and all(p.name != provider.name for p in op.providers):
-            before = op.providers
+        if wanted.get(name) == provider.name:
+            added = replace(provider)  # another patch may add the same one, and is undone apart
 
-            def undo(op: Any = op, before: Any = before) -> None:
-                op.providers = before
+            def undo(op: Any = op, added: Any = added) -> None:
+                op.providers = tuple(p for p in op.providers if p is not added)
                 op.forget()
 
             patched.journal.add(undo)
-            op.providers = (*before, provider)
+            op.providers = (*op.providers, added)
             op.forget()
     for name in wanted:
         if name in registry.op_modules() and (op := registry.get(name).op) is not None:
@@ -312,7 +329,15 @@ def _load_candidates(patched: Patched) -> None:
     for name, path in patched.request.candidates.items():
         with within(Environment.read().trial_s, f"the import of candidate {path}"):
             patched.candidates[name] = found = candidate.load(name, path)
-        candidate.install(found, patched.journal.add)
+        if candidate.install(found, partial(_until_undone, patched), patched.scope):
+            names = f"{patched.scope.candidates} {found.module.__name__}"
+            patched.journal.set_attribute(patched.scope, "candidates", names)
+
+
+def _until_undone(patched: Patched, undo: Callable[[], None]) -> None:
+    """Note the undo of a candidate, which also runs if the model goes away without one."""
+    patched.journal.add(undo)
+    weakref.finalize(patched, undo).atexit = False
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
@@ -348,7 +373,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             trial.compiled = Decided(patched.session)
         if patched.adapter.shapes_together:
             trial.group = patched.group
-    tally = None if patched.adapter.own else Tally(spec.name)
+    tally = None if patched.adapter.own else Tally(spec.name, patched.scope)
     named = requested or spec.name in Environment.read().provider
     captures = patched.adapter.captures() if place.short and not named else None
     inside = tally if patched.adapter.several or place.tallies else None  # the seam counts the calls

@@ -188,6 +188,11 @@ def _choices(
     if missing and wanted is not False:
         outcome, table = _measure(adapter, missing, device, facts, table)
         seconds |= outcome.seconds
+        if outcome.bytes:
+            taken = (
+                f"{outcome.bytes >> 20} MiB of device memory, freed since, and {phases.line(outcome.seconds)}"
+            )
+            lines.setdefault(missing[0].op, []).append(f"the measurement took {taken}")
         if outcome.stopped is not None:
             rest = sum(str(p) not in outcome.said for p in missing)
             text = (

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fastkernels.core import candidate, registry
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
@@ -33,8 +34,8 @@ def _function(path: str) -> Any:
 class Swapped:
     """One function of the library in whose place ours runs, and its calls."""
 
-    def __init__(self, name: str, theirs: Callable[..., Any], strict: bool) -> None:
-        self.name, self.theirs, self.strict = name, theirs, strict
+    def __init__(self, name: str, theirs: Callable[..., Any], strict: bool, scope: Scope) -> None:
+        self.name, self.theirs, self.strict, self.scope = name, theirs, strict, scope
         self.clear()
 
     def clear(self) -> None:
@@ -46,7 +47,8 @@ class Swapped:
         @functools.wraps(self.theirs)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                found = ours(*args, **kwargs)
+                with self.scope:
+                    found = ours(*args, **kwargs)
             except UnsupportedArgument as refused:
                 if self.strict:
                     raise PatchError(f"{self.name}: {refused}, and the patch is strict") from refused
@@ -80,7 +82,7 @@ class FunctionHost:
 
     def __init__(self, name: str, unserved: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self.name, self._unserved = name, unserved or {}
-        self._lock = threading.RLock()
+        self._lock, self._scope = threading.RLock(), Scope(name)
         self._forget()
 
     def _forget(self) -> None:
@@ -147,7 +149,7 @@ class FunctionHost:
                 continue
             try:
                 found = candidate.load(op, path)
-                if not candidate.install(found, self._journal.add):
+                if not candidate.install(found, self._journal.add, self._scope):
                     raise PatchError(
                         f"candidate {path}: {self.name} calls functions: give a function {op}(...)"
                     )
@@ -163,7 +165,7 @@ class FunctionHost:
                 raise PatchError(f"{op} ({target.name}): {reason.text}, and the patch is strict")
             row.explain({reason: 0})
             return row, None
-        swapped = Swapped(target.name, theirs, request.strict)
+        swapped = Swapped(target.name, theirs, request.strict, self._scope)
         row.modules = self._replace(theirs, swapped.run(registry.target_class(target)))
         row.state = "active"
         if op in request.candidates:
@@ -178,7 +180,7 @@ class FunctionHost:
             row.explain({Reason(Kind.NOT_IN_HOST, f"{self.name} {self.version()} has no {path}"): 0})
             return row, None
         reason = f"{what}: {self.name}'s code"
-        swapped = Swapped(name, theirs, strict=False)
+        swapped = Swapped(name, theirs, strict=False, scope=self._scope)
         row.modules = self._replace(theirs, swapped.count(reason))
         row.explain({Reason(Kind.OTHER_CLASS, reason): row.modules})
         return row, swapped

@@ -95,6 +95,7 @@ def set_live_class(swap: Swap) -> None:
         trial=swap.trial,
         differentiable=swap.differentiable,
         captures=swap.captures,
+        candidates="" if swap.tally is None else swap.tally.scope.candidates,
     )
     if swap.captures is not None:
         keep_pinned(swap.module, swap.journal)

@@ -52,6 +52,7 @@ class CalledFunction(Seam):
         if swap.tally is not None:
             ours = counted_function(ours)
             swap.tally.add_function(swap.module, ours.__name__, swap.journal)
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, methods))
+        functions = "" if swap.tally is None else swap.tally.scope.candidates
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, methods, functions))
         swap.adapter.repin(swap.module, swap.journal)
         return None

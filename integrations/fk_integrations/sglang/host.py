@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from fastkernels.core.cancellation import or_undone
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.runtime.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
-from fk_integrations.core.cancellation import or_undone
 from fk_integrations.patching.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"

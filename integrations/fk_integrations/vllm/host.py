@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastkernels.core.cancellation import or_undone, to_the_end
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
@@ -30,7 +31,6 @@ from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, applied, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.gated_products import NAME as GATED
 from fk_integrations.core.gated_products import Gated
 from fk_integrations.core.host_op import HostOp

@@ -17,6 +17,7 @@ from fk_integrations.live.trials import OWN, Trial, sizes_of
 from torch import nn
 
 import fastkernels
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.overrides.activation.gelu import gelu
 
 timm = pytest.importorskip("timm")
@@ -56,7 +57,7 @@ def tried(module: Host, cls: type, compiled: bool = False) -> tuple[Trial, Journ
     if compiled:
         trial.compiled = traced.Decided(traced.Traced("timm", "0"))
     journal.set_class(module, live_class(Host, cls, trial=trial))
-    Tally("gelu").add(module, module, journal)
+    Tally("gelu", Scope("a model")).add(module, module, journal)
     trial.begin(module, sizes_of(module), lambda: setattr(module, "__class__", Host), journal)
     return trial, journal
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastkernels.core import compile_cache
+from fastkernels.core.candidate_scopes import Scope
 from fastkernels.engine.cache.kv_cache import GIB, Limits
 from fastkernels.engine.execution.forward.startup import Phases
 from fastkernels.engine.options.config import EngineConfig
@@ -40,6 +41,7 @@ class Runner(ABC):
         phases: Phases | None = None,
     ):  # fmt: skip
         self.config, self.hf_config, self.rank = config, hf_config, rank
+        self.scope = Scope(f"the engine of {config.model}")  # entered by the executor
         self._phases = phases or Phases()
         self.device = _device(config.device, rank % config.ranks_per_node)
         if self.device.type == "cuda":

@@ -102,11 +102,8 @@ def test_wrong_bodies_name_the_field(served):
         ({**good, "viewmat": [[2, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]}, "a rotation"),
         ({**good, "background": [1e300, 0, 0]}, "background must be 3 finite numbers"),
         ({**good, "fov": 1}, "cameras[0].fov: "),
-        ({**good, "width": "40"}, 'cameras[0].width: Input should be a valid integer, got "40"'),
-        (
-            {**good, "K": [[1, 0, 0], [0, None, 0], [0, 0, 1]]},
-            "cameras[0].K[1][1]: Input should be a valid number",
-        ),
+        ({**good, "width": "40"}, "cameras[0].width: "),
+        ({**good, "K": [[1, 0, 0], [0, None, 0], [0, 0, 1]]}, "cameras[0].K[1][1]: "),
         ({}, "cameras[0].width is required"),
         (None, "cameras[0]: must be a JSON object, got null"),
     ):

@@ -91,7 +91,7 @@ def test_structure_is_made_watched_fetched_and_deleted(url, folder):
         ({"chains": None, "features": {"msa": 1}}, "features", "has no residue_index"),
         ({"num_samples": 5}, "num_samples", "num_samples must be at most 4"),
         ({"num_recycles": 51}, "num_recycles", "num_recycles must be at most 50"),
-        ({"num_steps": 0}, "num_steps", "greater than or equal to 1"),
+        ({"num_steps": 0}, "num_steps", "got 0"),
         ({"ligands": []}, "ligands", "unknown field"),
     ],
 )

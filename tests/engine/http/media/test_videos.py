@@ -195,11 +195,7 @@ def test_end_of_the_server_ends_its_videos(folder, caplog, seconds):
         ({"seconds": 3}, "seconds", "seconds must be a number above 0, at most 2.0, got 3"),
         ({"seconds": "many"}, "seconds", "seconds must be a number above 0"),
         ({"seconds": 10**400}, "seconds", "seconds must be a number above 0, at most 2.0, got 1000"),
-        (
-            {"seconds": [1]},
-            "seconds",
-            "seconds: Input should be a valid integer, or a valid number, or a valid string",
-        ),
+        ({"seconds": [1]}, "seconds", "seconds: "),
         ({"seconds": 1, "num_frames": 5}, "seconds", "exclude each other"),
         ({"num_inference_steps": 61}, "num_inference_steps", "must be at most 60, got 61"),
         ({"guidance_scale": 101}, "guidance_scale", "guidance_scale"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fk_integrations.core.cancellation import or_undone, to_the_end
+
+from fastkernels.core.cancellation import or_undone, to_the_end
 
 
 async def cancelled(step, undo=None, times: int = 1) -> None:
