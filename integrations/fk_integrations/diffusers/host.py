@@ -25,8 +25,6 @@ from fk_integrations.transformers.host import TransformersAdapter
 
 # {op: parts of the names of classes that may compute it}
 LOOKS_LIKE = {"rms_norm": ("RMSNorm",), "layer_norm": ("FP32LayerNorm",)}
-# Why processors without a target stay
-_WHY = {"JointAttnProcessor2_0": "whose joint attention of image and text no class of ours computes"}
 _PIPELINE = "diffusers.pipelines.pipeline_utils:DiffusionPipeline"
 
 
@@ -77,8 +75,9 @@ def _other_processors(model: Any) -> Counter[Reason]:
         if processor is None or hasattr(cls, "fastkernels") or class_path(cls) in listed:
             continue
         if type(module).__module__.startswith("diffusers."):
-            why = _WHY.get(cls.__name__, "which is not one that attention_dense replaces")
-            found[Reason(Kind.OTHER_CLASS, f"the processor {cls.__module__}.{cls.__qualname__}, {why}")] += 1
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            why = f"the processor {name}, which is not one that attention_dense replaces"
+            found[Reason(Kind.OTHER_CLASS, why)] += 1
     return found
 
 
