@@ -137,7 +137,8 @@ def test_right_names_pass(tmp_path: Path) -> None:
         ("scaffold", ["llama"]), ("scaffold", ["qwen2_vl_text"]), ("coverage", ["--arch", "gpt-neox", "--arch", "vit"]),
         ("eval", ["smoke", "--set", f"mine={tmp_path}", "--set=l=liger"]), ("explain", ["llama", "--gpu", "H100"]),
         ("track", ["show"]), ("track", [str(tmp_path)]), ("agent-loop", ["--agent", "codex", "--budget=1h30m"]),
-        ("mcp", ["--level", "2"]), ("quality", []), ("quality", ["small/dp3"]), ("quality", ["llama-3.2-1b"]), ("quality", [str(tmp_path)]), ("capture", ["--host", "vllm"]),
+        ("mcp", ["--level", "2"]), ("quality", ["small/dp3"]), ("quality", ["llama-3.2-1b"]),
+        ("quality", []), ("quality", [str(tmp_path)]), ("capture", ["--host", "vllm"]),
         ("quality", ["vit_base_patch16_224", "--hosts", "timm"]), ("tune", ["linear", "--shape", "N=64,dtype=float16"]),
     ):  # fmt: skip
         assert early_checks.problem(command, words) is None, command
