@@ -134,9 +134,9 @@ def _drawn(plot: Plot) -> str:
     for n, (name, tip, values) in enumerate(zip(plot.names, plot.tips, plot.values, strict=True)):
         y = top + LINE * (n + 0.5)
         parts.append(_text(LEFT - 10, y + 4, name, 11, "end"))
-        for value, color, series in zip(values, colors, plot.series, strict=True):
-            if value:
-                parts.append(_mark(x(float(value)), y, color, series == "paper", f"{tip}, {series}: {value}"))
+        for ratio, color, series in zip(values, colors, plot.series, strict=True):
+            if ratio:
+                parts.append(_mark(x(float(ratio)), y, color, series == "paper", f"{tip}, {series}: {ratio}"))
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     frame = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'
