@@ -16,7 +16,7 @@ from fk_bench.tables.origin import Files
 COLORS = ("#3b6fb6", "#e08a3c", "#5a9a5a", "#8c8c8c", "#b05ab0", "#c0504d", "#4db3b3", "#8a6d3b")
 LEFT, TOP, LINE, PLOT, RIGHT, BOTTOM = 300, 78, 22, 430, 20, 30
 LEGEND = 20  # from one line of the legend to the next
-STEPS, MOST = (0.05, 0.1, 0.2, 0.5, 1.0), 10  # between grid lines, and how many there are at most
+STEPS, MOST = (0.1, 0.2, 0.5, 1.0), 10  # between grid lines, and how many there are at most
 WIDE = 8  # greatest over least value from which the axis is logarithmic
 DECADES = 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0
 FORMAT, FORMAT_RATIOS = (0, 1, 2, 3), ("1 x", "8 x", "32 x", "64 x")  # of the tables of formats
