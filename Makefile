@@ -56,6 +56,7 @@ lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/commit_subject.py --log
 
 # the site in site/, without a network; a broken link is an error
 docs:

@@ -173,9 +173,13 @@ def environment() -> str:
             found[-1][1] += " " + line.strip()
         elif found:
             break
-    found.append(
-        ["FASTKERNELS_API_KEY", "the key that clients of `fk-bench serve` must send (as `--api-key`)"]
-    )
+    found += [
+        ["FASTKERNELS_API_KEY", "the key that clients of `fk-bench serve` must send (as `--api-key`)"],
+        [
+            "FASTKERNELS_NODE_KEY",
+            "a secret that all [nodes of our engine](../parallel.md#several-machines) share",
+        ],
+    ]
     return "\n".join([*lines, *(row(f"`{name}`", meaning) for name, meaning in found), ""])
 
 

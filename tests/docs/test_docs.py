@@ -282,6 +282,6 @@ def test_readme_range_of_image_models_is_that_of_their_rows() -> None:
                 if n.startswith("batch ") or n == "host / patched"
             ]
             found += [float(ratio) for ratio in ratios if ratio.strip("-")]
-    stated = re.search(r"#image-models\) run at ([\d.]+) to ([\d.]+) of", (ROOT / "README.md").read_text())
+    stated = re.search(r"#image-models\) run at ([\d.]+) to ([\d.]+) times", (ROOT / "README.md").read_text())
     assert found and stated
     assert stated.groups() == (f"{min(found):.2f}", f"{max(found):.2f}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import takewhile, zip_longest
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
+from fk_bench.core import early_values
+from fk_bench.core.early_values import values
 from fk_bench.core.terminal.needs import NEEDS
 
 # what the words in front of the first option are
@@ -31,6 +33,7 @@ def problem(command: str, words: Sequence[str]) -> str | None:
     from fastkernels.core.env import Environment
     from fastkernels.core.registry import UnknownName
     from fk_bench.core.hub import ModelError
+    from fk_bench.core.terminal.flags import ConfigError
 
     if "--help" in words:
         return None
@@ -43,7 +46,8 @@ def problem(command: str, words: Sequence[str]) -> str | None:
         return NEEDS[command]
     try:
         _check(command, words)
-    except (UnknownName, ModelError) as error:
+        early_values.check(command, words)
+    except (UnknownName, ModelError, ConfigError) as error:
         return str(error)
     return None
 
@@ -53,7 +57,7 @@ def _check(command: str, words: Sequence[str]) -> None:
 
     first = list(takewhile(lambda word: not word.startswith("-"), words))
     named = [
-        part for flag in OP_OPTIONS.get(command, ()) for v in _values(words, flag) for part in v.split(",")
+        part for flag in OP_OPTIONS.get(command, ()) for v in values(words, flag) for part in v.split(",")
     ]
     ops = [*(first if command in OPS else ()), *filter(None, map(str.strip, named))]
     check_names([op for op in ops if not _is_block(op)])
@@ -62,7 +66,7 @@ def _check(command: str, words: Sequence[str]) -> None:
         from fk_bench.core.model_names import public_name
 
         for flag in ARCHITECTURE_OPTIONS[command]:
-            for model in _values(words, flag):
+            for model in values(words, flag):
                 known = model in models() or model in by_architecture() or public_name(model)
                 if model and not known and not Path(model).expanduser().exists():
                     raise UnknownName("model", model, models())
@@ -75,6 +79,12 @@ def _check(command: str, words: Sequence[str]) -> None:
             if not model_names.is_model(word):
                 raise UnknownName("op", word, op_modules())
             model_names.check_name(word)
+    elif command == "profile":
+        for word in first:
+            if word not in op_modules():
+                _check_op_or_model(word)
+    elif command == "quality":
+        _check_quality(first, words)
     elif command in MODELS:
         from fk_bench.core import model_names
 
@@ -82,13 +92,37 @@ def _check(command: str, words: Sequence[str]) -> None:
             if (command, word) != ("patch-compare", "all"):
                 model_names.check_name(word)
     elif command in CHECKPOINTS or command == "serve-compare":
-        hosts = {host for v in _values(words, "--hosts") for host in v.split(",")}
+        hosts = {host for v in values(words, "--hosts") for host in v.split(",")}
         attached = any(word.partition("=")[0] == "--attach" for word in words)
-        random = command == "e2e" and "dummy" in _values(words, "--load-format")
+        random = command == "e2e" and "dummy" in values(words, "--load-format")
         if hosts <= LANGUAGE_HOSTS and not attached:
-            for model in [*first, *_values(words, "--model")]:
+            for model in [*first, *values(words, "--model")]:
                 if not (random and _is_public(model)):
                     _check_checkpoint(model)
+
+
+def _check_op_or_model(word: str) -> None:
+    """Raise ModelError for what is no model, or UnknownName with the closest name of ops and models."""
+    from fastkernels.core.registry import UnknownName, op_modules
+    from fk_bench.core import model_names
+
+    if (Path(word).expanduser() / "rows.jsonl").is_file():  # a run of the judge
+        return
+    if not model_names.is_model(word):
+        raise UnknownName("op or model", word, [*op_modules(), *model_names.PUBLIC])
+    model_names.check_name(word)
+
+
+def _check_quality(first: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ModelError for a model of language hosts that is neither a folder, nor public, nor of the hub."""
+    from fk_bench.evaluate import suites
+
+    hosts = {host for v in values(words, "--hosts") for host in v.split(",")}
+    if hosts <= LANGUAGE_HOSTS:
+        for model in filter(None, first):
+            in_suite = model.partition("/")[0] in suites.names()  # SUITE/MODEL of `list workloads`
+            if not in_suite and not _is_public(model):
+                _check_checkpoint(model)
 
 
 def _is_public(model: str) -> bool:
@@ -117,11 +151,3 @@ def _check_checkpoint(model: str) -> None:
             f"model {model!r} is neither a folder nor a hub id (OWNER/NAME or OWNER/NAME@REVISION)"
         )
     hub.check(model)
-
-
-def _values(words: Sequence[str], flag: str) -> Iterator[str]:
-    """The values of an option: `--flag VALUE` and `--flag=VALUE`."""
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            yield value if equals else following

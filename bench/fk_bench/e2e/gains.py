@@ -20,7 +20,7 @@ GROUP = "models-patched"  # of bench/results/tables.json
 
 @dataclass(frozen=True)
 class Gain:
-    """The ratio of one load: of the time per token when decoding, of the throughput of prompts. Above 1 is faster."""
+    """The ratio of one load: of the time per token when decoding, of input tokens/s of prompts. Above 1 is faster."""
 
     model: str
     chip: str
@@ -40,17 +40,16 @@ class Gain:
 
 def gains(found: Iterable[Row]) -> list[Gain]:
     """The gains in rows of patch-compare, sorted; of each model, chip, host and load those of the newest run."""
-    runs: dict[tuple[str, str, str, str], dict[str, list[Row]]] = {}
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in found:
         if row.command == ratios.COMMAND and row.case.get("load") and _fair(row) and _usual(row):
-            key = (row.subject.model or "", _chip(row), str(row.subject.host), row.case["load"])
-            runs.setdefault(key, {}).setdefault(row.run_id, []).append(row)
+            key = (row.subject.model or "", chip_of(row), str(row.subject.host), row.case["load"])
+            groups.setdefault(key, []).append(row)
     made = []
-    for (model, chip, host, load), of_runs in sorted(runs.items()):
-        newest = max(of_runs.values(), key=lambda run: max(row.time for row in run))
-        decoding = Load.parse(load).output_len >= DECODES
+    for (model, chip, host, load), of_load in sorted(groups.items()):
+        newest = [row for row in ratios.newest_run(of_load) if not row.case.get("traced")]
         for line in ratios.summary(newest):
-            ratio = line.get(f"{'tpot_ms' if decoding else ratios.OUTPUT}_ratio")
+            ratio = _ratio(line, Load.parse(load))
             if ratio:
                 made.append(Gain(model, chip, host, load, ratio, max(row.time for row in newest)[:10]))
     return made
@@ -86,6 +85,11 @@ def size(fields: Mapping[str, Any]) -> float:
     return float(fields.get("hidden_size", 0)) ** 2 * float(fields.get("num_hidden_layers", 0)) or 1.0
 
 
+def _ratio(line: Mapping[str, Any], load: Load) -> float | None:
+    """None for prompts without input tokens/s: output tokens/s count steps of decoding, and TTFT alone is too noisy."""
+    return line.get(f"{ratios.TPOT if load.output_len >= DECODES else ratios.INPUT}_ratio")
+
+
 def _fair(row: Row) -> bool:
     """Whether both states had routing of one kind, if the model has experts."""
     fields = PUBLIC.get(row.subject.model or "", ("", {}))[1]
@@ -98,6 +102,7 @@ def _usual(row: Row) -> bool:
     return row.case.get("kv_cache_dtype", "auto") == "auto" and not media
 
 
-def _chip(row: Row) -> str:
+def chip_of(row: Row) -> str:
+    """The name of its chip, with their number if it used several."""
     name = (row.machine.gpu or "CPU").removeprefix("NVIDIA ").split()[0]
     return name if row.machine.gpus < 2 else f"{row.machine.gpus} x {name}"

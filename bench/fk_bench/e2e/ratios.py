@@ -37,6 +37,16 @@ def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"model": model, "load": load, **_compared(group)} for (model, load), group in groups.items()]
 
 
+def newest_run(made: Sequence[Row]) -> list[Row]:
+    """Of the rows of one model and load: the timed ones of their newest run, and the traced ones of theirs."""
+    found = list[Row]()
+    for traced in (False, True):
+        rows = [row for row in made if bool(row.case.get("traced")) is traced]
+        newest = max(rows, key=lambda row: row.time, default=None)
+        found += [row for row in rows if newest is not None and row.run_id == newest.run_id]
+    return found
+
+
 def shown_model(row: Row) -> str:
     """The model of a row, with its requests' media, and the type of its KV cache if that is not the host's default."""
     model, dtype = row.subject.model or "", row.case.get("kv_cache_dtype", "auto")

@@ -22,7 +22,18 @@ from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line
 from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
-from fk_bench.tables import architectures, figure, gains, layers, model_plot, patch, servers, speeds, steps
+from fk_bench.tables import (
+    architectures,
+    figure,
+    gains,
+    layers,
+    measured,
+    model_plot,
+    patch,
+    servers,
+    speeds,
+    steps,
+)
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -49,7 +60,9 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "mixed": (patch.mixed, "models"),
     "undone": (patch.undone, "models"),
     "text-models": (speeds.text, "engines"),
+    "patched-models": (speeds.patched, GROUP),
     "formats": (speeds.formats, "engines"),
+    "measured": (measured.table, GROUP),
     # Not part of `make bench-h200`: their markers name files.
     "architectures": (architectures.table, "engines"),
     "image-models": (speeds.images, "engines"),
@@ -75,12 +88,19 @@ OTHERS = {
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"
-# {figure: (function, group)}; a figure is made if a document shows it
+FORMATS = "2026-11-27-h100 2026-11-28-h100 2026-11-28-h200"  # row files with number formats
+# {figure: (function, its groups and files)}; a figure is made if a document shows it
 FIGURES: dict[str, tuple[Callable[[Files], str], str]] = {
     "docs/assets/models.svg": (gains.figure, GROUP),
     "docs/assets/speedup.svg": (figure.speedup, "hosts"),
     "docs/assets/text-models.svg": (model_plot.text, "2026-11-speeds"),
+    "docs/assets/patched-models.svg": (model_plot.patched, GROUP),
+    "docs/assets/prompts.svg": (model_plot.prompts, "2026-11-30-h200-speeds 2026-11-30-h200-hosts"),
+    "docs/assets/formats.svg": (model_plot.formats, FORMATS),
+    "docs/assets/format-rates.svg": (model_plot.format_rates, FORMATS),
     "docs/assets/image-models.svg": (model_plot.images, "2026-11-speeds"),
+    "docs/assets/pipelines.svg": (model_plot.pipelines, "2026-11-speeds"),
+    "docs/assets/architectures.svg": (model_plot.others, "2026-11-30-h200-architectures"),
 }
 MARKER = re.compile(
     r"^<!-- table: *(?P<what>[^\n]*?) *-->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL
@@ -145,7 +165,7 @@ def outputs(root: Path, results: Results) -> dict[str, tuple[str, str]]:
     for name, (draw, group) in FIGURES.items():
         if any(f"{Path(name).name})" in before for before in documents):
             path = root / name
-            made[name] = path.read_text() if path.is_file() else "", draw(results.load(group)[0])
+            made[name] = path.read_text() if path.is_file() else "", draw(results.load(*group.split())[0])
     return made
 
 

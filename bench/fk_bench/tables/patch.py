@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fk_bench.core.rows import Row
@@ -20,12 +21,15 @@ Line = dict[str, Any]
 def _made(
     files: Files, title: str, lines: Callable[[list[Line]], tuple[list[str], list[list[str]]]]
 ) -> Iterator[Table]:
-    """A table for each host and way of patching."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    """A table for each host and way of patching. Of each model and load the newest run counts."""
+    groups: dict[tuple[Any, ...], dict[tuple[str, str], list[Row]]] = {}
     for row in flat(files):
-        if row.command == COMMAND:
-            groups.setdefault((row.subject.host, *(row.case.get(way, False) for way in WAYS)), []).append(row)
-    for (host, before, no_table), used in groups.items():
+        if row.command == COMMAND and "load" in row.case:
+            way = row.subject.host, *(row.case.get(way, False) for way in WAYS)
+            of = ratios.shown_model(row), row.case["load"]
+            groups.setdefault(way, {}).setdefault(of, []).append(row)
+    for (host, before, no_table), found in groups.items():
+        used = [row for of_load in found.values() for row in ratios.newest_run(of_load)]
         columns, cells = lines(ratios.summary(used))
         if cells:
             name = HOSTS.get(host, host)
@@ -61,37 +65,26 @@ def _four_digits(value: float) -> str:
 
 
 def _kinds(files: Files, title: str, kinds: Sequence[Kind], metrics: Sequence[str]) -> Iterator[Table]:
-    """A table of the loads of these kinds: each metric's medians, and the ratios of patched host and our engine."""
+    """A table for each metric: medians of these kinds of loads, ratios of the patched host and of our engine."""
+    for metric in metrics:
+        name = ratios.METRICS[metric][0] + (", ms" if metric.endswith("_ms") else "")
+        yield from _made(files, f"{title}, {name}", partial(_columns, kinds=kinds, metric=metric))
 
-    def lines(results: list[Line]) -> tuple[list[str], list[list[str]]]:
-        mine = [line for line in results if Load.parse(line["load"]).kind in kinds and "ratios" in line]
-        states = [
-            s for s in ("stock", "patched", ENGINE) if any(f"{s}_{metrics[0]}" in line for line in mine)
-        ]
-        cells = [
-            [line["model"], line["load"]]
-            + [
-                cell
-                for metric in metrics
-                for cell in (
-                    " / ".join(
-                        _four_digits(line[f"{s}_{metric}"]) if f"{s}_{metric}" in line else "-"
-                        for s in states
-                    ),
-                    _interval(line, f"{metric}_ratio"),
-                    *([_interval(line, f"{metric}_{ENGINE}_ratio")] if ENGINE in states else []),
-                )
-            ]
-            for line in mine
-        ]
-        columns = ["Model", "Load"]
-        for metric in metrics:
-            name = ratios.METRICS[metric][0] + (", ms" if metric.endswith("_ms") else "")
-            columns += [f"{name}: {' / '.join(states)}", "patched, times better"]
-            columns += ["our engine, times better"] if ENGINE in states else []
-        return columns, cells
 
-    yield from _made(files, title, lines)
+def _columns(results: list[Line], kinds: Sequence[Kind], metric: str) -> tuple[list[str], list[list[str]]]:
+    mine = [n for n in results if Load.parse(n["load"]).kind in kinds and f"{metric}_ratio" in n]
+    states = {"stock": "stock", "patched": "patched", ENGINE: "our engine"}
+    states = {s: name for s, name in states.items() if any(f"{s}_{metric}" in line for line in mine)}
+    compared = {"patched": f"{metric}_ratio", "our engine": f"{metric}_{ENGINE}_ratio"}
+    compared = {name: ratio for name, ratio in compared.items() if name in states.values()}
+    cells = [
+        [line["model"], line["load"]]
+        + [_four_digits(line[f"{s}_{metric}"]) if f"{s}_{metric}" in line else "" for s in states]
+        + [cell for ratio in compared.values() for cell in _apart(line, ratio)]
+        for line in mine
+    ]
+    better = [title for name in compared for title in (f"{name}, times better", f"{name}, 95%")]
+    return ["Model", "Load", *states.values(), *better], cells
 
 
 def undone(files: Files) -> Iterator[Table]:
@@ -183,6 +176,12 @@ def engines(files: Files) -> Iterator[Table]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _apart(line: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """A ratio and its interval, for columns of their own."""
+    ratio, _, interval = _interval(line, name).partition(" (")
+    return ratio, interval.rstrip(")")
 
 
 def _interval(line: Mapping[str, Any], name: str) -> str:

@@ -14,12 +14,15 @@ from typing import Any
 from fk_bench.core.model_names import PUBLIC, hub_name
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e import ratios
-from fk_bench.e2e.loads import PRESETS
-from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
+from fk_bench.e2e.gains import chip_of, gains
+from fk_bench.e2e.loads import PRESETS, Kind, Load
+from fk_bench.e2e.ratios import COMMAND, ENGINE, INPUT, OUTPUT
 from fk_bench.explain.tables import Table
-from fk_bench.tables.origin import Files, machine, origin
+from fk_bench.tables.origin import Files, flat, machine, origin
 
-LOADS = "1x512+128", "32x512+128", "64x1024+128"
+REQUESTS = 1, 32, 64  # of the decodes of text models
+PATCHED = 1, 8, 32, 64  # of the decodes of patched hosts
+HOSTS = {"vllm": "vLLM", "sglang": "SGLang"}
 PROMPTS = tuple(PRESETS["prompts"].split(","))
 FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
 FORMAT_LOADS = "1x512+128", "8x512+128", "32x512+128", "64x1024+128"
@@ -41,9 +44,9 @@ PAPER = {
 
 
 def text(files: Files) -> Iterator[Table]:
-    """Text models: output throughput of patched vLLM and of our engine over stock vLLM's at each load, and of prompts.
+    """Text models: output tokens/s of patched vLLM and of our engine over stock vLLM's, and input tokens/s of prompts.
 
-    Of each model, chip and load the newest run counts.
+    Of each model, chip and load the newest run counts, and of decodes with one number of requests the newest load.
     """
     models: dict[tuple[str, str], dict[str, tuple[str, list[Row]]]] = {}
     for (model, chip, load), newest in _newest(files, _is_text, ("load",)).items():
@@ -60,20 +63,77 @@ def text(files: Files) -> Iterator[Table]:
     prompts = [load for load in PROMPTS if any(load in found for found in lines.values())]
     cells, used = [], []
     for (model, chip), found in lines.items():
-        file, newest_rows = max(models[model, chip].values(), key=lambda newest: _last(newest[1]))
+        mine = models[model, chip]
+        file, newest_rows = max(mine.values(), key=lambda newest: _last(newest[1]))
+        decodes = [_decode([load for load in found if _requests(load) == n], mine) for n in REQUESTS]
         columns = [
-            _each([found.get(load, {}).get(name) for load in LOADS]) + _mean(found, prompts, name)
-            for name in (f"{OUTPUT}_ratio", f"{OUTPUT}_{ENGINE}_ratio")
+            _each([found[load].get(f"{OUTPUT}_{who}") if load else None for load in decodes])
+            + _mean(found, prompts, f"{INPUT}_{who}")
+            for who in ("ratio", f"{ENGINE}_ratio")
         ]
+        lengths = ", ".join(dict.fromkeys(load.partition("x")[2] for load in decodes if load))
         kind = PUBLIC[model][0] if model in PUBLIC else ""
-        cells.append([hub_name(model), chip, *columns[0], *columns[1], *_source(kind, file, newest_rows)[:2]])
-        used += [row for _, rows in models[model, chip].values() for row in rows]
+        source = _source(kind, file, newest_rows)[:2]
+        cells.append([hub_name(model), chip, lengths, *columns[0], *columns[1], *source])
+        used += [row for _, rows in mine.values() for row in rows]
     if cells:
-        names = [*map(_requests, LOADS), *(["prompts"] if prompts else [])]
-        head = ["model", "chip", *(f"{who}, {name}" for who in ("patched", "our engine") for name in names)]
-        more = f"; prompts: the geometric mean of {_at(prompts)}" if prompts else ""
-        title = f"Output tokens/s over stock vLLM's at {_at(LOADS)}; columns: requests{more} ({origin(used, files)}):"
+        names = [*map(str, REQUESTS), *(["prompts"] if prompts else [])]
+        head = [
+            "model",
+            "chip",
+            "lengths",
+            *(f"{who}, {name}" for who in ("patched", "our engine") for name in names),
+        ]
+        more = f"; prompts: geometric mean of input tokens/s at {_at(prompts)}" if prompts else ""
+        title = (
+            "Output tokens/s over stock vLLM's, by number of requests; lengths: tokens of a prompt + of its output"
+            f"{more} ({origin(used, files)}):"
+        )
         yield title, [*head, *SOURCE[:2]], cells
+
+
+def patched(files: Files) -> Iterator[Table]:
+    """Patched hosts: the stock host's time per token over the patched one's, and input tokens/s of prompts."""
+    groups: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    loads: dict[tuple[str, str, str], dict[str, str]] = {}
+    for gain in gains(flat(files)):
+        decode = gain.kind is Kind.DECODE and _requests(gain.load) in PATCHED
+        if decode or gain.kind is Kind.PROMPTS:
+            of = hub_name(gain.model), HOSTS.get(gain.host, gain.host), gain.chip
+            column = str(_requests(gain.load)) if decode else "prompts"
+            groups.setdefault(of, {}).setdefault(column, []).append(gain.ratio)
+            loads.setdefault(of, {})[gain.load] = gain.date
+    columns = [*map(str, PATCHED), "prompts"]
+    cells = [
+        [*of, ", ".join(_lengths(loads[of])), *(_ratios(found.get(column, []))[-1] for column in columns),
+         max(loads[of].values())]
+        for of, found in sorted(groups.items(), key=lambda group: _order(*group[0]))
+    ]  # fmt: skip
+    if cells:
+        used = [row for row in flat(files) if row.command == COMMAND]
+        title = (
+            "Stock host's time per token over the patched host's, by number of requests; lengths: tokens of a prompt +"
+            " of its output; prompts: patched input tokens/s over the stock host's; geometric means over several loads"
+            f" ({origin(used, files)}):"
+        )
+        yield title, ["model", "host", "chip", "lengths", *columns, "measured"], cells
+
+
+def _order(model: str, host: str, chip: str) -> tuple[bool, str, str, str]:
+    """vLLM before the other hosts, then by model."""
+    return host != HOSTS["vllm"], host, model.lower(), chip
+
+
+def _lengths(loads: Iterable[str]) -> list[str]:
+    """The lengths of decodes, in the order of their requests."""
+    decodes = sorted((load for load in loads if Load.parse(load).kind is Kind.DECODE), key=_requests)
+    return list(dict.fromkeys(load.partition("x")[2] for load in decodes))
+
+
+def _decode(loads: Sequence[str], newest: Mapping[str, tuple[str, list[Row]]]) -> str:
+    """The load of the newest rows that is no prompt; empty without one."""
+    decodes = [load for load in loads if Load.parse(load).kind is Kind.DECODE]
+    return max(decodes, key=lambda load: (_last(newest[load][1])[:10], load), default="")
 
 
 def _mean(lines: Mapping[str, Mapping[str, Any]], loads: Sequence[str], name: str) -> list[str]:
@@ -167,10 +227,17 @@ def _is_text(row: Row) -> bool:
     fair = "routing" in row.case or not any("experts" in name for name in fields)
     return (
         row.command == COMMAND
-        and row.case.get("load") in (*LOADS, *PROMPTS)
+        and _is_shown(row.case.get("load", ""))
         and row.case.get("kv_cache_dtype", "auto") == "auto"
         and row.case.get("with_engine", False)
+        and not row.case.get("traced")
         and fair
+    )
+
+
+def _is_shown(load: str) -> bool:
+    return load in PROMPTS or (
+        bool(load) and _requests(load) in REQUESTS and Load.parse(load).kind is Kind.DECODE
     )
 
 
@@ -202,17 +269,12 @@ def _newest(
     runs: dict[tuple[tuple[Any, ...], str, str], list[Row]] = {}
     for file, rows in files.items():
         for row in filter(wanted, rows):
-            key = (row.subject.model or "", _chip(row), *(row.case[name] for name in fields))
+            key = (row.subject.model or "", chip_of(row), *(row.case[name] for name in fields))
             runs.setdefault((key, row.run_id, file), []).append(row)
     newest = {}
     for (key, _, file), rows in sorted(runs.items(), key=lambda run: _last(run[1])):
         newest[key] = file, rows
     return dict(sorted(newest.items()))
-
-
-def _chip(row: Row) -> str:
-    name = (row.machine.gpu or "CPU").removeprefix("NVIDIA ").split()[0]
-    return name if row.machine.gpus < 2 else f"{row.machine.gpus} x {name}"
 
 
 def _last(rows: Iterable[Row]) -> str:
@@ -261,8 +323,8 @@ def _each(values: Sequence[float | None]) -> list[str]:
     return ["" if value is None else f"{value:.3f}" for value in values]
 
 
-def _requests(load: str) -> str:
-    return load.partition("x")[0]
+def _requests(load: str) -> int:
+    return Load.parse(load).requests
 
 
 def _source(paper: str, file: str, rows: Sequence[Row]) -> list[str]:

@@ -67,6 +67,31 @@ REFUSED = {
     "serve nonsense": "model 'nonsense' is neither a folder nor a hub id",
     "serve-compare --model nonsense": "model 'nonsense' is neither a folder nor a hub id",
     "serv": "unknown command 'serv'. Did you mean 'serve'?",
+    "tune llama --batch 0": "--batch 0: 0 is less than 1",
+    "tune linear --shape N=foo": "--shape 'N=foo': N is 'foo', not a number",
+    "explain llama-3.1-8b --batch 1,0": "--batch 1,0: 0 is less than 1",
+    "explain llama-3.1-8b --gpu FOO": "--gpu 'FOO': unknown peaks; known GPUs: ",
+    "profile rms_nrom": "unknown op or model 'rms_nrom'. Did you mean 'rms_norm'?",
+    "profile rms_norm --repeats=-1": "--repeats -1: -1 is less than 1",
+    "scaffold nope": "unknown architecture 'nope'.",
+    "scaffold lama": "unknown architecture 'lama'. Did you mean 'llama'?",
+    "coverage --arch lama": "unknown architecture of transformers 'lama'. Did you mean 'llama'?",
+    "eval smoke --set mine=/nope": "set mine: there is no folder /nope, and it is no library (liger, ",
+    "eval nosuchsuite": "unknown suite 'nosuchsuite'. Known: ",
+    "serve . --max-model-len 0": "--max-model-len 0: 0 is less than 1; give a number from 1",
+    "study /nope": "no such run: /nope (give a folder with rows.jsonl, or that file)",
+    "board /nope": "no such run: /nope (give a folder with rows.jsonl, or that file)",
+    "agents-table /nope": "no such run: /nope (give a folder with rows.jsonl, or that file)",
+    "track /nope": "no such run: /nope (give a folder with rows.jsonl, or that file)",
+    "agent-loop --ops rms_norm --command true --budget 0": "--budget '0' is no duration: give 90s, 20m or 1h30m",
+    "agent-loop --ops rms_norm --agent nope": "unknown agent 'nope'. Did you mean 'openai'? Known: claude, codex",
+    "mcp --level 9": "--level 9: levels are 1 to 4",
+    "submit-check /nope": "there is no folder /nope: give one with submission.toml",
+    "quality nosuch": "model 'nosuch' is neither a folder nor a hub id",
+    "quality /tmp/no/such/folder": "model '/tmp/no/such/folder' is neither a folder nor a hub id",
+    "kernels rms_norm --candidate /nope": "--candidate /nope: no such file or folder",
+    "capture --host nope": "unknown host 'nope'. Known: ",
+    "trace import /nope": "/nope is no data set: it has no folder definitions/",
     "report a": "no such run: a (give a folder with rows.jsonl, or that file)",
     "diff a b": "no such run: a (give a folder with rows.jsonl, or that file)",
 }
@@ -80,6 +105,7 @@ def test_wrong_names_are_refused_without_torch(tmp_path: Path) -> None:
         assert imported == [], line
         last = json.loads(out.splitlines()[-1])
         assert not last["ok"] and last["error"].startswith(says), line
+    assert not [*tmp_path.iterdir()]  # a refused command leaves no file
 
 
 def test_invalid_variable_is_refused_before_any_command(tmp_path: Path) -> None:
@@ -107,6 +133,13 @@ def test_right_names_pass(tmp_path: Path) -> None:
         ("explain", [str(tmp_path)]), ("describe", ["llama"]), ("patch-compare", ["all", "--ops", "rms_norm"]),
         ("serve", [str(tmp_path)]), ("serve-compare", ["--attach", "vllm=http://h", "--model", "served"]),
         ("e2e", ["sdxl", "--hosts", "diffusers"]), ("kernels", ["rms_nom", "--help"]),
+        ("profile", ["rms_norm", "--batch", "2"]), ("profile", [str(tmp_path)]), ("profile", ["qwen3-8b"]),
+        ("scaffold", ["llama"]), ("scaffold", ["qwen2_vl_text"]), ("coverage", ["--arch", "gpt-neox", "--arch", "vit"]),
+        ("eval", ["smoke", "--set", f"mine={tmp_path}", "--set=l=liger"]), ("explain", ["llama", "--gpu", "H100"]),
+        ("track", ["show"]), ("track", [str(tmp_path)]), ("agent-loop", ["--agent", "codex", "--budget=1h30m"]),
+        ("mcp", ["--level", "2"]), ("quality", ["small/dp3"]), ("quality", ["llama-3.2-1b"]),
+        ("quality", []), ("quality", [str(tmp_path)]), ("capture", ["--host", "vllm"]),
+        ("quality", ["vit_base_patch16_224", "--hosts", "timm"]), ("tune", ["linear", "--shape", "N=64,dtype=float16"]),
     ):  # fmt: skip
         assert early_checks.problem(command, words) is None, command
 

@@ -14,11 +14,11 @@ from fk_bench.tables import gains as tables
 def compared(
     model: str, load: str, stock: float, patched: float, run: str = "a", host: str = "vllm", day: int = 1
 ) -> list[Row]:
-    """Rows of one run: three states of two runs each. stock, patched: ms per token, or tokens/s of prompts."""
+    """Rows of one run: three states of two runs each. stock, patched: ms per token, or input tokens/s of prompts."""
     decoding = load.endswith("128")
     made = []
     for block, value in enumerate((stock, patched, stock)):
-        metrics = {"tpot_ms": value} if decoding else {"output_tokens_per_s": value}
+        metrics = {"tpot_ms": value} if decoding else {"input_tokens_per_s": value}
         made += [
             Row(
                 run_id=run, time=f"2026-11-{day:02}T00:00:00Z", command="patch-compare", metrics=metrics,
@@ -44,6 +44,35 @@ def test_newest_run_counts() -> None:
     assert found["qwen3-4b", "8x512+8"].ratio == pytest.approx(0.98)
     assert found["qwen3-4b", "1x512+128"].decoding and not found["qwen3-4b", "8x512+8"].decoding
     assert found["qwen3-4b", "1x512+128"].date == "2026-11-02"
+
+
+def test_gain_of_prompts_is_of_input_tokens() -> None:
+    """Decoding after the prompts is faster here and must not count; TTFT and output tokens/s alone are no gain."""
+    slower = compared("qwen3-4b", "8x2048+8", 100.0, 95.0)
+    for row in slower:
+        faster = row.case["state"] == "patched"
+        row.metrics.update(output_tokens_per_s=130.0 if faster else 100.0, ttft_ms=8.0 if faster else 10.0)
+    assert [gain.ratio for gain in gains.gains(slower)] == [pytest.approx(0.95)]
+    for row in slower:
+        del row.metrics["input_tokens_per_s"]
+    assert not gains.gains(slower)
+
+
+def test_figure_has_one_dot_for_each_model_and_chip() -> None:
+    made = [row for load in ("8x2048+8", "1x32768+8") for row in compared("qwen3-4b", load, 100.0, 110.0)]
+    made += compared("qwen3-4b", "4x8192+8", 100.0, 121.0)
+    ((_, _, (cells,)),) = tables.table({"file": made})
+    assert cells[1:] == ["prompts", "1", "1.14 (Qwen3-4B)", "**1.14**", "1.14 (Qwen3-4B)"]
+    drawn = tables.figure({"file": made})
+    assert drawn.count("<circle") == 1 and "1x32768+8, 4x8192+8, 8x2048+8: 1.136x" in drawn
+
+
+def test_run_that_was_only_traced_replaces_no_times() -> None:
+    traced = compared("qwen3-4b", "1x512+128", 9.0, 9.0, "later", day=9)
+    for row in traced:
+        row.case["traced"], row.metrics = True, {"gpu_step_ms": 1.0, "allocations": 0}
+    found = gains.gains([*compared("qwen3-4b", "1x512+128", 3.0, 2.5), *traced])
+    assert [(gain.ratio, gain.date) for gain in found] == [(pytest.approx(1.2), "2026-11-01")]
 
 
 @pytest.mark.parametrize(

@@ -87,20 +87,27 @@ def loaded(load: str, patched: float, **more: float) -> list[Row]:
 def test_prompts_contexts_and_mixed_loads_have_their_tables() -> None:
     made = [*loaded("8x2048+8", 8.0), *loaded("1x65536@100+64", 5.0), *loaded("32x512+256/8x2048+8", 4.0)]
     files = {"a": [*made, *measured("m", 8.0, 5.0)]}
-    ((title, columns, cells),) = patch.prompts(files)
-    assert title.startswith("Prompts: vLLM, patched live")
-    assert columns[2] == "input tok/s: stock / patched / fastkernels"
-    assert cells == [[
-        "m", "8x2048+8", "100,000 / 125,000 / 125,000", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
-        "10 / 8 / 8", "1.250 (1.250 to 1.250)", "1.250 (1.250 to 1.250)",
-    ]]  # fmt: skip
-    ((_, columns, cells),) = patch.contexts(files)
-    assert columns[2].startswith("TPOT, ms") and [row[1:4] for row in cells] == [
-        ["1x65536@100+64", "10 / 5 / 8", "2.000 (2.000 to 2.000)"]
+    (title, columns, cells), (ttft, _, waits) = patch.prompts(files)
+    assert title.startswith("Prompts, input tok/s: vLLM, patched live") and ttft.startswith(
+        "Prompts, TTFT, ms: "
+    )
+    assert columns == [
+        "Model", "Load", "stock", "patched", "our engine", "patched, times better", "patched, 95%",
+        "our engine, times better", "our engine, 95%",
+    ]  # fmt: skip
+    ratios = ["1.250", "1.250 to 1.250", "1.250", "1.250 to 1.250"]
+    assert cells == [["m", "8x2048+8", "100,000", "125,000", "125,000", *ratios]]
+    assert waits == [["m", "8x2048+8", "10", "8", "8", *ratios]]
+    (title, _, cells), _ = patch.contexts(files)
+    assert ", TPOT, ms: " in title
+    assert [row[1:6] for row in cells] == [["1x65536@100+64", "10", "5", "8", "2.000"]]
+    found = [*patch.mixed(files)]
+    assert [title.split(", ", 1)[1].split(":")[0] for title, _, _ in found] == [
+        "TPOT, ms",
+        "TTFT, ms",
+        "output tok/s",
     ]
-    ((_, columns, cells),) = patch.mixed(files)
-    assert [name.split(":")[0] for name in columns[2::3]] == ["TPOT, ms", "TTFT, ms", "output tok/s"]
-    assert cells[0][:4] == ["m", "32x512+256/8x2048+8", "10 / 4 / 8", "2.500 (2.500 to 2.500)"]
+    assert found[0][2][0][:6] == ["m", "32x512+256/8x2048+8", "10", "4", "8", "2.500"]
     assert not list(patch.prompts({"a": measured("m", 8.0, 5.0)}))
 
 
@@ -111,18 +118,28 @@ def test_text_models_have_prompts_as_columns() -> None:
         for row in rows:
             row.run_id, row.case["with_engine"] = run, True
     ((title, columns, cells),) = speeds.text({"a": [*decode, *prompts]})
-    assert columns[4:6] == ["patched, 64", "patched, prompts"] and columns[9] == "our engine, prompts"
-    assert cells[0][2:10] == ["1.250", "", "", "2.000", "2.000", "", "", "1.250"]
-    assert "prompts: the geometric mean of" in title
+    assert columns[5:7] == ["patched, 64", "patched, prompts"] and columns[10] == "our engine, prompts"
+    assert cells[0][3:11] == ["1.250", "", "", "2.000", "2.000", "", "", "1.250"]
+    assert "prompts: geometric mean of input tokens/s" in title
     ((title, columns, _),) = speeds.text({"a": decode})
-    assert columns[4:6] == ["patched, 64", "our engine, 1"] and "prompts" not in title
+    assert columns[5:7] == ["patched, 64", "our engine, 1"] and "prompts" not in title
+
+
+def test_newest_run_of_a_load_counts() -> None:
+    old, new = loaded("8x2048+8", 8.0), loaded("8x2048+8", 5.0)
+    for run, rows in (("a", old), ("b", new)):
+        for row in rows:
+            row.run_id, row.time = run, f"2026-11-0{'ab'.index(run) + 1}"
+    for files in ({"a": old, "b": new}, {"b": new, "a": old}):
+        (_, _, cells), _ = patch.prompts(files)
+        assert [row[5] for row in cells] == ["2.000"]
 
 
 def test_fp8_cache_is_a_model_of_its_own() -> None:
     half = loaded("8x2048+8", 5.0)
     for row in half:
         row.case["kv_cache_dtype"] = "fp8"
-    ((_, _, cells),) = patch.prompts({"a": [*loaded("8x2048+8", 8.0), *half]})
+    (_, _, cells), _ = patch.prompts({"a": [*loaded("8x2048+8", 8.0), *half]})
     assert [row[0] for row in cells] == ["m", "m, KV cache fp8"]
 
 

@@ -44,10 +44,10 @@ def text(
 def test_text_model_has_ratios_means_and_the_papers_figure() -> None:
     ((title, columns, (cells,)),) = speeds.text({"a": text(110.0, 120.0)})
     assert title.startswith(
-        "Output tokens/s over stock vLLM's at 1 x (512, 128), 32 x (512, 128), 64 x (1024, 128); columns: requests ("
+        "Output tokens/s over stock vLLM's, by number of requests; lengths: tokens of a prompt + of its output ("
     )
     assert cells == [
-        "Llama-3.2-3B", "H200", "1.100", "1.100", "", "1.200", "1.200", "", "1.04", "2026-11-01",
+        "Llama-3.2-3B", "H200", "512+128", "1.100", "1.100", "", "1.200", "1.200", "", "1.04", "2026-11-01",
     ]  # fmt: skip
     assert len(columns) == len(cells)
 
@@ -56,7 +56,7 @@ def test_text_model_has_ratios_means_and_the_papers_figure() -> None:
 def test_newest_run_of_model_and_chip_counts(newer_first: bool) -> None:
     files = {"old": text(110.0, 120.0), "new": text(130.0, 140.0, 2), "h100": text(90.0, 80.0, machine=H100)}
     ((_, _, cells),) = speeds.text(dict(reversed(files.items())) if newer_first else files)
-    assert [(row[1], row[2]) for row in cells] == [
+    assert [(row[1], row[3]) for row in cells] == [
         ("H100", "0.900"),
         ("H200", "1.300"),
     ]
@@ -64,13 +64,53 @@ def test_newest_run_of_model_and_chip_counts(newer_first: bool) -> None:
 
 def test_two_runs_in_a_file_are_not_mixed() -> None:
     ((_, _, (cells,)),) = speeds.text({"a": [*text(130.0, 140.0, 2), *text(110.0, 120.0)]})
-    assert cells[2] == "1.300"
+    assert cells[3] == "1.300"
 
 
 def test_experts_are_shown_with_uniform_routing_only() -> None:
     assert not list(speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b")}))
     ((_, _, (cells,)),) = speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b", routing="uniform")})
-    assert cells[0] == "gpt-oss-20b" and cells[8] == "1.02"
+    assert cells[0] == "gpt-oss-20b" and cells[9] == "1.02"
+
+
+def test_decodes_of_other_lengths_fill_the_table() -> None:
+    """A newer run of short outputs stands in the same columns, with its lengths; the newest load counts."""
+    old, new = text(110.0, 120.0), text(130.0, 140.0, 2)
+    for row in new:
+        row.case["load"] = {"1x512+128": "1x512+64", "32x512+128": "64x512+64"}[row.case["load"]]
+    ((_, columns, (cells,)),) = speeds.text({"old": old, "new": new})
+    shown = dict(zip(columns, cells, strict=True))
+    assert shown["lengths"] == "512+64, 512+128"
+    assert [shown[f"patched, {n}"] for n in (1, 32, 64)] == ["1.300", "1.100", "1.300"]
+
+
+def test_patched_hosts_have_a_line_for_each_chip() -> None:
+    made = []
+    for load, value in (("1x512+64", 0.8), ("8x512+64", 0.5), ("8x2048+8", 1.1), ("4x8192+8", 1.21)):
+        for block, name in enumerate(("stock", "patched", "stock")):
+            rate = value if name == "patched" else 1.0
+            metric = "input_tokens_per_s" if load.endswith("+8") else "tpot_ms"
+            row = make_row(
+                "sglang", {"state": name, "block": block, "run": 0, "load": load}, {metric: rate},
+                command="patch-compare", subject=Subject(model=LLAMA, host="sglang"),
+            )  # fmt: skip
+            made.append(row.model_copy(update={"machine": H200, "time": "2026-11-02", "run_id": "a"}))
+    ((title, columns, (cells,)),) = speeds.patched({"a": made})
+    assert "input tokens/s" in title and len(columns) == len(cells)
+    assert cells == [
+        "Llama-3.2-3B",
+        "SGLang",
+        "H200",
+        "512+64",
+        "1.250",
+        "2.000",
+        "",
+        "",
+        "1.154",
+        "2026-11-02",
+    ]
+    drawn = model_plot.patched({"a": made})
+    assert "Llama-3.2-3B, 8: 2.000" in drawn and "Llama-3.2-3B, prompts: 1.154" in drawn
 
 
 def test_rows_without_our_engine_are_left_out() -> None:
