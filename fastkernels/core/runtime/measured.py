@@ -2,9 +2,9 @@
 
 Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
 that are captured later. Nothing is measured elsewhere, nor for a batch between two near ones with the same choice. Once
-a step has taken BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in FASTKERNELS_CACHE/measured for the chip,
-the versions and our sources (core/kept_files.py): the next process measures none of these shapes, and compiles only
-what it runs.
+a step has taken BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in
+FASTKERNELS_CACHE/measured for the chip, the versions and our sources (core/kept_files.py): the next process measures
+none of these shapes, and compiles only what it runs.
 """
 
 from __future__ import annotations
