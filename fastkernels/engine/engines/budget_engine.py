@@ -95,9 +95,8 @@ class BudgetEngine(Engine):
             except BaseException:
                 self.abort_all()
                 raise
-            if (
-                self.runner.device.type == "cuda"
-            ):  # outside of the handler, whose error holds the step's tensors
+            # Outside of the handler, whose error holds the step's tensors
+            if self.runner.device.type == "cuda":
                 torch.cuda.empty_cache()
             failed = sum(r.num_tokens for r in batch)
             if len(batch) == 1:

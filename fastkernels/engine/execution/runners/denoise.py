@@ -218,9 +218,8 @@ class Denoise(Runner):
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
                 continue
-            parts.append(
-                made if len(rows) == len(ids) else made.clone()
-            )  # the next call may use its memory again
+            # A graph's output lasts until the next call
+            parts.append(made if len(rows) == len(ids) else made.clone())
             at += len(rows)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
