@@ -203,12 +203,12 @@ class Denoise(Runner):
         while at < len(ids):
             part = slice(at, at + most)
             rows = ids[part]
+            made: torch.Tensor | None = None
             try:
                 made = self._guided(size, doubled, rows, scaled[part], times[part], guidance[part])
             except torch.OutOfMemoryError:
                 if len(rows) == 1 or self.config.tensor_parallel_size > 1:
                     raise
-                made = None
             if made is None:  # outside of the handler, whose error holds the tensors
                 most = self._fitting[size, doubled] = len(rows) // 2
                 log.warning(
