@@ -33,7 +33,7 @@ def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True
 
 
 def launch_kernel(
-    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: bool = True, **constants: Any
+    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: Any = True, **constants: Any
 ) -> None:
     few = torch.Size(grid).numel() <= 4096  # larger launches gain nothing from an early start (H200)
     early = few and args[0].is_cuda and torch.cuda.get_device_capability(args[0].device)[0] >= 9
