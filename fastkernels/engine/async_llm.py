@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.engine.engines.budget_engine import RequestDoesNotFit
 from fastkernels.engine.engines.engine import StepStats, make_engine
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.engine.sampling.sampling_params import SamplingParams
@@ -228,6 +229,9 @@ class AsyncLLM:
             self.on_step(stats)
 
     def _step_failed(self, error: Exception) -> None:
+        if isinstance(error, RequestDoesNotFit):
+            self._send([(error.request_id, EngineError(str(error)))])
+            return
         log.exception("a step failed; all requests are ended")
         self.num_failed_steps += 1
         self._failed_in_a_row += 1

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {  # modules whose short version goes into an exported file
     f"{PACKAGE}.core.dispatch": "dispatch.py",
     f"{PACKAGE}.core.cuda_rtc": "cuda_rtc.py",
+    f"{PACKAGE}.core.runtime.ahead": "launch.py",
     f"{PACKAGE}.overrides.kit.hopper": "hopper.py",
     f"{PACKAGE}.overrides.kit.overlap": "launch.py",
     f"{PACKAGE}.overrides.kit.launch": "launch.py",

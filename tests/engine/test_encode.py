@@ -20,6 +20,7 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import counters
 from fastkernels.engine.engines.encode_engine import EncodeEngine
 from fastkernels.engine.engines.llm_engine import LLMEngine
+from fastkernels.engine.execution.forward import transfer
 from fastkernels.engine.execution.runners import encode
 from fastkernels.engine.execution.runners.pooling import Pooling, read_pooling
 from fastkernels.engine.options.config import EngineConfig
@@ -125,20 +126,26 @@ def test_short_texts_padded_for_a_graph_equal_plain_ones(
     bert: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     prompts = [[5, 6, 7], list(range(4, 60)), [9], list(range(4, 8)), *([7] * n for n in (2, 9, 1))]
-    prompts, sizes = prompts[:count], []
+    prompts, sizes, copies = prompts[:count], [], []
     llm = LLM(str(bert), device="cpu")
     expected = [o.outputs.data for o in llm.encode(prompts)]
 
-    def at_once(key: str, function: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-        sizes.append([len(t) for t in inputs])
+    def at_once(key: tuple[Any, ...], function: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+        (joint,) = inputs
+        sizes.append((key[2], (len(joint) - 16) // 2))
         return function(*inputs)
 
+    def to_device(array: np.ndarray, device: torch.device, dtype: Any = None) -> torch.Tensor:
+        copies.append(len(array))
+        return torch.from_numpy(np.ascontiguousarray(array, dtype))
+
     monkeypatch.setattr(llm.llm_engine.runner, "graphs", at_once)
+    monkeypatch.setattr(transfer, "to_device", to_device)
     for own, plain in zip(llm.encode(prompts), expected, strict=True):
         np.testing.assert_allclose(own.outputs.data, plain, atol=1e-5)
     tokens = {1: 16, 3: 64, 4: 64, 5: 80, 7: 80}[count]
     bounds = {1: 3, 3: 5, 4: 5, 5: 10, 7: 10}[count]  # of 8 texts and the zeros, for more than 4
-    assert sizes == [[bounds, tokens, tokens]]
+    assert sizes == [(bounds, tokens)] and len(copies) == 1
 
 
 def test_many_and_long_texts_are_not_padded(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

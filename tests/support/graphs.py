@@ -18,7 +18,7 @@ LARGEST = 5  # rows of the first input, by default; more cannot be captured
 def stand_in(monkeypatch: pytest.MonkeyPatch, largest: int = LARGEST) -> list[int]:
     """Let ForwardGraphs work without a GPU. Returns the sizes of inputs that were captured; -1 of those that failed.
 
-    As in a graph, other tensors that the function reads are that of the capture, and the output's memory is reused.
+    As in a graph, other tensors that the function reads are those of the capture, and the output's memory is reused.
     """
     sizes: list[int] = []
 

@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def compiling() -> Iterator[None]:
             _state.active = False
 
 
-def _mode() -> Callable[..., object] | None:
+def _mode() -> Callable[..., AbstractContextManager[Any]] | None:
     """Triton's context of compilations in threads."""
     try:
         from triton.runtime import _async_compile

@@ -1,10 +1,10 @@
 """Ours or PyTorch's code for a shape, by measurement: for models of our engine, when a step runs for the first time.
 
 Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
-that are captured later. Nothing is measured elsewhere, nor for a batch if a near one is clear. Once a step has taken
-BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in FASTKERNELS_CACHE/measured for the chip,
-the versions and our sources (core/kept_files.py): the next process measures none of these shapes, and compiles only
-what it runs.
+that are captured later. Nothing is measured elsewhere, nor for a batch between two near ones with the same choice. Once
+a step has taken BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in
+FASTKERNELS_CACHE/measured for the chip, the versions and our sources (core/kept_files.py): the next process measures
+none of these shapes, and compiles only what it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS, ROUNDS = 8, 3  # of a graph
 MOST = 1 << 14  # keys that are kept: in a server whose inputs have ever new shapes, ours runs from then on
 MARGIN = 0.97  # of our time, which PyTorch's must not exceed
 BUDGET_S = 10.0  # that a step with new shapes may measure, compilations included
-CLEAR, NEAR = 1.5, 4  # a ratio of times that holds for batches up to NEAR times larger or smaller
+NEAR = 2  # powers of two between batches, whose common choice holds for those between them
 KEEP_S = 5.0  # between writes within a step, so that a process that is killed in a long one keeps its times
 _state = threading.local()
 _slower: dict[Hashable, str | None] = {}  # by op and shape: why ours does not run
@@ -88,7 +88,7 @@ def slower(
     def name(count: int) -> str:
         return repr((op, str(x.dtype), (count, *rest), tuple(x.stride()), what))
 
-    times = chip.times.get(name(batch)) or _of_near_batch(chip, name, batch)
+    times = chip.times.get(name(batch)) or _between(chip, name, batch)
     if times is None and ahead.active():
         return None  # measured in the step itself, which needs ours for it
     if times is None and chip.measures and _now() - _state.begun > BUDGET_S:
@@ -106,23 +106,28 @@ def slower(
     finally:
         _state.on = True
     _slower[key] = None
-    if times is not None and times[1] < MARGIN * times[0]:
+    if times is not None and _other_wins(times):
         _slower[key] = (
             f"PyTorch's code takes {1e3 * times[1]:.1f} us for this shape, ours {1e3 * times[0]:.1f}"
         )
     return _slower[key]
 
 
-def _of_near_batch(chip: _Chip, name: Callable[[int], str], batch: int) -> list[float] | None:
-    """Times of a batch that is not far, if one of the two was clearly faster there."""
-    factor = 2
-    while factor <= NEAR:
-        for near in (batch // factor, batch * factor):
-            times = chip.times.get(name(near)) if near else None
-            if times is not None and not 1 / CLEAR < times[0] / times[1] < CLEAR:
-                return times
-        factor *= 2
-    return None
+def _between(chip: _Chip, name: Callable[[int], str], batch: int) -> list[float] | None:
+    """Times of a smaller batch and a larger one that is near, if the same one was faster in both."""
+
+    def first(counts: tuple[int, ...]) -> list[float] | None:
+        return next((found for n in counts if n and (found := chip.times.get(name(n))) is not None), None)
+
+    powers = [1 << i for i in range(1, NEAR + 1)]
+    less, more = first(tuple(batch // p for p in powers)), first(tuple(batch * p for p in powers))
+    if less is None or more is None or _other_wins(less) != _other_wins(more):
+        return None
+    return less
+
+
+def _other_wins(times: list[float]) -> bool:
+    return times[1] < MARGIN * times[0]
 
 
 def faster(

@@ -115,8 +115,11 @@ class ActionEngine(BudgetEngine):
         batch = list(self.scheduler.schedule())
         if not batch:
             return []
-        found = self._launch(
-            ActInput([r.observation for r in batch], [r.seed for r in batch], [r.steps for r in batch])
+        batch, found = self._compute(
+            batch,
+            lambda some: ActInput(
+                [r.observation for r in some], [r.seed for r in some], [r.steps for r in some]
+            ),
         )
         self._remove(batch)
         self.stats.prompt_tokens += sum(r.num_tokens for r in batch)

@@ -308,16 +308,7 @@ class EncodeEngine(BudgetEngine):
         return outputs
 
     def _forward(self, batch: list[EncodeRequest]) -> list[PoolingRequestOutput]:
-        images = [r.image for r in batch if r.image is not None]
-        step = EncodeInput(
-            np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
-            np.array([r.num_features for r in batch], np.int32),
-            [(r.params.task, r.params.use_activation is not False) for r in batch],
-            [image.values for image in images] or None,
-            [image.grid for image in images],
-            **_more(batch),
-        )
-        found = self._launch(step)
+        batch, found = self._compute(batch, _step_of)
         self._remove(batch)
         self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
         self.stats.encoded += batch
@@ -332,6 +323,18 @@ class EncodeEngine(BudgetEngine):
             )
             for r, data in zip(batch, found, strict=True)
         ]
+
+
+def _step_of(batch: list[EncodeRequest]) -> EncodeInput:
+    images = [r.image for r in batch if r.image is not None]
+    return EncodeInput(
+        np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
+        np.array([r.num_features for r in batch], np.int32),
+        [(r.params.task, r.params.use_activation is not False) for r in batch],
+        [image.values for image in images] or None,
+        [image.grid for image in images],
+        **_more(batch),
+    )
 
 
 def _check_target(params: PoolingParams, target: segmentation.Concept | Marks) -> None:

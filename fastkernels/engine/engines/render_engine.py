@@ -47,7 +47,9 @@ class RenderEngine(BudgetEngine):
         batch = list(self.scheduler.schedule())
         if not batch:
             return []
-        found = self._launch(RenderInput([r.camera for r in batch], [r.params.raw for r in batch]))
+        batch, found = self._compute(
+            batch, lambda some: RenderInput([r.camera for r in some], [r.params.raw for r in some])
+        )
         self._remove(batch)
         self.stats.images += batch
         return [

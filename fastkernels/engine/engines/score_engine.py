@@ -68,9 +68,9 @@ class ScoreEngine(BudgetEngine):
         super().__init__(config, checkpoint)
 
     def _start(self) -> None:
-        config, each = self.config, self.runner.ids_per_token
+        config, self.each = self.config, self.runner.ids_per_token
         self.scheduler = BudgetScheduler(
-            config.max_num_seqs, each * config.max_num_batched_tokens, config.max_waiting
+            config.max_num_seqs, self.each * config.max_num_batched_tokens, config.max_waiting
         )
 
     def make_request(
@@ -92,8 +92,12 @@ class ScoreEngine(BudgetEngine):
         batch: list[Any] = list(self.scheduler.schedule())
         if not batch:
             return []
-        activated = [r.params.use_activation is not False for r in batch]
-        found = self._launch(ScoreInput([r.sample for r in batch], activated))
+        batch, found = self._compute(
+            batch,
+            lambda some: ScoreInput(
+                [r.sample for r in some], [r.params.use_activation is not False for r in some]
+            ),
+        )
         self._remove(batch)
         self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
         self.stats.encoded += batch

@@ -112,6 +112,9 @@ class BudgetScheduler(Generic[R]):
     def add(self, request: R) -> None:
         """Queue a request. Raises QueueFull."""
         self.check_room()
+        self._push(request)
+
+    def _push(self, request: R) -> None:
         self._count += 1  # equal keys keep their order
         heapq.heappush(self._waiting, (request.arrival + request.priority * AGING, self._count, request))
         self.num_waiting += 1
@@ -130,6 +133,15 @@ class BudgetScheduler(Generic[R]):
                 self.num_waiting -= 1
             heapq.heappop(self._waiting)
         return self.running
+
+    def keep(self, some: list[R], others: Sequence[R]) -> list[R]:
+        """Let `others` wait again, and give no later step more tokens than `some`, which this returns."""
+        self.max_num_batched_tokens = sum(r.num_tokens for r in some)
+        for request in others:
+            request.status = Status.WAITING
+            self._push(request)
+        self.running = [r for r in self.running if r.status is Status.RUNNING]
+        return some
 
     def remove(self, requests: Iterable[R]) -> None:
         """Take requests out, finished or not."""

@@ -32,10 +32,16 @@ def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True
     return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
 
 
-def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: Any = True, **constants: Any
+) -> None:
     few = torch.Size(grid).numel() <= 4096  # larger launches gain nothing from an early start (H200)
     early = few and args[0].is_cuda and torch.cuda.get_device_capability(args[0].device)[0] >= 9
     kernel[grid](*args, **constants, OVERLAP=early, **({"launch_pdl": True} if early else {}))
+
+
+def only() -> bool:
+    return False
 
 
 def multiprocessors(device: torch.device) -> int:

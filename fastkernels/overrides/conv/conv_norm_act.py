@@ -17,6 +17,7 @@ import triton.language as tl
 from fastkernels.core.assemble import filled, load, make, refuse, takes
 from fastkernels.core.case import Tolerance
 from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.runtime import ahead
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor, fan_in
 from fastkernels.overrides.block.linear_residual import linear_residual
 from fastkernels.overrides.conv.convolution import output_shape
@@ -251,7 +252,7 @@ def _triton(
     pixels, depthwise = batch * rows * columns, groups == channels == made and channels > 1
     if not depthwise and not _is_pointwise(weight, padding, groups):
         moves = list(stride), list(padding), list(dilation), groups
-        return _by_library(x, weight, bias, norm, residual, moves, activation, add_first)
+        return _by_library(x, weight, bias, norm, residual, moves, activation, add_first, shape)
     out = _empty(x, weight, shape)
     if out.numel() == 0:
         return out
@@ -287,11 +288,13 @@ def _triton(
 
 def _by_library(
     x: T, weight: T, bias: T | None, norm: Norm, residual: T | None,
-    moves: tuple[list[int], list[int], list[int], int], activation: str, add_first: bool,
+    moves: tuple[list[int], list[int], list[int], int], activation: str, add_first: bool, shape: list[int],
 ) -> T:  # fmt: skip
     """PyTorch's (cuDNN's) convolution, and one kernel for all that follows, in the convolution's own memory."""
-    y = torch.conv2d(x, weight, None, *moves)
-    y = y.contiguous(memory_format=_format(x, weight))
+    if ahead.only():  # cuDNN times its algorithms later, next to no threads that compile
+        y = _empty(x, weight, shape)
+    else:
+        y = torch.conv2d(x, weight, None, *moves).contiguous(memory_format=_format(x, weight))
     if bias is None and norm.mean is None and residual is None and activation == "none":
         return y
     return apply_epilogue(y, norm, activation, residual, y, add_first, bias)
@@ -307,6 +310,8 @@ def _library(
     norm = Norm(mean, var, norm_weight, norm_bias, eps)
     shape = _check(x, weight, bias, norm.vectors, residual, stride, padding, dilation, groups, activation)
     moves = list(stride), list(padding), list(dilation), groups
+    if ahead.only():
+        return _by_library(x, weight, bias, norm, residual, moves, activation, add_first, shape)
     by_pixel = channels_last(x) or x.shape[2:] == (1, 1)
     if by_pixel and _is_pointwise(weight, padding, groups) and set(stride) == {1} and 0 not in shape:
         return _product(x, weight, bias, norm, residual, activation, add_first, shape)
@@ -318,7 +323,7 @@ def _library(
             return torch.cudnn_convolution_relu(x, weight, bias, steps, edges, spread, groups)
         added = residual.contiguous(memory_format=torch.channels_last)
         return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, steps, edges, spread, groups)
-    return _by_library(x, weight, bias, norm, residual, moves, activation, add_first)
+    return _by_library(x, weight, bias, norm, residual, moves, activation, add_first, shape)
 
 
 def fuses_relu(

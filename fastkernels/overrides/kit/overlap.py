@@ -60,7 +60,7 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launch_kernel(
-    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: bool = True, **constants: Any
+    kernel: Any, grid: tuple[int, ...], *args: Any, any_grid: Any = True, **constants: Any
 ) -> None:
     """Run kernel[grid](*args, **constants) with overlap where that pays, and with less CPU time than Triton's launch.
 

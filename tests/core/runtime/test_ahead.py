@@ -51,6 +51,19 @@ def test_kernels_of_a_step_are_compiled_in_threads(hopper: None, monkeypatch: py
     kernel.device_caches.clear()
 
 
+def test_libraries_run_in_the_step_itself(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN, whose algorithms are timed in their first run, must not do this next to threads that compile."""
+    x, weight = torch.ones(1, 32, 6, 6).to(memory_format=torch.channels_last), torch.ones(32, 32, 3, 3)
+    monkeypatch.setattr(torch, "conv2d", lambda *_: pytest.fail("a convolution"))
+    monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: None)
+    with ahead.compiling():
+        for call in (conv._triton, conv._library):
+            made = ahead.run(
+                lambda call=call: call(x, weight, torch.ones(32), padding=(1,), activation="silu")
+            )
+            assert made.shape == x.shape and made.stride() == x.stride() and not made.any()
+
+
 def test_failed_compilation_is_left_to_the_launch(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> object:
         raise RuntimeError("no such instruction")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from fastkernels.engine.execution.runners.encode import CACHE_OPTIONS
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.pipelines.pipeline import Guidance, Size
 from fastkernels.models.common.pipelines.schedules import Schedule
+
+log = logging.getLogger("fastkernels")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Denoise(Runner):
         self.limits = Limits(0, self.model.longest, self.config.max_num_batched_tokens)
         self.max_model_len = self.model.longest
         self.pool = LatentPool()
+        self._fitting: dict[tuple[Size, bool], int] = {}
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self.graphs = ForwardGraphs(self.device)
 
@@ -193,7 +197,35 @@ class Denoise(Runner):
     def _output(
         self, size: Size, doubled: bool, ids: Sequence[str], scaled: Any, times: Any, guidance: Any
     ) -> torch.Tensor:
-        """The denoiser's output for images of one size, guided."""
+        """The denoiser's output for images of one size, guided; of as many at once as the device has memory for."""
+        most = self._fitting.get((size, doubled), len(ids))
+        parts, at = list[torch.Tensor](), 0
+        while at < len(ids):
+            part = slice(at, at + most)
+            rows = ids[part]
+            made: torch.Tensor | None = None
+            try:
+                made = self._guided(size, doubled, rows, scaled[part], times[part], guidance[part])
+            except torch.OutOfMemoryError:
+                if len(rows) == 1 or self.config.tensor_parallel_size > 1:
+                    raise
+            if made is None:  # outside of the handler, whose error holds the tensors
+                most = self._fitting[size, doubled] = len(rows) // 2
+                log.warning(
+                    "a step of %d images of %s needs more memory than the GPU has: %d at a time from now on",
+                    len(rows), " x ".join(map(str, size)), most,
+                )  # fmt: skip
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                continue
+            # A graph's output lasts until the next call
+            parts.append(made if len(rows) == len(ids) else made.clone())
+            at += len(rows)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _guided(
+        self, size: Size, doubled: bool, ids: Sequence[str], scaled: Any, times: Any, guidance: Any
+    ) -> torch.Tensor:
         conditions = self.pool.conditions(ids)
         if not doubled:
             return self._forward(size, scaled, times, guidance, conditions).float()

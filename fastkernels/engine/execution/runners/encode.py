@@ -153,17 +153,23 @@ class Encode(Runner):
         if step.patches is not None:
             return self._launch_images(step, starts)
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], step.query_lens)
-        metadata, cu_seqlens = self._described(step.query_lens, starts)
-        if step.seen is not None and (step.seen < step.query_lens).any():
-            metadata = replace(
-                metadata, key_rows=self._to_device(np.flatnonzero(positions < np.repeat(step.seen, step.query_lens))),
-                seq_lens=self._to_device(step.seen).int(), max_seqlen_k=int(step.seen.max()),
-            )  # fmt: skip
-        with forward_context(metadata):
-            types = [] if step.token_type_ids is None else [step.token_type_ids]
-            hidden = self._read([step.input_ids, positions, *types], starts, metadata)
-            found = {t: self._head(step, t, hidden, cu_seqlens) for t in dict.fromkeys(step.tasks)}
-            return EncodeStep(step, starts, found)
+        arrays = [step.input_ids, positions]
+        arrays += [] if step.token_type_ids is None else [step.token_type_ids]
+        seen = None if step.seen is None or (step.seen >= step.query_lens).all() else step.seen
+        if seen is None and self._is_short(starts):
+            hidden, cu_seqlens = self._replay(arrays, starts, int(step.query_lens.max()))
+        else:
+            metadata, cu_seqlens = self._described(step.query_lens, starts)
+            if seen is not None:
+                rows = np.flatnonzero(positions < np.repeat(seen, step.query_lens))
+                metadata = replace(
+                    metadata, key_rows=self._to_device(rows), seq_lens=self._to_device(seen).int(),
+                    max_seqlen_k=int(seen.max()),
+                )  # fmt: skip
+            with forward_context(metadata):
+                hidden = self.model(*map(self._to_device, arrays))
+        found = {t: self._head(step, t, hidden, cu_seqlens) for t in dict.fromkeys(step.tasks)}
+        return EncodeStep(step, starts, found)
 
     def _launch_images(self, step: EncodeInput, starts: np.ndarray) -> EncodeStep:
         assert step.patches is not None
@@ -196,28 +202,37 @@ class Encode(Runner):
         )  # fmt: skip
         return metadata, cu_seqlens
 
-    def _read(
-        self, arrays: Sequence[np.ndarray], starts: np.ndarray, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """The hidden states of texts. arrays [T]: their ids, positions and types."""
+    def _is_short(self, starts: np.ndarray) -> bool:
+        """Whether a step of these texts runs in a graph."""
         rows, tokens = len(starts) - 1, int(starts[-1])
         few = rows <= TEXT_ROWS and tokens <= TEXT_TOKENS[-1]
-        short = few and tokens * self.hf_config.hidden_size**2 <= TEXT_WORK
-        if self.graphs is None or not short or metadata.key_rows is not None:
-            return self.model(*map(self._to_device, arrays))
-        arrays, bounds = padded(arrays, starts)
-        longest = len(arrays[0]) if rows <= EXACT_ROWS else next_power_of_2(metadata.max_seqlen_q)
+        return self.graphs is not None and few and tokens * self.hf_config.hidden_size**2 <= TEXT_WORK
 
-        def compute(bounds: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-            context = replace(
-                metadata, cu_seqlens_q=bounds, seq_lens=bounds.diff(), max_seqlen_q=longest, max_seqlen_k=longest,
-                slot_mapping=bounds.new_empty(0), block_table=bounds.new_empty(len(bounds) - 1, 0),
+    def _replay(
+        self, arrays: Sequence[np.ndarray], starts: np.ndarray, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states of short texts, and where each starts. arrays [T]: their ids, positions and types.
+
+        All that the device needs is one copy.
+        """
+        rows, tokens = len(starts) - 1, int(starts[-1])
+        arrays, bounds = padded(arrays, starts)
+        longest = len(arrays[0]) if rows <= EXACT_ROWS else next_power_of_2(longest)
+        joint, places = transfer.packed([bounds, *arrays], self.device, np.int64)
+
+        def compute(joint: torch.Tensor) -> torch.Tensor:
+            wide, *given = (joint[place] for place in places)
+            bounds = wide.int()
+            metadata = AttentionMetadata(
+                slot_mapping=bounds.new_empty(0), cu_seqlens_q=bounds, seq_lens=bounds.diff(),
+                block_table=bounds.new_empty(len(bounds) - 1, 0), max_seqlen_q=longest, max_seqlen_k=longest,
+                padded=False,
             )  # fmt: skip
-            with forward_context(context):
+            with forward_context(metadata):
                 return self.model(*given)
 
-        given = [self._to_device(bounds, np.int32), *map(self._to_device, arrays)]
-        return self.graphs(("texts", longest), compute, given)[:tokens]
+        key = "texts", longest, len(bounds), len(arrays)
+        return self.graphs(key, compute, [joint])[:tokens], joint[: rows + 1]
 
     def _head(
         self, step: EncodeInput, task: Task, hidden: torch.Tensor, starts: torch.Tensor

@@ -130,7 +130,9 @@ class Unmask(Runner):
         size = max(1, LOGITS // self.hf_config.vocab_size)
         slices = [slice(i, i + size) for i in range(0, len(step.targets), size)]
         parts = [self.draw(self._logits(hidden, step, part), step, part) for part in slices]
-        tokens, logprobs = parts[0] if len(parts) == 1 else (torch.cat(e) for e in zip(*parts, strict=True))
+        tokens, logprobs = (
+            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
+        )
         return UnmaskStep(tokens, logprobs)
 
     def _hidden(self, step: UnmaskInput) -> torch.Tensor:

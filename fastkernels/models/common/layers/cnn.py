@@ -181,6 +181,7 @@ class Folded(nn.Module):
     norms  names of pairs of a convolution and the batch norm behind it; `style` has the norms' epsilon
     """
 
+    style: Style
     norms: Sequence[tuple[str, str]] = ()
 
     @torch.no_grad()
@@ -190,7 +191,7 @@ class Folded(nn.Module):
             conv, norm = getattr(self, name), getattr(self, norm_name)
             if norm is None:
                 continue
-            weight, bias = folded(conv, norm, self.style.eps)  # type: ignore[arg-type, union-attr]
+            weight, bias = folded(conv, norm, self.style.eps)
             conv.weight.copy_(weight)
             conv.bias = nn.Parameter(bias.to(conv.weight.dtype), conv.weight.requires_grad)
             setattr(self, norm_name, None)
