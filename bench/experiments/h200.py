@@ -74,8 +74,13 @@ AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agre
 # Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
 SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep", "c": "moe,moe_fp8,sinks"}
 WORKS = {
-    "vllm": {**SHARED, "b": f"{SHARED['b']},ray", "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,pp,ep"},
-    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
+    "vllm": {
+        **SHARED,
+        "b": f"{SHARED['b']},ray",
+        "c": f"{SHARED['c']},mla",
+        "two": "tp,tp_norms,tp_sums,pp,ep,ep_dispatch",
+    },
+    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,tp_sums,pp,ep_dispatch"},
 }
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells
 # Expected seconds of a part's cells with one way of patching and with both (11 features on two H200s with 32 cores
