@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fastkernels.core import registry
 from fastkernels.core.candidate import sources_folder
 from fk_bench.agents import feedback
 from fk_bench.agents.budget import Spent, TaskBudget
@@ -26,6 +27,8 @@ COMMAND = "agent-loop"
 ATTEMPT, TASK, RUN = "attempt", "task", "run"  # case['kind'] of this command's rows
 SEEN = ("random", "extreme")  # sources of the cases of attempts; the final score has all
 STUB = 0  # number of the attempt that is the stub
+INDEPENDENT, SEQUENTIAL = "independent", "sequential"
+MODES = (INDEPENDENT, SEQUENTIAL)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,14 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._judge.__exit__(kind, error, trace)
+
+    def below(self, op: str) -> dict[str, Path]:
+        """Winners of this run that the op runs inside it; none in independent mode."""
+        if self.settings.label.get("mode") != SEQUENTIAL:
+            return {}
+        won = {f.stem: f for f in sorted((self.run / "set").glob("*.py"))}
+        reached = registry.reached(op, parts=True)
+        return {name: file for name, file in won.items() if name in reached}
 
     def start(self, op: str, level: int, stub: Path, below: Mapping[str, Path] | None = None) -> Task:
         """Begin a task. The stub is judged as attempt 0, so that a gain over it is known; then the budget begins."""
