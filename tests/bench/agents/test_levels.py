@@ -127,7 +127,7 @@ def test_level_4_needs_a_model() -> None:
 def test_winner_runs_inside_a_judged_block(tmp_path: Path) -> None:
     """The command of a user: an op, then the block of a model that runs it."""
     model, out = str(small_model()), tmp_path / "run"
-    text, blocks = model_blocks.register(model)
+    _, blocks = model_blocks.register(model)
     block = next(b for b in blocks if registry.get(b).level == 2 and BELOW in registry.reached(b, parts=True))
     edit = "f=$(ls *.py | grep -v reference); echo '# mine' >> $f; ./check; true"
     words = [
