@@ -13,11 +13,9 @@ from bench.agents.conftest import CASE
 from fk_bench.agents import tasks
 from fk_bench.agents.mcp_server import Tasks, server_of
 from fk_bench.agents.session import INDEPENDENT, SEQUENTIAL, Session, Settings
-from fk_bench.core.rows import Row, Status, Subject, read
+from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.core.small_model import small_model
-from fk_bench.info import model_blocks
 from mcp import Client
-from support.commands import fk_bench, last_json
 
 from fastkernels.core import registry
 from fastkernels.core.registry import UnknownName
@@ -121,22 +119,3 @@ def test_level_4_needs_a_model() -> None:
         tasks.chosen((), 4, "")
     with pytest.raises(UnknownName):
         tasks.chosen(("no_such_op",), None, "")
-
-
-@pytest.mark.slow
-def test_winner_runs_inside_a_judged_block(tmp_path: Path) -> None:
-    """The command of a user: an op, then the block of a model that runs it."""
-    model, out = str(small_model()), tmp_path / "run"
-    _, blocks = model_blocks.register(model)
-    block = next(b for b in blocks if registry.get(b).level == 2 and BELOW in registry.reached(b, parts=True))
-    edit = "f=$(ls *.py | grep -v reference); echo '# mine' >> $f; ./check; true"
-    words = [
-        "agent-loop", "--command", edit, "--model", model, "--ops", f"{BELOW},{block}", "--mode", "sequential",
-        "--final", "random", "--rounds", "3", "--attempts", "1", "--device", "cpu", "--json", "--out", str(out),
-    ]  # fmt: skip
-    last = last_json(fk_bench(*words, timeout=900))
-    assert [(t["op"], t["status"]) for t in last["tasks"]] == [(BELOW, "ok"), (block, "ok")], last
-    rows, _ = read(out / "rows.jsonl")
-    cases = [r for r in rows if r.kind == "case" and r.subject.op == block and r.status is Status.OK]
-    assert (out / "tasks" / block / "work" / "below" / f"{BELOW}.py").is_file()
-    assert any(r.case.get("candidates", {}).get(BELOW, 0) > 0 for r in cases), [r.case for r in cases[:1]]
