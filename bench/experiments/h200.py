@@ -5,6 +5,7 @@
     make bench-h200 MODEL=folder [FP8_MODEL=folder] ...   uses these; MODEL_NAME is their name in the tables
     PYTHON=path           the Python with fastkernels[bench] (default: python3)
     TEXT_MODEL=folder     measure quality too: a small model with real weights, such as SmolLM2-135M-Instruct
+    SETS=folder           candidates of others, SETS/NAME/...: judged, scored in the hosts, and studied
     VLLM_ENGINE='{"name": value}', SGLANG_ENGINE: more engine arguments for the quality parts
     GPUS=0,1,2,3          the GPUs to use (default: all that are visible); a part has one or two to itself
     ONLY=part,'servers*'  run these parts and their prerequisites; an OUT of an earlier run skips parts that succeeded
@@ -74,12 +75,25 @@ AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agre
 # Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
 SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep", "c": "moe,moe_fp8,sinks"}
 WORKS = {
-    "vllm": {**SHARED, "b": f"{SHARED['b']},ray", "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,pp,ep"},
-    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
+    "vllm": {
+        **SHARED,
+        "b": f"{SHARED['b']},ray",
+        "c": f"{SHARED['c']},mla",
+        "two": "tp,tp_norms,tp_sums,pp,ep,ep_dispatch",
+    },
+    "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,tp_sums,pp,ep_dispatch"},
 }
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells
 # Expected seconds of a part's cells with one way of patching and with both (11 features on two H200s with 32 cores
 # took 132 and 190, 2026-11-22), of compiling host kernels (106 in vLLM; SGLang's is a guess), and the limit of a cell.
+SUITE, LIBRARIES, PROFILED = (
+    "default",
+    ("liger", "quack", "flashinfer", "inductor"),
+    ("rms_norm", "linear", "silu_and_mul"),
+)
+# Expected seconds of a library's ops at 1.7 s a case (2026-11-27), of all profiles (a guess, with ncu), and the time
+# that the judge takes for others' files: it continues where it stopped.
+LIBRARY_S, PROFILE_S, FOREIGN_S = 240, 240, 480
 WORKS_S, PREBUILD_S, CELL_S = {1: 130, 2: 200}, 130, 240
 
 
@@ -96,6 +110,7 @@ class Settings:
     tokenizer: str = ""
     made: bool = False
     quick: bool = False
+    sets: str = ""
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Settings:
@@ -106,7 +121,7 @@ class Settings:
         engines = {h: env[f"{h.upper()}_ENGINE"] for h in hosts if env.get(f"{h.upper()}_ENGINE")}
         return cls(
             out, env.get("MODEL") or str(out / "model"), fp8, hosts, env.get("TEXT_MODEL", ""), engines,
-            env.get("TOKENIZER", ""), made, env.get("QUICK", "0") not in ("", "0"),
+            env.get("TOKENIZER", ""), made, env.get("QUICK", "0") not in ("", "0"), env.get("SETS", ""),
         )  # fmt: skip
 
     def file(self, name: str) -> str:
@@ -134,6 +149,7 @@ def parts(settings: Settings) -> list[Part]:
         *_pictures(settings),
         *_servers(settings),
         *_hosts(settings),
+        *_candidates(settings),
     ]
     known = {p.name for p in made}
     return [replace(p, after=tuple(a for a in p.after if a in known)) for p in made]
@@ -363,6 +379,54 @@ def _many_models(python: str, a: Settings) -> list[Part]:
     return [*made, Part("patch-gpt-oss", (sparse,), 300), Part("formats", (formats,), 260)]
 
 
+def set_names(a: Settings) -> list[str]:
+    """Return the names of the sets of others: the subfolders of SETS."""
+    return sorted(p.name for p in Path(a.sets).iterdir() if p.is_dir()) if a.sets else []
+
+
+def eval_seconds(host: str) -> float:
+    """Return the seconds that the suite declares for the items of a host, with one set."""
+    from fk_bench.evaluate.suites import load
+
+    return 60 * sum(e.minutes for e in load(SUITE).entries if e.item.host == host)
+
+
+def _candidates(a: Settings) -> list[Part]:
+    """Sets of candidates: libraries and others' files by the judge, in hosts, and whether the times agree; profiles."""
+    runs = [a.file(f"library-{name}") for name in LIBRARIES]
+    judge = ("--cases", "random,held-out", "--rounds", "5", "--no-scan")
+    libraries = [
+        fk("kernels", "--candidate", n, *judge, "--out", run) for n, run in zip(LIBRARIES, runs, strict=True)
+    ]
+    step = ("llama-3.1-8b", "--batch", "32", "--context", "1024")
+    profiles = [fk("profile", op, "--out", a.file(f"profile-{op}")) for op in PROFILED]
+    made = [
+        Part("agents-table", (*libraries, fk("agents-table", *runs)), LIBRARY_S * len(LIBRARIES)),
+        Part("profile", (*profiles, fk("profile", *step, "--out", a.file("profile-step"))), PROFILE_S),
+    ]
+    names, after = set_names(a), ("foreign",)
+    if names:
+        judged_sets = experiment(
+            "foreign_candidates/judge_sets", a.sets, a.file("foreign"), "--limit", str(FOREIGN_S)
+        )
+        made.append(Part("foreign", (judged_sets,), FOREIGN_S))
+    for host, python in a.hosts.items():
+        where = ("--host", host, "--python", f"{host}={python}", "--no-kernels")
+        own = fk("eval", SUITE, "--selftest", *where, "--out", a.file(f"eval-selftest-{host}"))
+        made.append(Part(f"eval-selftest-{host}", (own,), eval_seconds(host)))
+        if names:
+            sets = [w for n in names for w in ("--set", f"{n}={a.file(f'foreign/passing/{n}')}")]
+            run = a.file(f"eval-{host}")
+            made += [
+                Part(f"eval-{host}", (fk("eval", SUITE, *where, *sets, "--out", run),),
+                     eval_seconds(host) * len(names), after=after),
+                Part(f"study-{host}", (fk("study", run, "--kernels", a.file("foreign"), "--markdown",
+                                          a.file(f"study-{host}.md")),), 20, gpus=0, after=(f"eval-{host}",)),
+            ]  # fmt: skip
+    # These long parts leave the first GPUs to the checkpoints, for which the servers wait.
+    return [replace(part, after=part.after or ("model", "model-fp8")) for part in made]
+
+
 def _works(a: Settings, host: str, letter: str, features: str) -> Part:
     name, ways, python = f"works-{host}-{letter}", ("live",) if a.quick else ("live", "start"), a.hosts[host]
     cells = experiment(
@@ -394,7 +458,7 @@ def tables(settings: Settings, env: Mapping[str, str]) -> list[Command]:
 
 def wrong(settings: Settings, env: Mapping[str, str], todo: Sequence[Part]) -> list[str]:
     """Return a line for each wrong or missing setting."""
-    said = preflight.wrong_folders(env, ("MODEL", "FP8_MODEL", "TEXT_MODEL", "TOKENIZER"))
+    said = preflight.wrong_folders(env, ("MODEL", "FP8_MODEL", "TEXT_MODEL", "TOKENIZER", "SETS"))
     served = [p.name for p in todo if p.name.startswith(("prompts", "servers"))]
     if settings.made and served and not settings.tokenizer:
         said.append(

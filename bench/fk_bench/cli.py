@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from fastkernels.core import multicast
 from fk_bench.core import early_checks
 from fk_bench.core.terminal.output import fail
 
@@ -159,6 +160,7 @@ def _load(name: str, where: str) -> Callable[..., Any]:
             for number in value if isinstance(value, list | tuple) else (value,):
                 if (problem := _unusable(option, number)) is not None:
                     _end(f"fk-bench {name}: {problem}")
+        multicast.turn_off()  # in all processes that the command starts
         return command(*args, **options)
 
     return run

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastkernels.core import multicast
+
 TIMEOUT_S = (
     600.0  # a rank may compile kernels for minutes while the others wait; one that died is found at once
 )
@@ -49,6 +51,10 @@ class CollectiveError(RuntimeError):
     def __init__(self, reason: str, rank: int | None = None, fatal: bool = False):
         super().__init__(reason)
         self.rank, self.fatal = rank, fatal
+
+
+class NotInAllRanks(RuntimeError):
+    """A step of a setup failed in one rank, so that no rank goes on. The text names the rank and its reason."""
 
 
 class Meeting:
@@ -109,13 +115,8 @@ class Meeting:
             ):
                 raise self.fail(f"{call}: rank {rank} has left the group in this call", rank)
         self._fence()
-        differing = [r for r in self._others if self._text(r, count) != text]
-        if differing:
-            calls = [f"rank {r}: {self._text(r, count).rstrip(bytes(1)).decode()}" for r in range(self.size)]
-            raise CollectiveError(
-                f"ranks make different calls, so none is made: {'; '.join(calls)}",
-                differing[0] if len(differing) == 1 and self.size > 2 else None,
-            )
+        if any(self._text(r, count) != text for r in self._others):
+            _compare([self._text(r, count).rstrip(bytes(1)).decode() for r in range(self.size)], self.rank)
 
     def _wait(self, rank: int, count: int, call: str) -> None:
         arrived, left = self._word(rank, _ARRIVED), self._word(rank, _LEFT)
@@ -231,6 +232,8 @@ class Communicator:
         self.of_host: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._known: set[str] = set()
         self._buffer_bytes = buffer_bytes
+        self._joined = self._steps = 0  # how often a group of this name was joined, and its steps: see _told
+        self._left: CollectiveError | None = None
         if size == 1:
             return
         if memory is not None:
@@ -253,19 +256,75 @@ class Communicator:
             return "symmetric memory must be set up by a call outside of a graph capture"
         try:
             self.symmetric = Symmetric.rendezvous(self, self._buffer_bytes)
-        except (RuntimeError, ImportError) as error:  # no peer access, no NVLink, an old driver
-            self.without["symmetric"] = f"no symmetric memory: {str(error).splitlines()[0][:200]}"
+        except NotInAllRanks as error:
+            self.without["symmetric"] = f"no symmetric memory: {error}"
         return self.without.get("symmetric")
+
+    @contextlib.contextmanager
+    def together(self, step: str) -> Iterator[None]:
+        """Leave the context when all ranks do: the next step begins in all of them, or in none.
+
+        Raises NotInAllRanks in all ranks if one failed inside, and CollectiveError if one does not come.
+        """
+        failure = ""
+        try:
+            yield
+        except (RuntimeError, ImportError) as error:  # no peer access, no NVLink, no memory, an old driver
+            failure = next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+        for rank, theirs in enumerate(self._told(step, failure)):
+            if theirs:
+                raise NotInAllRanks(f"rank {rank}: {theirs}")
+
+    def _told(self, step: str, mine: str) -> list[str]:
+        """The words of all ranks at this step, in order of rank, over the store. Raises CollectiveError.
+
+        All ranks come to the same steps in the same order.
+        """
+        if self._left is not None:
+            reason = f"{step}: the group is closed since an earlier call failed: {self._left}"
+            raise CollectiveError(reason, self._left.rank, True)
+        store = self._store()
+        self._joined = self._joined or store.add(f"rank{self.rank}", 1)
+        self._steps += 1
+        keys = [f"step{self._joined}-{self._steps}-{rank}" for rank in range(self.size)]
+        gone = f"gone{self._joined}-{self._steps}"
+        store.set(keys[self.rank], mine)
+        until = time.monotonic() + self.timeout
+        for rank, key in enumerate(keys):
+            while not store.check([key]):
+                ended = self.meeting is not None and not self.meeting.alive(rank)
+                if ended or time.monotonic() > until:
+                    why = "the process of rank {} has ended" if ended else "rank {} has not come in {:g} s"
+                    store.set(gone, str(self.rank))
+                    raise self._leave(f"{step}: {why.format(rank, self.timeout)}", rank)
+                time.sleep(1e-3)
+        if store.check([gone]):  # a rank that waited for this one
+            rank = int(store.get(gone))
+            raise self._leave(f"{step}: rank {rank} has left the group at this step", rank)
+        if self._steps > 1:  # all ranks have read the step before, since they have come to this one
+            store.delete_key(f"step{self._joined}-{self._steps - 1}-{self.rank}")
+        return [store.get(key).decode() for key in keys]
+
+    def _leave(self, reason: str, rank: int) -> CollectiveError:
+        """Use the group no longer. Returns the error."""
+        if self.meeting is not None:
+            self.meeting.fail(reason, rank)
+        self._left = CollectiveError(reason, rank, True)
+        return self._left
+
+    def _store(self) -> dist.Store:
+        """The store of the process group, with names of this group's own."""
+        # replicas have groups of the same name of ours
+        group = getattr(self.process_group, "group_name", "world")
+        return dist.PrefixStore(
+            f"fastkernels/{group}/{self.name}", dist.distributed_c10d._get_default_store()
+        )
 
     def _meet(self, buffer_bytes: int) -> None:
         """Share a memory file of rank 0, if all ranks are on its machine."""
-        group = getattr(
-            self.process_group, "group_name", "world"
-        )  # replicas have groups of the same name of ours
-        prefix = f"fastkernels/{group}/{self.name}"
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = self._store()
         key, machine = secrets.token_hex(16), _machine()
-        number = store.add(f"rank{self.rank}", 1)  # the group may be bound again
+        number = self._joined = store.add(f"rank{self.rank}", 1)  # the group may be bound again
         if self.rank == 0:
             fd = os.memfd_create("fastkernels", os.MFD_CLOEXEC)
             os.pwrite(fd, key.encode(), 0)
@@ -295,16 +354,20 @@ class Communicator:
     def arrive(self, op: str, *tensors: torch.Tensor) -> None:
         """Wait for all ranks to make this call. Raises CollectiveError if they do not, or make another.
 
-        On a GPU only for the first call with these shapes: the host does not wait for the others at every call.
+        On a GPU, or in a group over several machines, only for the first call with these shapes: the host does not wait
+        for the others at every call.
         """
-        if self.meeting is None:
+        if self.size == 1:
             return
         call = f"{op}({', '.join(map(_described, tensors))})"
-        if self.device.type == "cuda":
-            if call in self._known:
-                return
+        if self.meeting is not None and self.device.type != "cuda":
+            self.meeting.arrive(call)
+        elif call not in self._known:
+            if self.meeting is not None:
+                self.meeting.arrive(call)
+            else:
+                _compare(self._told(call, call), self.rank)
             self._known.add(call)
-        self.meeting.arrive(call)
 
     def exchange(self, op: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """CPU: the tensors that all ranks pass, in order of rank, in shared memory: valid until the next call.
@@ -425,22 +488,22 @@ class Symmetric:
 
     @classmethod
     def rendezvous(cls, communicator: Communicator, buffer_bytes: int) -> Symmetric:
-        """Allocate PyTorch's symmetric memory in all ranks of a group of GPUs. Raises RuntimeError without it."""
-        # Multicast over NVLink is never used, and PyTorch must not set it up either.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        import torch.distributed._symmetric_memory as symm_mem
-
+        """Allocate PyTorch's symmetric memory in all ranks of a group of GPUs. Raises as Communicator.together."""
+        multicast.turn_off()
         rank, size, device = communicator.rank, communicator.size, communicator.device
         room = buffer_bytes // 2 // cls.UNIT * cls.UNIT
         group: Any = communicator.process_group or dist.group.WORLD
-        buffer = symm_mem.empty(cls.bytes_for(room, size), dtype=torch.uint8, device=device)
-        cls.clear(buffer, room, size)
-        torch.cuda.synchronize(device)
-        handle: Any = symm_mem.rendezvous(buffer, group.group_name)
-        pointers = [handle.get_buffer(r, (1,), torch.uint8, 0).data_ptr() for r in range(size)]
-        made = cls(pointers, rank, room, device, communicator.timeout, (buffer, handle))
-        handle.barrier()  # the buffers of all ranks are cleared
-        torch.cuda.synchronize(device)
+        with communicator.together("allocation of symmetric memory"):
+            import torch.distributed._symmetric_memory as symm_mem
+
+            buffer = symm_mem.empty(cls.bytes_for(room, size), dtype=torch.uint8, device=device)
+            cls.clear(buffer, room, size)
+            torch.cuda.synchronize(device)  # when all ranks come out of this, all buffers are cleared
+        with communicator.together("exchange of symmetric memory"):
+            handle: Any = symm_mem.rendezvous(buffer, group.group_name)
+            pointers = [handle.get_buffer(r, (1,), torch.uint8, 0).data_ptr() for r in range(size)]
+            made = cls(pointers, rank, room, device, communicator.timeout, (buffer, handle))
+            torch.cuda.synchronize(device)
         return made
 
     def release(self) -> None:
@@ -462,6 +525,17 @@ class Symmetric:
             raise CollectiveError(
                 f"rank {missing - 1} did not come to a collective in time", missing - 1, True
             )
+
+
+def _compare(calls: list[str], rank: int) -> None:
+    """Raise CollectiveError in this rank unless the calls of all ranks, in order of rank, are the same."""
+    differing = [r for r, call in enumerate(calls) if call != calls[rank]]
+    if differing:
+        every = "; ".join(f"rank {r}: {call}" for r, call in enumerate(calls))
+        raise CollectiveError(
+            f"ranks make different calls, so none is made: {every}",
+            differing[0] if len(differing) == 1 and len(calls) > 2 else None,
+        )
 
 
 def _opened(path: str, key: str) -> int:

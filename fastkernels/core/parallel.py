@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from fastkernels.core import registry
+from fastkernels.core import multicast, registry
 from fastkernels.core.communicator import TIMEOUT_S, Communicator, Nodes
 
 TP = "tp"  # the name of the group that modules are sharded over
@@ -165,6 +165,7 @@ def _own_group(rank: int, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def _enter(rank: int, size: int, init_method: str | dist.Store, device: str, timeout: float) -> None:
     """Join the process group of torch.distributed, unless this process is in it."""
     if not dist.is_initialized():
+        multicast.turn_off()
         cuda = device.startswith("cuda")
         # With an index NCCL connects now instead of in the first collective, which may be inside a graph capture.
         now: dict[str, Any] = {"device_id": torch.device(device)} if cuda and ":" in device else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from support import ranks
 
 from fastkernels.core import parallel
 from fastkernels.core.communicator import CollectiveError, Meeting
+from fastkernels.overrides.collective.measure import choose
 
 
 def failure(call: Any) -> str:
@@ -98,6 +100,80 @@ def _freed(rank: int) -> list[Any]:
 def test_group_is_freed_when_it_is_left() -> None:
     for new, closed, size, known in ranks.run(2, _freed):
         assert new and "it was closed in this rank" in closed and size == 1 and known == []
+
+
+@dataclasses.dataclass
+class Handle:
+    """The result of PyTorch's rendezvous, for a buffer that no other rank can reach."""
+
+    buffer: torch.Tensor
+
+    def get_buffer(self, rank: int, *_: Any) -> torch.Tensor:
+        return self.buffer
+
+
+def _symmetric(rank: int, failing: str) -> Any:
+    """Connect as ranks on GPUs do, with rank 1 failing at a step of PyTorch's."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if rank == 1 and failing == "empty":
+            raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+        return torch.empty(size, dtype=dtype)
+
+    def rendezvous(buffer: torch.Tensor, group: str) -> Handle:
+        assert failing != "empty", "a rank waits for one that has no memory"
+        if rank == 1 and failing == "rendezvous":
+            raise RuntimeError("no peer access")
+        return Handle(buffer)
+
+    def tensor(data: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return made(data, dtype=dtype)
+
+    made, zeros = torch.tensor, torch.zeros
+    comm = parallel.communicator()
+    comm.device = torch.device("cuda")
+    if failing == "late":
+        comm.timeout = 1.0
+    if rank == 1 and failing == "late":
+        time.sleep(2.5)
+    if rank == 1 and failing == "dead":
+        os._exit(9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symm_mem, "empty", empty)
+        patch.setattr(symm_mem, "rendezvous", rendezvous)
+        patch.setattr(torch, "tensor", tensor)
+        patch.setattr(torch, "zeros", lambda *size, device, **more: zeros(*size, **more))
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        try:
+            said = comm.connect()
+        except CollectiveError as error:
+            return f"{error} [{error.rank}, {error.fatal}]"
+        return said, choose(comm) if said else "ours", comm.symmetric is not None
+
+
+@pytest.mark.parametrize(
+    ("failing", "why"), [("empty", "CUDA out of memory"), ("rendezvous", "no peer access")]
+)
+def test_symmetric_memory_is_for_all_ranks_or_none(failing: str, why: str) -> None:
+    for said, chosen, connected in ranks.run(2, _symmetric, failing):
+        assert said == f"no symmetric memory: rank 1: {why}" and chosen == -1 and not connected
+
+
+def test_symmetric_memory_is_set_up_in_all_ranks() -> None:
+    assert ranks.run(2, _symmetric, "") == [(None, "ours", True)] * 2
+
+
+def test_rank_without_symmetric_memory_in_time_is_named() -> None:
+    first, second = ranks.run(2, _symmetric, "late")
+    assert "allocation of symmetric memory: rank 1 has not come in 1 s [1, True]" in first
+    assert "rank 0 has left the group at this step [0, True]" in second
+
+
+def test_rank_that_dies_before_symmetric_memory_is_named() -> None:
+    first, nothing = ranks.run(2, _symmetric, "dead")
+    assert nothing is None and "the process of rank 1 has ended [1, True]" in first
 
 
 def test_unknown_group_is_an_error_that_lists_all() -> None:

@@ -15,6 +15,7 @@ from fastkernels.core import communicator, parallel, registry
 from fastkernels.overrides.collective.all_reduce import BETWEEN
 
 SIZE, EACH = 4, 2
+OTHER = r"rank 2: all_reduce\(float32 \[4, 33\]\); rank 3: all_reduce\(float32 \[4, 32\]\)"
 
 
 def _rank(pipe: Any, rank: int, port: int) -> None:
@@ -43,6 +44,9 @@ def _rank(pipe: Any, rank: int, port: int) -> None:
         got = op(every[rank], "tp")
         torch.testing.assert_close(got, sum(every[1:], every[0]), atol=1e-5, rtol=1e-5)
         sums.append(got.double().sum().item())
+    with pytest.raises(communicator.CollectiveError, match=OTHER) as error:
+        op(torch.ones(4, 32 if rank == 3 else 33), "tp")
+    assert (error.value.rank, error.value.fatal) == (None if rank == 3 else 3, False)
     got = parallel.all_gather(torch.full((2, 3), float(rank)), 0)
     assert got[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     pipe.send((sums, dict(op.fallbacks)))

@@ -14,7 +14,7 @@ from support.kernels import warm
 ROOT = Path(__file__).resolve().parents[2]
 NOT_SET = (
     "MODEL", "FP8_MODEL", "ONLY", "GPUS", "LIMIT", "QUICK", "CUDA_VISIBLE_DEVICES", "TABLES", "VLLM_ENGINE",
-    "SGLANG_ENGINE",
+    "SGLANG_ENGINE", "SETS",
 )  # fmt: skip
 
 

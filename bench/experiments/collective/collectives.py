@@ -1,6 +1,6 @@
 """Check collectives on several GPUs and time them against their baselines: see README.md.
 
-collectives.py --out rows.jsonl [--ops all_reduce,all_reduce_rms_norm] [--ranks 2] [--most 33554432]
+collectives.py --out rows.jsonl [--ops all_reduce,all_reduce_rms_norm] [--ranks 2] [--most BYTES]
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from experiments.common.results import Results, described, mapped, precise, produced
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.rows import Status
+from fk_bench.core.terminal.flags import ConfigError
 
 from fastkernels.core import parallel, registry
 from fastkernels.core.spec import Case, OpSpec
@@ -32,7 +33,7 @@ from fastkernels.overrides.collective.production import BASELINES
 
 CALLS, ROUNDS = 20, 15
 HIDDEN = 4096
-TOKENS = (1, 2, 8, 32, 64, 128, 256, 1024, 4096)  # messages of 8 KiB to 32 MiB in bfloat16
+TOKENS = (1, 2, 8, 32, 64, 128, 256, 1024, 4096, 16384, 65536)  # messages of 8 KiB to 512 MiB in bfloat16
 
 
 def cases(spec: OpSpec, ranks: int, most: int) -> list[Case]:
@@ -183,17 +184,18 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
 
 
 def main() -> None:
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = (
-        "1"  # multicast over NVLink is never used, also not by baselines
-    )
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops", default="")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--most", type=int, default=32 << 20)
+    parser.add_argument("--most", type=int, default=32 << 20, help="bytes, at most 512 MiB: 536870912")
     options = parser.parse_args()
+    try:
+        check_ranks("--ranks", options.ranks, torch.cuda.device_count(), on_gpus=True)
+    except ConfigError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (options, f"{folder}/store"), options.ranks)
 

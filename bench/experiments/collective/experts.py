@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -22,7 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from experiments.collective import collectives
 from experiments.common.results import Results
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.rows import Status
+from fk_bench.core.terminal.flags import ConfigError
 
 from fastkernels.core import parallel, registry
 from fastkernels.core.communicator import CollectiveError
@@ -193,8 +194,6 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
 
 
 def main() -> None:
-    # Multicast over NVLink is never used, also not by baselines.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,6 +201,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=170.0)
     options = parser.parse_args()
+    try:
+        check_ranks("--ranks", options.ranks, torch.cuda.device_count(), on_gpus=True)
+    except ConfigError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (options, f"{folder}/store"), options.ranks)
 

@@ -15,7 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "integrations")]
 
+import torch  # noqa: E402
+from fk_bench.core.gpus import check_ranks  # noqa: E402
 from fk_bench.core.rows import Row, append  # noqa: E402
+from fk_bench.core.terminal.flags import ConfigError  # noqa: E402
 from fk_bench.kernels.judge import Options  # noqa: E402
 from fk_bench.kernels.judge.rows.judging import judge_ops  # noqa: E402
 
@@ -137,6 +140,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", choices=("times", "judge"))
     given = parser.parse_args()
+    try:
+        check_ranks("--ranks", given.ranks, torch.cuda.device_count(), on_gpus=given.device == "cuda")
+    except ConfigError as error:
+        parser.error(str(error))
     given.out.mkdir(parents=True, exist_ok=True)
     options = Options(device=given.device, ranks=given.ranks, timeout=120.0)
     problems = []

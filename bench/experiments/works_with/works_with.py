@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 from experiments.works_with.works_hosts import SGLang, Vllm, adapter, checkpoint, prebuild
 
+from fastkernels.core import multicast
+
 NOISE = 0.15  # nats, mean over all tokens: in bf16
 # Noisier features. With FP8 experts and nearly equal random routers, the KL between two roundings of one model is 11
 # times as large as in bf16 (0.0197 to 0.0017 nats a token, SmolLM2, H200, docs/what-works.md), and differences of
@@ -43,11 +46,15 @@ OPS = [
     "fused_experts", "fused_experts_fp8",
 ]  # fmt: skip
 LATENT = ["mla_decode", "grouped_topk"]  # more ops of models with latent attention
+EXCHANGES = {
+    "tp_sums": ["all_reduce"],
+    "ep_dispatch": ["ep_dispatch"],
+}  # more ops of features with several ranks
 UNNAMED = {("tp", "vllm")}  # (feature, host) patched without a list of ops, as most users do; others with OPS
 # The ops of a feature, in addition to those of all features
 MORE = {
     "moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"], "ep": ["fused_experts"],
-    "mla": ["fused_experts", *LATENT],
+    "mla": ["fused_experts", *LATENT], **EXCHANGES,
 }  # fmt: skip
 QUANTIZED = "quant_method is "
 LEFT = "left to the host: "
@@ -92,6 +99,11 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}},
         None,
     ),
+    "tp_sums": (  # with our sums of all ranks
+        "llama",
+        {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}},
+        {"tp_size": 2},
+    ),
     "ray": ("llama", {"distributed_executor_backend": "ray"}, None),
     "pp": ("llama", {"pipeline_parallel_size": 2}, {"pp_size": 2}),
     "mla": ("deepseek_v3", {}, None),
@@ -103,7 +115,15 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         },
         None,
     ),
+    "ep_dispatch": (  # tokens travel between data-parallel ranks; vLLM's ranks are cells of their own
+        "mixtral",
+        {
+            "data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": "allgather_reducescatter",
+        },
+        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+    ),
 }  # fmt: skip
+TWO = ("tp", "tp_norms", "tp_sums", "pp", "ep", "ep_dispatch")  # features that need two GPUs
 # (feature, host): {op: part of its row's reason}; 'live': part of the PatchError of a live patch
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     **{(f, h): {"linear": QUANTIZED} for f in ("fp8", "gptq", "awq", "moe_fp8") for h in ("vllm", "sglang")},
@@ -112,7 +132,10 @@ EXPECTED: dict[tuple[str, str], dict[str, str]] = {
     ("spec", "vllm"): {"live": "the compiled code of a draft model"},
     ("spec", "sglang"): {"live": "speculative decoding"},
     ("ngram", "sglang"): {"live": "speculative decoding"},
-    ("tp", "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"},
+    **{
+        (f, "sglang"): {"embedding": "the host looks its shards up with its own fused kernel"}
+        for f in ("tp", "tp_sums")
+    },
     ("tp", "vllm"): {  # SHAPES is in no tuned table
         "rms_norm": f"{LEFT}vLLM adds it to the all-reduce before it",
         "linear": LEFT,
@@ -131,7 +154,14 @@ ENVIRONMENT = {
 
 def named(feature: str, host: str) -> list[str] | None:
     """Return the ops that a patch of this cell requests; None: no list."""
-    return None if (feature, host) in UNNAMED else OPS + (LATENT if feature == "mla" else [])
+    if (feature, host) in UNNAMED:
+        return None
+    return OPS + (LATENT if feature == "mla" else []) + EXCHANGES.get(feature, [])
+
+
+def replicas(feature: str, host: str) -> int:
+    """Return the number of processes of a cell: each has an engine, a data-parallel rank of vLLM."""
+    return int((FEATURES[feature][1] or {}).get("data_parallel_size", 1)) if host == "vllm" else 1
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
@@ -151,10 +181,13 @@ class Cell:
         self.metrics: dict[str, float] = {}
         self.lines: list[str] = []
         self.at("its engine starts")
-        self.reference = args.work / f"{args.host}-{args.child}.json"
-        _, *options = FEATURES[args.child]
+        self.reference = args.work / f"{args.host}-{args.child}{_of_rank()}.json"
+        _, *every = FEATURES[args.child]
+        options = dict(every[args.host == "sglang"] or {})
+        if replicas(args.child, args.host) > 1:
+            options.pop("data_parallel_size")  # vLLM reads VLLM_DP_SIZE
         model, lora = made(args, args.child)
-        text = json.dumps(options[args.host == "sglang"]).replace('"MODEL"', json.dumps(str(model)))
+        text = json.dumps(options).replace('"MODEL"', json.dumps(str(model)))
         start = time.monotonic()
         engine = Vllm if args.host == "vllm" else SGLang
         self.host = engine(str(model), lora, json.loads(text.replace('"LORA"', json.dumps(lora))))
@@ -187,6 +220,8 @@ class Cell:
 
     def rows(self, rows: list[Any]) -> None:
         """Record and judge the report's rows."""
+        from fk_integrations.core.collectives import NOT_FASTER
+
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
         norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
         attention = () if self.args.child == "mla" else ("attention",)
@@ -194,7 +229,8 @@ class Cell:
             reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
             if op in self.expected and self.expected[op] not in reasons:
                 self.problems.append(f"{op} expected {self.expected[op]!r}, got {reasons!r}")
-            if op not in self.expected and op not in active:
+            left = op in EXCHANGES.get(self.args.child, ()) and NOT_FASTER in reasons
+            if op not in self.expected and op not in active and not left:
                 self.problems.append(f"{op} did not run: {reasons}")
         self.lines = [str(r.reason) for r in rows if r.state == "off" and "no such module" not in r.reason]
         self.lines += [f"fell back {n} x: {why}" for r in rows for why, n in r.fallbacks.items()]
@@ -290,9 +326,8 @@ def child(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str, Any]]:
-    """Return (status, result) of one cell in its own session; its output goes to a log next to the checkpoints."""
-    log = args.work / f"{args.host}-{feature}-{way}.log"
-    environment = {**ENVIRONMENT, **os.environ}
+    """Return (status, result) of one cell in its own session; its output goes to logs next to the checkpoints."""
+    environment = {**ENVIRONMENT, **os.environ, **multicast.variables()}
     for name in [n for n in environment if n.startswith("FASTKERNELS") and n != "FASTKERNELS_CACHE"]:
         del environment[name]
     if way == "start":
@@ -304,18 +339,54 @@ def run(args: argparse.Namespace, feature: str, way: str) -> tuple[str, dict[str
         sys.executable, __file__, "--host", args.host, "--out", str(args.out), "--work", str(args.work), "--child",
         feature, "--way", way,
     ]  # fmt: skip
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(timeout=args.timeout or LONGER.get((feature, args.host), CELL_S))
-            status = "crash"
-        except subprocess.TimeoutExpired:
-            status = "timeout"
-        finally:
+    until = time.monotonic() + (args.timeout or LONGER.get((feature, args.host), CELL_S))
+    count = replicas(feature, args.host)
+    ranks = _data_parallel(count) if count > 1 else [{}]
+    logs = [
+        args.work / f"{args.host}-{feature}-{way}{'-rank' + str(r) if r else ''}.log" for r in range(count)
+    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for log, own in zip(logs, ranks, strict=True):
+            with open(log, "w") as file:
+                process = subprocess.Popen(
+                    command, env={**environment, **own}, stdout=file, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            processes.append(process)
+        for process in processes:
+            process.wait(timeout=max(0.0, until - time.monotonic()))
+        status = "crash"
+    except subprocess.TimeoutExpired:
+        status = "timeout"
+    finally:
+        for process in processes:
             _end(process)
-    return outcome(status, log)
+    return together([outcome(status, log) for log in logs])
+
+
+def _data_parallel(count: int) -> list[dict[str, str]]:
+    """Return the environment of each data-parallel rank of vLLM on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"VLLM_DP_SIZE": str(count), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    return [{**shared, "VLLM_DP_RANK": str(rank)} for rank in range(count)]
+
+
+def _of_rank() -> str:
+    """Return what the files of a data-parallel rank above 0 have in their names."""
+    rank = os.environ.get("VLLM_DP_RANK", "0")
+    return "" if rank == "0" else f"-rank{rank}"
+
+
+def together(found: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    """Return one (status, result) of a cell's processes: the metrics of the first, the problems of all."""
+    (status, result), *others = found
+    for rank, (theirs, more) in enumerate(others, 1):
+        result["problems"] += [f"rank {rank}: {problem}" for problem in more["problems"]]
+        status = theirs if status == "ok" else status
+    return status, result
 
 
 def outcome(status: str, log: Path) -> tuple[str, dict[str, Any]]:
@@ -354,7 +425,7 @@ def cells(args: argparse.Namespace, feature: str) -> int:
     wrong, skip = 0, None
     if FEATURES[feature][1 + (args.host == "sglang")] is None:
         skip = f"no feature of {args.host}"
-    elif feature in ("tp", "tp_norms", "pp", "ep") and torch.cuda.device_count() < 2:
+    elif feature in TWO and torch.cuda.device_count() < 2:
         skip = "it needs two GPUs"
     elif feature == "ray" and importlib.util.find_spec("ray") is None:
         skip = "it needs the package ray"

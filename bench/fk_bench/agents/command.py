@@ -19,7 +19,7 @@ from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.agents import adapters, tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
 from fk_bench.agents.loop import Command, Loop
-from fk_bench.agents.session import COMMAND, Session, Settings, failure
+from fk_bench.agents.session import COMMAND, INDEPENDENT, MODES, Session, Settings, failure
 from fk_bench.core.baselines import AGAINST
 from fk_bench.core.machine import torch_device
 from fk_bench.core.rows import Row, Status
@@ -30,9 +30,7 @@ from fk_bench.kernels.judge.correctness.cases import SOURCES
 from fk_bench.kernels.judge.processes.zygote import ZygoteError
 from fk_bench.track import store
 
-INDEPENDENT, SEQUENTIAL = "independent", "sequential"
 MOST_COMMAND = 32 << 10  # bytes of JSON: they go through a pipe that holds 64 KiB
-MODES = (INDEPENDENT, SEQUENTIAL)
 
 
 def agent_loop_command(
@@ -131,7 +129,7 @@ def agent_loop_command(
     start = time.perf_counter()
     try:
         with Session(run.resolve(), settings) as session:
-            done = [_task(session, name, what, mode, begin) for name in names]
+            done = [_task(session, name, what, begin) for name in names]
             session.close()
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
@@ -150,12 +148,10 @@ def agent_loop_command(
         raise SystemExit(1)
 
 
-def _task(session: Session, name: str, what: Command, mode: str, begin: Path | None) -> Row:
+def _task(session: Session, name: str, what: Command, begin: Path | None) -> Row:
     """One task from its folder to its final row. A command that fails ends this task only."""
     spec, home = registry.get(name), session.run / "tasks" / name
-    won = {f.stem: f for f in sorted((session.run / "set").glob("*.py"))} if mode == SEQUENTIAL else {}
-    below = {n: f for n, f in won.items() if n in registry.reached(name, parts=True)}
-    seen = session.settings.seen
+    below, seen = session.below(name), session.settings.seen
     own = None if begin is None else begin / f"{name}.py"
     own = own if own is not None and own.is_file() else None
     stub = tasks.write(name, home / "work", session.settings.budget, seen.device, seen.names, below, own)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.candidate import sources_folder
-from fk_bench.agents.session import Session, digest_of
+from fk_bench.agents.session import Session
 from fk_bench.agents.tasks import SOCKET
+from fk_bench.core.digests import digest_of
 from fk_bench.core.terminal.text import printable
 
 MOST_SOURCE, MOST_FILES = 20 << 20, 200  # bytes and files of a candidate
@@ -158,7 +159,7 @@ class Loop:
             return self.session.lose(self.op, request["reason"])
         if do == "usage":
             tokens, cost = request.get("tokens"), request.get("cost_usd", 0.0)
-            if isinstance(tokens, int) and isinstance(cost, (int, float)) and _is_count(tokens, cost):
+            if isinstance(tokens, int) and isinstance(cost, (int, float)) and is_count(tokens, cost):
                 return self.session.use(self.op, tokens, float(cost))
         return {
             "error": f"a request is check, lost with a reason, or usage with 0 to {MOST_USED:g} tokens and dollars"
@@ -185,7 +186,7 @@ class Loop:
         self.ended.tail = tail(self.log)
 
 
-def _is_count(*values: float) -> bool:
+def is_count(*values: float) -> bool:
     return all(0 <= v <= MOST_USED for v in values)  # NaN, infinity and integers beyond float are not
 
 

@@ -19,7 +19,8 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.description import Unsupported
 from fk_bench.agents import tasks, transcript
 from fk_bench.agents.budget import TaskBudget, seconds_of
-from fk_bench.agents.session import Session, Settings
+from fk_bench.agents.loop import MOST_USED, is_count
+from fk_bench.agents.session import INDEPENDENT, MODES, Session, Settings
 from fk_bench.core.baselines import AGAINST
 from fk_bench.core.machine import torch_device
 from fk_bench.core.terminal.output import fail
@@ -32,8 +33,8 @@ from fk_bench.kernels.judge.processes.zygote import ZygoteError
 MOST_SOURCE = 20 << 20  # bytes
 INSTRUCTIONS = (
     "Write faster kernels for ops. list_tasks names the ops, get_task gives the meaning, a correct stub and the rules"
-    " of one, submit judges a source, profile adds what was measured, history shows all attempts. finish scores the"
-    " best attempt on cases that no attempt saw, and ends the task."
+    " of one, submit judges a source, profile adds what was measured, usage reports tokens, history shows all attempts."
+    " finish scores the best attempt on cases that no attempt saw, and ends the task."
 )
 _T = TypeVar("_T")
 
@@ -61,6 +62,10 @@ class Tasks:
     def profile(self, op: str, source: str) -> dict[str, Any]:
         """Like submit, with all that the judge measured of each case: throughput, roofline, launches, kernels."""
         return self._alone(lambda: self._submit(op, source, True))
+
+    def usage(self, op: str, tokens: int, cost_usd: float = 0.0) -> dict[str, Any]:
+        """Report the tokens and dollars that an op has cost since the last report. They count towards its budget."""
+        return self._alone(lambda: self._use(op, tokens, cost_usd))
 
     def history(self, op: str) -> list[dict[str, Any]]:
         """All attempts of an op: verdict, speedup, source, and the attempt that each followed."""
@@ -90,9 +95,11 @@ class Tasks:
 
     def _started(self, op: str) -> str:
         if self._known(op) not in self.session.tasks:
-            seen = self.session.settings.seen
-            stub = tasks.write(op, self._folder(op), self.session.settings.budget, seen.device, seen.names)
-            self.session.start(op, registry.get(op).level, stub)
+            seen, below = self.session.settings.seen, self.session.below(op)
+            stub = tasks.write(
+                op, self._folder(op), self.session.settings.budget, seen.device, seen.names, below
+            )
+            self.session.start(op, registry.get(op).level, stub, below)
         return op
 
     def _about(self, op: str) -> dict[str, Any]:
@@ -128,6 +135,13 @@ class Tasks:
         finally:
             shutil.rmtree(file.parent)
 
+    def _use(self, op: str, tokens: int, cost_usd: float) -> dict[str, Any]:
+        if not is_count(tokens, cost_usd):
+            raise ValueError(
+                f"tokens and cost_usd are 0 to {MOST_USED:g}, got {tokens!r} and {cost_usd!r}"[:200]
+            )
+        return self.session.use(self._started(op), tokens, float(cost_usd))
+
     def _finish(self, op: str) -> dict[str, Any]:
         if self._started(op) not in self._done:
             row = self.session.finish(op, {"ended": "finished by the client"})
@@ -137,7 +151,7 @@ class Tasks:
         return self._done[op]
 
 
-TOOLS = ("list_tasks", "get_task", "submit", "profile", "history", "finish")
+TOOLS = ("list_tasks", "get_task", "submit", "profile", "usage", "history", "finish")
 
 
 def server_of(found: Tasks) -> Any:
@@ -169,6 +183,15 @@ def mcp_command(
     model: Annotated[str, typer.Option(help="only ops that this model uses, and its blocks")] = "",
     budget: Annotated[str, typer.Option(help="time of a task from its get_task: 90s, 20m, 1h30m")] = "8h",
     attempts: Annotated[int | None, typer.Option(help="most attempts of a task")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="most tokens of a task, as the client reports them")
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="independent, or sequential: winners of lower levels run inside the ops that call them"
+        ),
+    ] = INDEPENDENT,
     case: Annotated[list[str] | None, typer.Option(help="only cases with this name in attempts")] = None,
     final: Annotated[str, typer.Option(help="sources of the cases of the final score")] = ",".join(SOURCES),
     against: Annotated[str, typer.Option(help="production, host or reference")] = "production",
@@ -185,7 +208,9 @@ def mcp_command(
     The run's folder gets rows, sources, a page and the set of winners, like that of `fk-bench agent-loop`.
     """
     try:
-        limits = TaskBudget(seconds_of(budget), attempts)
+        limits = TaskBudget(seconds_of(budget), attempts, tokens)
+        if mode not in MODES:
+            raise UnknownName("mode", mode, MODES)
         named = tuple(filter(None, map(str.strip, ops.split(","))))
         names, text = tasks.chosen(named, level, model)
         sources = tuple(filter(None, map(str.strip, final.split(","))))
@@ -206,7 +231,7 @@ def mcp_command(
         )
     except (UnknownName, CheckpointError, Unsupported, ValueError) as error:
         fail(str(error))
-    label = {"agent": "mcp", "command": "", "mode": "independent", "suffix": suffix}
+    label = {"agent": "mcp", "command": "", "mode": mode, "suffix": suffix}
     run = out or Path("fk-bench-runs") / time.strftime("mcp-%Y%m%d-%H%M%S")
     if (run / "rows.jsonl").exists():
         fail(f"--out {run}: it already holds a run; choose another folder")

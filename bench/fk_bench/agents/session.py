@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import time
@@ -13,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fastkernels.core.candidate import sources, sources_folder
+from fastkernels.core import registry
+from fastkernels.core.candidate import sources_folder
 from fk_bench.agents import feedback
 from fk_bench.agents.budget import Spent, TaskBudget
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Judge, Options
@@ -26,6 +27,8 @@ COMMAND = "agent-loop"
 ATTEMPT, TASK, RUN = "attempt", "task", "run"  # case['kind'] of this command's rows
 SEEN = ("random", "extreme")  # sources of the cases of attempts; the final score has all
 STUB = 0  # number of the attempt that is the stub
+INDEPENDENT, SEQUENTIAL = "independent", "sequential"
+MODES = (INDEPENDENT, SEQUENTIAL)
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,6 @@ class Attempt:
         return found if isinstance(found, float) and self.status is Status.OK else None
 
 
-def digest_of(file: Path) -> str:
-    """Of a candidate with its own folder of sources."""
-    made = hashlib.sha256(file.read_bytes())
-    for path in sources(file):
-        made.update(str(path.relative_to(file.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return made.hexdigest()[:16]
-
-
 @dataclass
 class Task:
     """One op under work, in `folder` of the run. below: winners of lower levels, which the judge uses with it."""
@@ -117,6 +112,14 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._judge.__exit__(kind, error, trace)
+
+    def below(self, op: str) -> dict[str, Path]:
+        """Winners of this run that the op runs inside it; none in independent mode."""
+        if self.settings.label.get("mode") != SEQUENTIAL:
+            return {}
+        won = {f.stem: f for f in sorted((self.run / "set").glob("*.py"))}
+        reached = registry.reached(op, parts=True)
+        return {name: file for name, file in won.items() if name in reached}
 
     def start(self, op: str, level: int, stub: Path, below: Mapping[str, Path] | None = None) -> Task:
         """Begin a task. The stub is judged as attempt 0, so that a gain over it is known; then the budget begins."""

@@ -6,6 +6,8 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 
+from fk_bench.core.terminal.flags import ConfigError
+
 Command = tuple[str, ...]
 
 
@@ -29,3 +31,13 @@ def placed(
     mine = [str(core) for gpu in gpus for core in cores[gpu]]
     pinned = ("taskset", "-c", ",".join(mine)) if mine and shutil.which("taskset") else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1"}, (*pinned, *command)
+
+
+def check_ranks(flag: str, ranks: int, gpus: int, on_gpus: bool | None = None) -> None:
+    """Raise ConfigError if there are fewer GPUs than ranks.
+
+    on_gpus  whether the ranks run on GPUs; None: if there are any, since hosts without a GPU run on the CPU
+    """
+    if ranks > gpus and (gpus > 0 if on_gpus is None else on_gpus):
+        instead = f"give {flag} {gpus}" if gpus > 1 else f"leave {flag} out" if gpus else "none was found"
+        raise ConfigError(f"{flag} {ranks} needs a GPU for each rank, and {gpus} can be used: {instead}")

@@ -16,6 +16,7 @@ import typer
 
 from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.core.terminal.flags import ConfigError, check_choice, comma_list, per_lane_env
@@ -166,6 +167,7 @@ def e2e_command(
             raise ConfigError(f"--env: expected {OMNI}:KEY=VALUE, got {(env or [])[0]!r}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
+        check_ranks("--tensor-parallel", tensor_parallel, machine.machine().gpus)
         if startup and (candidate is not None or scheduler_only):
             raise ConfigError("--startup excludes --candidate and --scheduler-only")
         if names[0] in IN_PROCESS and (len(names) > 1 or startup or scheduler_only):

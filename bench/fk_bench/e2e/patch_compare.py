@@ -20,6 +20,7 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
 from fk_bench.core.terminal.flags import ConfigError, check_choice, comma_list, json_object
@@ -229,6 +230,7 @@ def patch_compare_command(
             raise ConfigError(
                 "--tensor-parallel excludes --side-by-side and --with-engine: they share one GPU"
             )
+        check_ranks("--tensor-parallel", tensor_parallel, machine.machine().gpus)
         if gpus and (side_by_side > 1 or tensor_parallel > 1):
             raise ConfigError(
                 "--gpus measures a model on each GPU: it excludes --side-by-side and --tensor-parallel"

@@ -17,12 +17,14 @@ import typer
 
 from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
+from fastkernels.patch import PatchError
 from fk_bench.core import machine, rows
 from fk_bench.core.hub import ModelError
 from fk_bench.core.pages import model_name
 from fk_bench.core.rows import Row, Subject
 from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.core.terminal.text import printable
+from fk_bench.evaluate.adapters.sets import CandidateSet, read_set
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.profile import judged, ncu, nsys, report, torch_tool
 from fk_bench.profile.data import Profile, metrics, with_ops
@@ -61,8 +63,14 @@ def profile_command(
         typer.Option(help="torch, ncu (ops), nsys (models), or auto: ncu or nsys if installed, else torch"),
     ] = "auto",
     collected: Annotated[
-        str, typer.Option("--set", help=f"sections that ncu collects: {', '.join(ncu.SETS)}")
+        str, typer.Option("--sections", help=f"sections that ncu collects: {', '.join(ncu.SETS)}")
     ] = "full",
+    candidates: Annotated[
+        str,
+        typer.Option(
+            "--set", help="NAME=DIR: a set of candidates, in the model or for the op; runs with your rights"
+        ),
+    ] = "",
     case: Annotated[str, typer.Option(help="of an op: a case (default: the most frequent of a model)")] = "",
     candidate: Annotated[
         Path | None, typer.Option(help="of an op: a candidate's file, which runs with your rights")
@@ -87,19 +95,24 @@ def profile_command(
         _judged(run, json_only)
         return
     try:
-        target = _target(what, case, candidate, phase, batch, context, repeats, device)
+        if candidate and candidates:
+            raise ProfileError("--set and --candidate exclude each other")
+        own = _read_set(candidates) if candidates else None
+        target = _target(what, case, candidate, own, phase, batch, context, repeats, device)
         folder = out or Path("fk-bench-runs") / time.strftime("profile-%Y%m%d-%H%M%S")
         _checked(tool, collected, target)
         costs, target = _costs(target, gpu, folder)
         folder.mkdir(parents=True, exist_ok=True)
         found, remark = _profiled(target, tool, collected, folder)
-    except (registry.UnknownName, CandidateError, ModelError, ProfileError, ValueError, LookupError) as error:
+    except (
+        registry.UnknownName, CandidateError, ModelError, PatchError, ProfileError, ValueError, LookupError
+    ) as error:  # fmt: skip
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename or out}: {error.strerror}")
     if costs.by_op is not None:
         found = with_ops(found, {o.op: o.calls for o in found.ops}, costs.by_op)
-    made = _rows(target, found, costs, remark)
+    made = _rows(target, found, costs, remark, own.name if own else "")
     rows.append(folder / "rows.jsonl", made)
     page = report.write(folder, made, found)
     if not json_only:
@@ -138,10 +151,19 @@ def _words(row: Row) -> dict[str, str]:
 # What is profiled
 
 
+def _read_set(text: str) -> CandidateSet:
+    """A set of NAME=DIR. Raises ProfileError and SetError."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise ProfileError(f"--set {text!r}: give NAME=DIR, a folder of candidates OP.py")
+    return read_set(name, Path(folder).expanduser().resolve(), blocks=True)
+
+
 def _target(
     what: str,
     case: str,
     candidate: Path | None,
+    own: CandidateSet | None,
     phase: str,
     batch: int,
     context: int,
@@ -162,10 +184,27 @@ def _target(
         if registry.get(what).op is None:
             raise ProfileError(f"{what} has no functional op: profile a model that contains it")
         case_name = case_of(registry.get(what), case).name
+        if own is not None:
+            if what not in own.files:
+                raise ProfileError(
+                    f"the set {own.name} has no {what}.py, only {', '.join(own.files) or 'nothing'}"
+                )
+            candidate = Path(own.files[what])
         return Target(what, case_name, str(candidate or ""), repeats=repeats, device=device)
     if case or candidate:
         raise ProfileError(f"--case and --candidate are for an op, and {what!r} is none")
-    return Target(model=what, phase=phase, batch=batch, context=context, repeats=repeats, device=device)
+    files = own.files if own is not None else {}
+    if own is not None and not files:
+        raise ProfileError(f"the set {own.name} has no candidate for an op of ours")
+    return Target(
+        model=what,
+        candidates=files,
+        phase=phase,
+        batch=batch,
+        context=context,
+        repeats=repeats,
+        device=device,
+    )
 
 
 def _costs(target: Target, gpu: str, folder: Path) -> tuple[Costs, Target]:
@@ -213,7 +252,7 @@ def _model_costs(target: Target, peaks: roofline.Peaks | None, folder: Path) -> 
 
 
 def _checked(tool: str, collected: str, target: Target) -> None:
-    for flag, value, known in (("--tool", tool, TOOLS), ("--set", collected, ncu.SETS)):
+    for flag, value, known in (("--tool", tool, TOOLS), ("--sections", collected, ncu.SETS)):
         if value not in known:
             raise ProfileError(f"{flag} {value!r} is not one of {', '.join(known)}")
     if tool == "ncu" and not target.op:
@@ -279,7 +318,8 @@ def _calls(text: str) -> Counter[str]:
 # Rows
 
 
-def _rows(target: Target, found: Profile, costs: Costs, remark: str) -> list[Row]:
+def _rows(target: Target, found: Profile, costs: Costs, remark: str, own: str = "") -> list[Row]:
+    """own: the name of the set of candidates."""
     base: dict[str, Any] = {
         "run_id": uuid4().hex[:12], "commit": machine.commit(), "command": COMMAND, "machine": machine.machine(),
         "versions": machine.interpreter(sys.executable).versions,
@@ -290,7 +330,8 @@ def _rows(target: Target, found: Profile, costs: Costs, remark: str) -> list[Row
         subject = Subject(op=target.op, candidate=target.candidate or None)
     else:
         about |= {"phase": target.phase, "batch": target.batch, "context": target.context}
-        subject = Subject(model=model_name(target.model), host="fastkernels")
+        about |= {"candidates": sorted(target.candidates)} if target.candidates else {}
+        subject = Subject(model=model_name(target.model), host="fastkernels", candidate=own or None)
     numbers: dict[str, float | None] = {
         "wall_us": found.wall_us, "busy_us": found.busy_us, "gaps": found.gaps, "gaps_us": found.gaps_us,
         "largest_gap_us": found.largest_gap_us, "launches": found.launches, "floor_us": costs.floor_us,
@@ -321,6 +362,7 @@ def _rows(target: Target, found: Profile, costs: Costs, remark: str) -> list[Row
         }
         made.append(Row(**base, subject=subject, case=case, metrics=metrics(kernel)))
     for op in found.ops:
-        mine = subject.model_copy(update={"op": op.op})
+        file = subject.candidate if target.op else target.candidates.get(op.op)
+        mine = subject.model_copy(update={"op": op.op, "candidate": file})
         made.append(Row(**base, subject=mine, case={"kind": "op", **about}, metrics=metrics(op)))
     return made

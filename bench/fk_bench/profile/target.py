@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,15 @@ RANGE = "fastkernels/"  # the beginning of the name of an op's range
 class Target:
     """The calls of one case of an op, by a candidate's file or by our own choice; or steps of a model.
 
-    repeats  calls or steps that are profiled
+    candidates  {op or block: file} with which the model's engine is patched
+    repeats     calls or steps that are profiled
     """
 
     op: str = ""
     case: str = ""
     candidate: str = ""
     model: str = ""
+    candidates: Mapping[str, str] = field(default_factory=dict)
     phase: str = "decode"
     batch: int = 1
     context: int = 128
@@ -91,6 +93,10 @@ def _model(target: Target) -> Callable[[], None]:
         max_num_batched_tokens=max(8192, target.batch * total), max_num_seqs=target.batch,
         num_blocks=target.batch * -(-total // 16) + 8,
     )  # fmt: skip
+    if target.candidates:
+        import fastkernels
+
+        fastkernels.patch(llm, ops=list(target.candidates), candidates=dict(target.candidates))
     engine, generator = llm.llm_engine, torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=target.repeats + WARM_UP + 3, temperature=0.0, ignore_eos=True)
     number = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core import multicast
 from fk_bench.core import machine
 
 HOSTS = ("vllm", "sglang", "fastkernels")
@@ -274,7 +275,7 @@ def environment(
 ) -> dict[str, str]:
     """Variables to add to (or, if '', remove from) this process's environment for the lane's server."""
     made = {name: "" for name in os.environ if name.startswith("FASTKERNELS") and name != "FASTKERNELS_CACHE"}
-    made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"})
+    made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **multicast.variables()})
     if Path(model).is_dir():
         made.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
     if not machine.machine().gpus and lane.host != "vllm":

@@ -11,9 +11,9 @@ import typer
 
 from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.core.terminal.text import printable
-from fk_bench.track.store import Store, Tracked, TrackError
+from fk_bench.track.store import EVAL, Store, Tracked, TrackError
 
-COLUMNS = ("op", "digest", "parent", "stage", "status", "speedup", "level", "agent", "run")
+COLUMNS = ("op", "digest", "parent", "stage", "status", "speedup", "chip", "level", "agent", "run")
 VERBS = {"show": "[OP]", "best": "OP", "diff": "DIGEST DIGEST"}
 
 
@@ -27,6 +27,9 @@ def track_command(
         typer.Option(
             help="tracking URI of MLflow (default: MLFLOW_TRACKING_URI, or a folder of fk-bench-runs)"
         ),
+    ] = "",
+    chip: Annotated[
+        str, typer.Option(help="only candidates measured on a chip with this in its name, such as H200")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> None:
@@ -43,7 +46,8 @@ def track_command(
             if not count[0] <= len(rest) <= count[1]:
                 fail(f"track {verb} takes {VERBS[verb]}")
             store = Store(uri)
-            result = {"show": _show, "best": _best, "diff": _diff}[verb](store, rest, json)
+            verbs = {"show": _show, "best": _best, "diff": _diff}
+            result = verbs[verb](store, rest, chip, json)
         last_line(
             {
                 "command": "track",
@@ -65,47 +69,66 @@ def _log(store: Store, folders: Sequence[str]) -> dict[str, Any]:
 
 def _cells(one: Tracked) -> list[str]:
     speedup = one.speedup
+    marked = " (provisional)" if one.provisional else ""
     return [
-        one.op, one.digest, one.parent, one.stage, one.status, "" if speedup is None else f"{speedup:.3f}",
-        one.tags.get("fk.level", ""), printable(one.tags.get("fk.agent", "")), one.tags.get("fk.run", ""),
+        one.op, one.digest, one.parent, one.stage, one.status, "" if speedup is None else f"{speedup:.3f}{marked}",
+        printable(one.chip), one.tags.get("fk.level", ""), printable(one.tags.get("fk.agent", "")),
+        one.tags.get("fk.run", ""),
     ]  # fmt: skip
 
 
 def _data(one: Tracked) -> dict[str, Any]:
     return {"op": one.op, "digest": one.digest, "parent": one.parent, "stage": one.stage, "status": one.status,
-            "speedup": one.speedup, "metrics": dict(one.metrics)}  # fmt: skip
+            "chip": one.chip, "speedup": one.speedup, "provisional": one.provisional,
+            "metrics": dict(one.metrics)}  # fmt: skip
 
 
-def _show(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
-    found = store.candidates(rest[0] if rest else "")
+def _on(chip: str, found: Sequence[Tracked]) -> list[Tracked]:
+    """The candidates of this chip, or of those with this in their names."""
+    return [c for c in found if c.chip == chip] or [c for c in found if chip.lower() in c.chip.lower()]
+
+
+def _show(store: Store, rest: Sequence[str], chip: str, quiet: bool) -> dict[str, Any]:
+    found = _on(chip, store.candidates(rest[0] if rest else ""))
     if not quiet:
         table(f"Candidates in {store.uri}", COLUMNS, [_cells(c) for c in found])
     return {"candidates": [_data(c) for c in found]}
 
 
-def _best(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
-    """The fastest right candidate, final scores before others, and its line of parents."""
-    found = store.candidates(rest[0])
+def _best(store: Store, rest: Sequence[str], chip: str, quiet: bool) -> dict[str, Any]:
+    """The fastest right candidate of one chip, final scores before others, its line of parents, and its scores at each
+    level of an evaluation."""
+    found = _on(chip, store.candidates(rest[0]))
     timed = [c for c in found if c.speedup is not None and c.stage != "stub"]
     if not timed:
         fail(
             f"no right candidate of {rest[0]} with a speedup is tracked, stubs aside; `fk-bench track show` lists all"
         )
+    if len(chips := sorted({c.chip for c in timed})) > 1:
+        fail(
+            f"candidates of {rest[0]} were measured on several chips, whose speedups do not compare: give --chip with"
+            f" one of {', '.join(chips)}"
+        )
     final = [c for c in timed if c.stage != "attempt"] or timed
     best = max(final, key=lambda c: c.speedup or 0.0)
     line, by_digest = [best], {c.digest: c for c in found if c.stage in ("attempt", "stub")}
-    parent = by_digest.get(best.digest) if best.stage == "final" else by_digest.get(best.parent)
+    of_attempt = best.stage in ("final", EVAL)
+    parent = by_digest.get(best.digest if of_attempt else best.parent)
     while parent is not None and parent not in line:
         line.append(parent)
         parent = by_digest.get(parent.parent)
+    levels = {k: v for c in found if c.digest == best.digest for k, v in c.levels.items()}
     if not quiet:
         table(f"Best candidate of {rest[0]}, and its parents", COLUMNS, [_cells(c) for c in line])
+        if levels:
+            cells = [[printable(name), f"{value:.3f}"] for name, value in levels.items()]
+            table("Its speedups in evaluations", ("where", "speedup"), cells)
         print(store.source(best))
-    return {"best": _data(best), "lineage": [c.digest for c in line]}
+    return {"best": _data(best), "lineage": [c.digest for c in line], "levels": levels}
 
 
-def _diff(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
-    sides = [_one(store, digest) for digest in rest]
+def _diff(store: Store, rest: Sequence[str], chip: str, quiet: bool) -> dict[str, Any]:
+    sides = [_one(store, digest, chip) for digest in rest]
     before, after = (store.source(c).splitlines() for c in sides)
     changed = list(difflib.unified_diff(before, after, sides[0].digest, sides[1].digest, lineterm=""))
     names = sorted({*sides[0].metrics} | {*sides[1].metrics})
@@ -116,10 +139,11 @@ def _diff(store: Store, rest: Sequence[str], quiet: bool) -> dict[str, Any]:
     return {"sides": [_data(c) for c in sides], "changed_lines": len(changed)}
 
 
-def _one(store: Store, digest: str) -> Tracked:
+def _one(store: Store, digest: str, chip: str) -> Tracked:
     """The last tracked state of a candidate: its final score rather than an attempt."""
-    found = store.candidates(digest=digest)
+    found = _on(chip, store.candidates(digest=digest))
     if len({c.digest for c in found}) != 1:
         there = ", ".join(sorted({c.digest for c in found})) or "none"
         fail(f"{digest!r} is the beginning of no single digest: {there}; `fk-bench track show` lists all")
-    return found[-1]
+    own = [c for c in found if c.stage != EVAL]
+    return (own or found)[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import re
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import rows
-from fk_bench.core.rows import Row
+from fk_bench.core.digests import digest_of
+from fk_bench.core.rows import Row, Status
 
 EXPERIMENT = "fastkernels"
 LOCAL = Path("fk-bench-runs") / "mlflow"
@@ -24,6 +24,8 @@ MOST_SOURCE = 1 << 20
 EXTRA = 'the package mlflow is not installed: pip install "fastkernels[mlflow]"'
 _NAME = re.compile(r"[^A-Za-z0-9_\-. /]")
 OP, RUN = "op", "run"  # values of the tag fk.kind
+EVAL = "eval"  # the stage of a candidate's scores in an evaluation
+VALID = 0.9  # of an item's correctness
 
 
 class TrackError(RuntimeError):
@@ -40,8 +42,19 @@ class Tracked:
     parent: str
     stage: str
     status: str
+    chip: str
     metrics: Mapping[str, float]
     tags: Mapping[str, str]
+
+    @property
+    def provisional(self) -> str:
+        """Why the speedup is no score; '' if it is one."""
+        return self.tags.get("fk.provisional", "")
+
+    @property
+    def levels(self) -> dict[str, float]:
+        """Speedups of an evaluation: {'independent' | 'composed_OP' | 'host_HOST_MODEL': speedup}."""
+        return {k: v for k, v in self.metrics.items() if self.stage == EVAL and k != "speedup_geomean"}
 
     @property
     def speedup(self) -> float | None:
@@ -168,6 +181,7 @@ def _records(
     }  # fmt: skip
     digests = {r.case["attempt"]: str(r.case.get("digest", "")) for r in found if "attempt" in r.case}
     levels = {str(r.subject.op): str(r.case["level"]) for r in found if "level" in r.case and r.subject.op}
+    yield from _evaluated(found, common)
     for row in found:
         op, source = str(row.subject.op or ""), None
         if row.command == "agent-loop" and row.kind in ("attempt", "task") and row.subject.candidate:
@@ -206,19 +220,61 @@ def _records(
         tags = {
             **common, "fk.kind": OP, "fk.command": row.command, "fk.op": op, "fk.level": levels.get(op, ""),
             "fk.digest": digest, "fk.parent": parent, "fk.stage": stage, "fk.status": row.status.value,
-            "fk.reason": row.reason, "fk.agent": str(row.case.get("agent", "")),
+            "fk.reason": row.reason, "fk.provisional": row.provisional, "fk.agent": str(row.case.get("agent", "")),
         }  # fmt: skip
         yield f"{row.run_id}/{op}/{stage}/{row.case.get('attempt', '')}", tags, row.metrics, source
 
 
+def _evaluated(
+    found: Sequence[Row], common: Mapping[str, str]
+) -> Iterator[tuple[str, dict[str, str], dict[str, float], None]]:
+    """A record of each candidate of an evaluation, with its speedups alone, inside other ops and in the hosts.
+
+    A continued evaluation has more scores, and so makes another record.
+    """
+    scores: dict[tuple[str, str, str], dict[str, float]] = {}
+    failed: dict[tuple[str, str, str], Row] = {}
+    provisional: dict[tuple[str, str, str], str] = {}
+    for row in found:
+        if row.command != "eval" or row.kind not in ("op", "item") or row.case.get("variant") == "best":
+            continue
+        for op, digest in row.case.get("digests", {}).items():
+            key = str(row.case.get("set")), str(op), str(digest)
+            mine = scores.setdefault(key, {})
+            if row.kind == "item":
+                m = row.metrics
+                if op in row.case["kept"] and m.get("correctness", 0.0) >= VALID:
+                    name = f"host_{row.subject.host}_{row.subject.model}"
+                    mine[name] = math.sqrt(m["throughput_speedup"] * m["latency_speedup"])
+            elif row.status is not Status.OK:
+                if row.case["how"] == "independent":
+                    failed[key] = row
+            elif (speedup := row.metrics.get("speedup_geomean")) is not None:
+                alone = row.case["how"] == "independent"
+                mine["independent" if alone else f"composed_{row.subject.op}"] = speedup
+                if alone:
+                    provisional[key] = row.provisional
+    for key, metrics in scores.items():
+        (name, op, digest), wrong = key, failed.get(key)
+        status = wrong.status if wrong is not None else Status.OK if metrics else Status.SKIPPED
+        if "independent" in metrics:
+            metrics["speedup_geomean"] = metrics["independent"]
+        tags = {
+            **common, "fk.kind": OP, "fk.command": "eval", "fk.op": op, "fk.level": "", "fk.digest": digest,
+            "fk.parent": digest, "fk.stage": EVAL, "fk.status": status.value, "fk.set": name,
+            "fk.reason": wrong.reason if wrong is not None else "", "fk.provisional": provisional.get(key, ""),
+        }  # fmt: skip
+        yield f"{common['fk.run']}/{name}/{op}/{digest}/{len(metrics)}", tags, metrics, None
+
+
 def _digest(source: Path) -> str:
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else ""
+    return digest_of(source) if source.is_file() else ""
 
 
 def _tracked(run: Any) -> Tracked:
     tags = run.data.tags
     return Tracked(
         run.info.run_id, tags.get("fk.op", ""), tags.get("fk.digest", ""), tags.get("fk.parent", ""),
-        tags.get("fk.stage", ""), tags.get("fk.status", ""), dict(run.data.metrics),
+        tags.get("fk.stage", ""), tags.get("fk.status", ""), tags.get("fk.chip", ""), dict(run.data.metrics),
         {k: v for k, v in tags.items() if k.startswith("fk.")},
     )  # fmt: skip

@@ -73,8 +73,10 @@ def _over_nodes(x: torch.Tensor, group: str = "tp") -> torch.Tensor:
 
     Of a large message, each rank of a machine passes a part between the machines.
     """
-    nodes = parallel.communicator(group).nodes
+    comm = parallel.communicator(group)
+    nodes = comm.nodes
     assert nodes is not None
+    comm.arrive("all_reduce", x)
     inside = nodes.inside
     if x.nbytes <= BETWEEN or x.numel() % inside.size:
         out = all_reduce(x, inside.name)

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 
 from fastkernels.core import parallel
-from fastkernels.core.baseline import Baseline, Function, provider
+from fastkernels.core.baseline import (
+    Baseline,
+    Function,
+    aligned,
+    inductor_compiled,
+    provider,
+    refusing,
+)
 from fastkernels.core.communicator import Communicator
-from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T, empty_as, vllm_ops
+from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T, empty_as, pynccl_of, vllm_ops
 
 MOST_SHOT = 8 << 20  # bytes of the buffer that PyTorch's symmetric memory has here
 
@@ -71,33 +78,50 @@ def _too_large(x: T, *_: Any) -> str | None:
 
 def _pynccl() -> Function:
     """NCCL as vLLM calls it: into a new tensor, without the copy that torch.distributed needs."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-    @cache
-    def of(group: str) -> Any:
-        return PyNcclCommunicator(
-            torch.distributed.new_group(backend="gloo"), parallel.communicator(group).device
-        )
-
+    of = pynccl_of()
     return lambda x, group=parallel.TP: of(group).all_reduce(x)
 
 
-def _then_norm(reduce: Callable[[], Function]) -> Callable[[], Function]:
-    """A host's all-reduce, then vLLM's norm with the residual, which is what its compiled graphs run."""
+def _kernel_norm() -> Function:
+    """vLLM's kernel: [T, H] and the residual, which it updates."""
+    ops = vllm_ops()
+
+    def norm(summed: T, weight: T, eps: float, residual: T | None) -> T:
+        if residual is not None:
+            ops.fused_add_rms_norm(summed, residual, weight, eps)
+            return summed
+        out = empty_as(summed)
+        ops.rms_norm(out, summed, weight, eps)
+        return out
+
+    return norm
+
+
+def _compiled_norm() -> Function:
+    """The same by Inductor, which hosts run behind their custom all-reduce if they compile the model."""
+    from fastkernels.overrides.norm import rms_norm
+
+    def norm(summed: T, weight: T, eps: float, residual: T | None) -> T:
+        out, added = rms_norm.reference(summed, weight, eps, residual, None, False)
+        if residual is not None and added is not None:
+            residual.copy_(added)
+        return out
+
+    return inductor_compiled(norm)
+
+
+def _then_norm(
+    reduce: Callable[[], Function], norm_of: Callable[[], Function] = _kernel_norm
+) -> Callable[[], Function]:
+    """A host's all-reduce, then a norm with the residual."""
 
     def make() -> Function:
-        all_reduce, ops = reduce(), vllm_ops()
+        all_reduce, norm = reduce(), norm_of()
 
         def all_reduce_rms_norm(
             x: T, weight: T, eps: float, residual: T | None = None, group: str = parallel.TP
         ) -> T:
-            summed = all_reduce(x, group)
-            if residual is not None:
-                ops.fused_add_rms_norm(summed, residual, weight, eps)
-                return summed
-            out = empty_as(summed)
-            ops.rms_norm(out, summed, weight, eps)
-            return out
+            return norm(all_reduce(x, group), weight, eps, residual)
 
         if (capturing := getattr(all_reduce, "capturing", None)) is not None:
             all_reduce_rms_norm.capturing = capturing  # type: ignore[attr-defined]
@@ -132,19 +156,54 @@ def _custom(module: str) -> Any:
     return make
 
 
+def _pipelined(name: str) -> Callable[[], Function]:
+    """PyTorch's product and collective in pieces over symmetric memory, as vLLM's sequence parallelism uses them."""
+
+    def make() -> Function:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        product = getattr(torch.ops.symm_mem, name)
+
+        @cache
+        def of(group: str) -> str:
+            found: str = _name(parallel.communicator(group)).group_name
+            symm_mem.enable_symm_mem_for_group(found)
+            return found
+
+        def scattered(x: T, weight: T, group: str = parallel.TP) -> T:
+            return product(x, weight.t(), "sum", 0, of(group))
+
+        def gathered(x: T, weight: T, group: str = parallel.TP) -> T:
+            return product(x, [weight.t()], 0, of(group), return_A=False)[1][0]
+
+        return gathered if name == "fused_all_gather_matmul" else scattered
+
+    return make
+
+
+def _not_pipelined(x: T, weight: T, group: str = parallel.TP) -> str | None:
+    size = parallel.communicator(group).size
+    if x.dim() != 2 or not x.is_contiguous() or x.shape[0] % size or not x.shape[0]:
+        return f"takes contiguous rows, a multiple of {size}, got {tuple(x.shape)}"
+    return aligned(x) or aligned(weight)
+
+
 _VLLM = _custom("vllm.distributed.device_communicators.custom_all_reduce")
+_SGLANG = _custom("sglang.srt.distributed.device_communicators.custom_all_reduce")
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "all_gather": _group("all_gather"),
-    "all_gather_linear": _composed("all_gather_linear"),
+    "all_gather_linear": (
+        *_composed("all_gather_linear"),
+        Baseline(
+            "symm_mem", "library", _pipelined("fused_all_gather_matmul"), refuses=_not_pipelined
+        ),
+    ),
     "all_reduce": (
         *_group("all_reduce"),
         Baseline("vllm", "host", _VLLM, ("vllm",), refuses=_too_large),
         Baseline("pynccl", "host", _pynccl, ("vllm",)),
-        Baseline(
-            "sglang", "host", _custom("sglang.srt.distributed.device_communicators.custom_all_reduce"), ("sglang",),
-            refuses=_too_large,
-        ),
+        Baseline("sglang", "host", _SGLANG, ("sglang",), refuses=_too_large),
         Baseline("symm_mem_one_shot", "library", _symm_mem(False), refuses=_too_large),
         Baseline("symm_mem_two_shot", "library", _symm_mem(True), refuses=_too_large),
     ),
@@ -152,10 +211,22 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         *_composed("all_reduce_rms_norm"),
         Baseline("vllm", "host", _then_norm(_VLLM), ("vllm",), refuses=_too_large),
         Baseline("pynccl", "host", _then_norm(_pynccl), ("vllm",)),
+        Baseline(
+            "vllm_then_inductor", "host", _then_norm(_VLLM, _compiled_norm), ("vllm",), refuses=_too_large
+        ),
+        Baseline(
+            "sglang_then_inductor", "host", _then_norm(_SGLANG, _compiled_norm), ("sglang",), refuses=_too_large
+        ),
+        refusing("flashinfer", "its fused all-reduce sets up multicast over NVLink, which is off here"),
     ),
     "all_to_all": _group("all_to_all"),
     "linear_all_reduce": _composed("linear_all_reduce"),
-    "linear_reduce_scatter": _composed("linear_reduce_scatter"),
+    "linear_reduce_scatter": (
+        *_composed("linear_reduce_scatter"),
+        Baseline(
+            "symm_mem", "library", _pipelined("fused_matmul_reduce_scatter"), refuses=_not_pipelined
+        ),
+    ),
     "reduce_scatter": _group("reduce_scatter"),
     "reduce_scatter_rms_norm": _composed("reduce_scatter_rms_norm"),
 }  # fmt: skip

@@ -40,11 +40,11 @@ def reference(x: list[torch.Tensor], source: list[torch.Tensor], group: str = "t
     order of rank and in at least float32, in x's dtype. Tokens without a row are zero.
     """
     acc = torch.promote_types(x[0].dtype, torch.float32)
-    total = exchange.total([_placed(t.to(acc), s) for t, s in zip(x, source, strict=True)])
+    total = exchange.total([placed(t.to(acc), s) for t, s in zip(x, source, strict=True)])
     return [part.to(t.dtype) for part, t in zip(total.chunk(len(x)), x, strict=True)]
 
 
-def _placed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def placed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The rows at their sources, zero elsewhere. Does not synchronize with the device."""
     rows = x.shape[0]
     out = torch.zeros((rows + 1, *x.shape[1:]), dtype=x.dtype, device=x.device)
@@ -62,13 +62,12 @@ def _check(x: torch.Tensor, source: torch.Tensor) -> None:
 
 def _composed(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
     _check(x, source)
-    return reduce_scatter(_placed(x, source), group)
+    return reduce_scatter(placed(x, source), group)
 
 
 def _reference(x: torch.Tensor, source: torch.Tensor, group: str = "tp") -> torch.Tensor:
     comm = parallel.communicator(group)
-    placed = _placed(x, source)
-    parts = exchange.gathered("ep_combine", placed, group)
+    parts = exchange.gathered("ep_combine", placed(x, source), group)
     return exchange.total(parts).chunk(comm.size)[comm.rank].to(x.dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core import parallel
 from fastkernels.core.baseline import Baseline, Function
 
 T = torch.Tensor
@@ -19,6 +20,18 @@ def vllm_ops() -> Any:
     import vllm._custom_ops  # noqa: F401 - loads the extension
 
     return torch.ops._C
+
+
+def pynccl_of() -> Function:
+    """of(group) -> vLLM's own communicator of NCCL for the ranks of that group, made at the first call in all ranks."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    @cache
+    def of(group: str) -> Any:
+        gloo = torch.distributed.new_group(backend="gloo")
+        return PyNcclCommunicator(gloo, parallel.communicator(group).device)
+
+    return of
 
 
 def from_vllm(make: Any, refuses: Any = None, **fields: Any) -> Baseline:

@@ -24,6 +24,7 @@ from fastkernels.overrides.collective.measure import SIZES, Sum, Times, limit, m
 from fastkernels.overrides.expert_parallel.measure import EXPERT_SIZES, measure_experts
 
 LIMIT_S = 60.0  # a rank may be so late
+NOT_FASTER = "for no message faster than the host's here"
 _numbers = itertools.count()
 
 
@@ -122,7 +123,7 @@ def _join(
     most = limit(found.times, sizes) if found.times else 1 << 62
     if found.reason or most < 0:
         made.close()
-        return found.reason or "for no message faster than the host's here"
+        return found.reason or NOT_FASTER
     return made, most, bool(found.times)
 
 

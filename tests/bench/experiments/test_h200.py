@@ -56,12 +56,41 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
                 text = (ROOT / line[1]).read_text()
                 assert all(f'"{option}"' in text for option in options), line
     assert seen == {
-        "kernels", "diff", "explain", "e2e", "patch-compare", "quality", "serve-compare", "tables", "tune"
+        "agents-table", "diff", "e2e", "eval", "explain", "kernels", "patch-compare", "profile", "quality",
+        "serve-compare", "tables", "tune",
     }  # fmt: skip
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
         "works_with", "formats", "linear_int4",
     } <= scripts  # fmt: skip
+
+
+def test_sets_of_others_are_judged_scored_and_studied(tmp_path: Path) -> None:
+    sets = tmp_path.parent / "sets"
+    for name in ("one", "two"):
+        (sets / name).mkdir(parents=True, exist_ok=True)
+    found = commands(planned(tmp_path, SETS=str(sets)))
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    (judge,) = found["foreign"]
+    assert judge[2:4] == [str(sets), str(tmp_path / "foreign")] and after(judge, "--limit") == ["480"]
+    for host in ("vllm", "sglang"):
+        (score,), (study,), (own,) = (found[f"{n}-{host}"] for n in ("eval", "study", "eval-selftest"))
+        wanted = [f"{name}={tmp_path / 'foreign/passing' / name}" for name in ("one", "two")]
+        assert after(score, "--set") == wanted and after(score, "--host") == [host] and "--selftest" in own
+        assert study[4] == after(score, "--out")[0] and after(study, "--kernels") == [
+            str(tmp_path / "foreign")
+        ]
+        for line in (score, study, own):
+            there = [name for p in known[line[3]].params for name in (*p.opts, *p.secondary_opts)]
+            assert {w for w in line if w.startswith("--")} <= set(there), line
+    (*libraries, table) = found["agents-table"]
+    assert table[4:] == [after(line, "--out")[0] for line in libraries]
+    without = commands(planned(tmp_path))
+    assert not [n for n in without if n in ("foreign", "eval-vllm", "study-vllm")] and "profile" in without
+    seconds = {
+        p.name: p.seconds for p in h200.parts(h200.Settings(tmp_path, "m", "", {"vllm": "p"}, sets=str(sets)))
+    }
+    assert seconds["eval-vllm"] == 2 * seconds["eval-selftest-vllm"] > 600
 
 
 def test_every_server_load_has_a_part(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_every_host_feature_has_one_part_with_its_gpus(host: str) -> None:
     has = {f: found for f, found in options.items() if found is not None}
     parts = [p for p in works(False).values() if value(p.commands[-1], "--host") == host]
     assert sorted(f for p in parts for f in features(p)) == sorted(has)
-    ranks = {"tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size"}
+    ranks = {"tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size", "data_parallel_size"}
     for part in parts:
         assert {2 if ranks & has[f].keys() else 1 for f in features(part)} == {part.gpus}
         assert value(part.commands[-1], "--jobs") == str(len(features(part))) and part.last

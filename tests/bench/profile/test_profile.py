@@ -13,7 +13,7 @@ from fk_bench.core.rows import Machine, Row, Subject, append, read
 from fk_bench.core.small_model import small_model
 from fk_bench.profile import command, judged, ncu, nsys, torch_tool
 from fk_bench.profile.data import Span, profile_of
-from support.commands import fk_bench_here, last_json
+from support.commands import fk_bench, fk_bench_here, last_json
 
 # Hand-made, not recorded: the columns are those of `ncu --csv --page raw --set full`, the second line has their units.
 NCU = """==PROF== Connected to process 4711
@@ -169,6 +169,38 @@ def test_candidate_is_profiled_instead_of_our_kernel(tmp_path):
     assert [o["op"] for o in found["ops"]] == ["silu_and_mul"] and found["ops"][0]["calls"] == 1
 
 
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A set whose activation says in a range of its own that it ran."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "silu_and_mul.py").write_text(
+        "import torch\n\n\ndef silu_and_mul(x):\n    d = x.shape[-1] // 2\n"
+        "    return torch.ops.aten.silu_(x[..., :d].clone()) * x[..., d:]\n"
+    )
+    return folder
+
+
+def test_set_of_candidates_is_profiled_in_a_model(tmp_path: Path, mine: Path) -> None:
+    words = ("profile", small_model(), "--context", 17, "--repeats", 2, "--device", "cpu", "--json")
+    stock = last_json(fk_bench("profile", *words[1:], "--out", tmp_path / "stock"))
+    found = last_json(fk_bench(*words, "--set", f"mine={mine}", "--out", tmp_path / "run"))
+    assert "aten::silu_" in {k["name"] for k in found["kernels"]}
+    assert "aten::silu_" not in {k["name"] for k in stock["kernels"]}
+    rows, _ = read(tmp_path / "run" / "rows.jsonl")
+    assert rows[0].subject.candidate == "mine" and rows[0].case["candidates"] == ["silu_and_mul"]
+    files = {r.subject.op: r.subject.candidate for r in rows if r.kind == "op"}
+    assert files["silu_and_mul"] == str(mine / "silu_and_mul.py") and files["rms_norm"] is None
+
+
+def test_set_of_candidates_is_profiled_for_an_op(tmp_path: Path, mine: Path) -> None:
+    words = ("--device", "cpu", "--set", f"mine={mine}", "--json", "--out", tmp_path / "run")
+    found = last_json(fk_bench("profile", "silu_and_mul", *words))
+    assert "aten::silu_" in {k["name"] for k in found["kernels"]}
+    refused = fk_bench("profile", "rms_norm", *words)
+    assert refused.returncode == 2 and "the set mine has no rms_norm.py, only silu_and_mul" in refused.stderr
+
+
 @pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_step_of_a_model_lists_each_op_with_its_floor(tmp_path, phase):
     model = small_model()
@@ -226,7 +258,10 @@ def test_run_of_the_judge_has_the_profile_that_agents_get(tmp_path):
     ("words", "message"),
     [
         (["rms_norm", "--tool", "perf"], "--tool 'perf' is not one of auto, torch, ncu, nsys"),
-        (["rms_norm", "--set", "all"], "--set 'all' is not one of"),
+        (["rms_norm", "--sections", "all"], "--sections 'all' is not one of"),
+        (["rms_norm", "--set", "all"], "--set 'all': give NAME=DIR"),
+        (["rms_norm", "--set", "mine=x", "--candidate", "y.py"], "--set and --candidate exclude each other"),
+        (["rms_norm", "--set", "mine=no-such-folder"], "no-such-folder"),
         (["rms_norm", "--repeats", "0"], "--repeats 0: needs at least 1"),
         (["rms_norm", "--device", "cuda"], "torch sees no GPU here"),
         (["no-such-thing"], "no-such-thing"),

@@ -88,6 +88,63 @@ def test_lineage_leads_from_the_best_to_the_stub(
     assert changed["changed_lines"] == 5 and [s["digest"] for s in changed["sides"]] == ["aaa0", "ccc2"]
 
 
+def evaluated() -> list[Row]:
+    """Rows of a set's evaluation: an op alone, a block with the op inside, an item in a host, and one that is wrong."""
+    digests = {OP: "bbb1"}
+    item = {"kept": [OP], "variant": "record", "set": "mine", "digests": digests}
+    right = {"throughput_speedup": 1.21, "latency_speedup": 1.0, "correctness": 0.99}
+    made = [
+        row("eval", "op", how="independent", set="mine", digests=digests, metrics={"speedup_geomean": 1.7}),
+        row("eval", "op", how="composed", set="mine", digests=digests, metrics={"speedup_geomean": 1.3}),
+        row("eval", "item", metrics=right, **item),
+        row("eval", "item", metrics={**right, "correctness": 0.2}, **item),
+        row("eval", "item", metrics=right, **{**item, "kept": []}),
+        row("eval", "score", set="mine", metrics={"score": 0.9}),
+    ]
+    made[1].subject.op = "llama.mlp"
+    for one, model in zip(made[2:5], ("llama", "wrong", "without"), strict=True):
+        one.subject = Subject(model=model, host="vllm")
+    return made
+
+
+def test_lineage_has_scores_at_every_level(
+    run: Path, uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = evaluated()
+    for name in ("eval", "whole"):
+        (tmp_path / name).mkdir()
+    append(tmp_path / "eval" / "rows.jsonl", rows[:2])
+    append(tmp_path / "whole" / "rows.jsonl", rows)
+    track([str(run), str(tmp_path / "eval"), "--uri", uri], capsys)
+    assert track([str(tmp_path / "whole"), "--uri", uri], capsys)["logged"] == {str(tmp_path / "whole"): 2}
+    best = track(["best", OP, "--uri", uri], capsys)
+    assert (best["best"]["digest"], best["best"]["speedup"]) == ("bbb1", 1.8)
+    assert best["levels"] == pytest.approx(
+        {"independent": 1.7, "composed_llama.mlp": 1.3, "host_vllm_llama": 1.1}
+    )
+    assert best["lineage"][-2:] == ["bbb1", "aaa0"]
+
+
+def test_best_candidate_is_of_one_chip(
+    run: Path, uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = row("agent-loop", "task", file=run / "attempts" / "1" / f"{OP}.py", digest="ddd3")
+    task.machine, task.run_id, task.metrics = Machine(gpu="NVIDIA H200"), "r2", {"speedup_geomean": 1.2}
+    task.provisional = "production's libraries are missing"
+    (tmp_path / "gpu").mkdir()
+    append(tmp_path / "gpu" / "rows.jsonl", [task])
+    track([str(run), str(tmp_path / "gpu"), "--uri", uri], capsys)
+    said = track(["best", OP, "--uri", uri], capsys)["error"]
+    assert "several chips" in said and "NVIDIA H200, cpu" in said
+    for chip, digest, speedup in (("h200", "ddd3", 1.2), ("cpu", "bbb1", 1.8)):
+        best = track(["best", OP, "--chip", chip, "--uri", uri], capsys)["best"]
+        assert (best["digest"], best["speedup"]) == (digest, speedup)
+    assert track(["best", OP, "--chip", "H200", "--uri", uri], capsys)["best"]["provisional"]
+    with pytest.raises(SystemExit):
+        main(["track", "best", OP, "--chip", "H200", "--uri", uri])
+    assert "1.200 (provisional)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_source_is_kept(run: Path, uri: str) -> None:
     kept = Store(uri)
     kept.log(run)

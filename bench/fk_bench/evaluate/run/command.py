@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +14,10 @@ from uuid import uuid4
 
 import typer
 
+from fastkernels.core import registry
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line, table
@@ -179,6 +181,11 @@ def _read_set(text: str) -> CandidateSet:
     return read_set(name, path.resolve() if path.is_dir() else path, blocks=True)
 
 
+def _digests(files: Mapping[str, str]) -> dict[str, str]:
+    """{op: digest of its candidate}."""
+    return {op: digest_of(Path(file)) for op, file in files.items()}
+
+
 def _estimate(suite: Suite, sets: Sequence[CandidateSet], kernels: bool, json_only: bool) -> None:
     """Print minutes; those of each further set are about half, because the host alone is measured with each set."""
     from fk_bench.evaluate.run.composition import estimated_minutes
@@ -332,7 +339,8 @@ class Evaluation:
             began = time.monotonic()
             found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(files, readable)
             extra = {
-                "dtype": dtype, "seed": self.seed, "cage": launcher.cage, "seconds": round(time.monotonic() - began, 1)
+                "digests": _digests(files), "dtype": dtype, "seed": self.seed, "cage": launcher.cage,
+                "seconds": round(time.monotonic() - began, 1),
             }  # fmt: skip
             self.add(results.item_rows(self.context, name, found, "record", extra))
         done = results.items_done(self.rows, name)[entry.item]
@@ -353,13 +361,18 @@ class Evaluation:
         device = "cuda" if machine.machine().gpus else "cpu"
         made: list[Row] = []
 
+        digests = _digests(one.files)
+
         def add(row: Row, how: str) -> None:
             self.say(
                 f"{one.name}: {row.subject.op} {how}: {row.status.value} {row.metrics.get('speedup_geomean', '')}"
             )
+            op = str(row.subject.op)
+            ran = {op} if how == composition.ALONE else registry.reached(op, parts=True)
+            of = {n: d for n, d in digests.items() if n in ran}
             made.append(self.context.row(
-                one.name, {"kind": results.OP, "how": how}, row.subject, status=row.status, reason=row.reason,
-                metrics=row.metrics, ci95=row.ci95, provisional=row.provisional,
+                one.name, {"kind": results.OP, "how": how, "digests": of}, row.subject, status=row.status,
+                reason=row.reason, metrics=row.metrics, ci95=row.ci95, provisional=row.provisional,
             ))  # fmt: skip
 
         model = composition.model_of(self.suite)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from fk_bench.kernels.judge import Options
     from fk_bench.kernels.judge.processes.sides import Sides
 
+ALONE, COMPOSED = (
+    "independent",
+    "composed",
+)  # how an op is judged: by itself, or with candidates of the set inside
 MOST_ABOVE = 2  # ops that call those of a set of primitives only
 MOST_BLOCKS = 2  # of a model
 # On an H100, 2026-11-27 (docs/judge.md), and on two CPU cores
@@ -51,14 +55,14 @@ def judged(
             (row,) = _judge([op], {op: path}, replace(options, model=text), settings, sides)
             if row.status is Status.OK:
                 passed[op] = path
-            add(row, "independent")
+            add(row, ALONE)
         ops = {op: path for op, path in passed.items() if not is_block(op)}
         for row in _judge(_above(ops), ops, options, settings, sides):
-            add(row, "composed")
+            add(row, COMPOSED)
         if model and passed:
             text, blocks = _blocks(model, passed)
             for row in _judge(blocks, passed, replace(options, model=text), settings, sides):
-                add(row, "composed")
+                add(row, COMPOSED)
 
 
 def estimated_minutes(files: Mapping[str, str], settings: Mapping[str, Any], device: str) -> float:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from fk_bench.core import machine
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.runs import missing
 from fk_bench.core.terminal.flags import ConfigError, comma_list
 from fk_bench.core.terminal.output import last_line, table
@@ -94,6 +96,8 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
     try:
         with signals_raise():
             found = parse_lanes(config.lanes, config.python, config.env, config.server_args, config.attach)
+            if any(lane.url is None for lane in found):
+                check_ranks("--tensor-parallel", config.tensor_parallel, machine.machine().gpus)
             if config.port is not None:
                 for i, lane in enumerate(found):
                     if lane.url is None:

@@ -337,7 +337,7 @@ def documented() -> str:
     lines += [f"| L{t.level}/{t.name} | {t.cls} | {t.op} |" for t in targets if t.op]
     why: dict[str, list[str]] = {}
     for t in targets:
-        if not t.op and "a block of a model's plan" not in t.reason:
+        if not t.op and "with weights of its own: not adapted" not in t.reason:
             why.setdefault(t.reason, []).append(f"L{t.level}/{t.name}")
     lines += ["", "| not adapted | why |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {', '.join(names)} | {reason} |" for reason, names in why.items())])

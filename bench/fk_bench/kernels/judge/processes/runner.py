@@ -36,9 +36,6 @@ ESTIMATES = 20  # replays
 # Up to so many slots are called eagerly or compiled; their arguments then have separate storages
 APART = 32
 OWN_BYTES = 64 << 20  # least bytes of slots that a trusted side allocates
-NO_MULTICAST = {  # NVLink multicast is never used; a program that ends in the wrong moment can disable a host's GPUs
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1",
-}  # fmt: skip
 _clock, _synchronize = time.perf_counter, torch.cuda.synchronize
 _Tensor, _copy = torch.Tensor, torch.Tensor.copy_
 
@@ -86,10 +83,10 @@ class RunnerState(Implementation):
         """Join the group of this side's ranks. late_s: seconds that a rank may be late in a collective."""
         import torch.distributed as dist
 
-        from fastkernels.core import parallel
+        from fastkernels.core import multicast, parallel
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a cage cannot resolve its host's name
-        os.environ.update(NO_MULTICAST)
+        multicast.turn_off()
         limit = timedelta(seconds=late_s)
         if device == "cuda":
             torch.cuda.set_device(rank)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fastkernels.core import multicast
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.kernels.judge.cage import cgroup
@@ -304,7 +305,13 @@ class Zygote:
         )
         # Inductor names its cache after the user; a cage's user has no name of its own.
         own = {"HOME": "/", "USER": "candidate", "LOGNAME": "candidate"}
-        return {**kept, **own, "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+        return {
+            **multicast.variables(),
+            **kept,
+            **own,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
 
     def begin(self) -> None:
         """Start the interpreter, which imports for seconds; `start` waits for it. Raises ZygoteError."""
