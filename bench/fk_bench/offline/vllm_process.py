@@ -14,7 +14,7 @@ def prepare() -> bool:
     """
     # Looking for a GPU must not initialize CUDA here, or a forked engine process could not use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled with nvcc at its first use
     gpu = torch.cuda.is_available()
     if not gpu:
