@@ -77,7 +77,8 @@ def _film(module: Any, small: bool) -> Shapes:
 
 
 def _image(module: Any, small: bool) -> Shapes:
-    channels = next(p for p in module.parameters() if p.dim() == 4).shape[1]
+    weight = next(p for p in module.parameters() if p.dim() == 4)
+    channels = weight.shape[0 if weight.shape[1] == 1 else 1]  # those of a depthwise one have a channel each
     return {"x": (BATCH, channels, _side(small), _side(small))}
 
 
@@ -100,6 +101,12 @@ def _rows(name: str, *more: str) -> Callable[[Any, bool], Shapes]:
         return {each: (BATCH, _tokens(small, TEXT), width) for each in (name, *more)}
 
     return shapes
+
+
+def _features(module: Any, small: bool) -> Shapes:
+    """Samples of a recommender; the factors [N, R] of a cross layer are named before those [R, N]."""
+    first = next(p for p in module.parameters() if p.dim() == 2)
+    return {"x": (BATCH, first.shape[0 if hasattr(module, "W_kernels") else 1])}
 
 
 def _points(module: Any, small: bool) -> Shapes:
@@ -211,9 +218,16 @@ SHAPED: dict[str, Shaped] = {
     f"{_QWEN}.qwen2_5_vl:Qwen2_5_VisionPatchMerger": Shaped("merger", _patches),
     f"{_QWEN}.qwen3_vl:Qwen3VisionPatchMerger": Shaped("merger", _patches),
     "fastkernels.models.vision.yolov10:SCDown": Shaped("conv_block", _image),
+    "fastkernels.models.vision.yolov10:Bottleneck": Shaped("conv_block", _image),
+    "fastkernels.models.vision.yolov10:CompactInvertedBlock": Shaped("conv_block", _image),
     "fastkernels.models.vision.yolov10:SPPF": Shaped("conv_block", _image),
     "fastkernels.models.vision.yolov10:PSA": Shaped("conv_block", _image),
     "fastkernels.models.vision.rtdetrv2:CspRepLayer": Shaped("conv_block", _image),
+    "fastkernels.models.vision.rtdetrv2:SelfAttention": Shaped("attention", _rows("x", "places", "residual")),
+    "fastkernels.models.vision.rtdetrv2:EncoderLayer": Shaped("encoder_layer", _rows("x", "places")),
+    "fastkernels.models.recsys.dlrm_v2:MLP": Shaped("mlp", _features),
+    "fastkernels.models.recsys.dlrm_v2:OverArch": Shaped("mlp", _features),
+    "fastkernels.models.recsys.dlrm_v2:LowRankCrossNet": Shaped("cross_net", _features),
     "fastkernels.models.vision.swinv2:Swinv2Stage": Shaped("encoder_layer", _stage),
     "fastkernels.models.common.speech.flow:FlowAttention": Shaped("attention", _flow_attention),
     "fastkernels.models.common.speech.flow:FlowBlock": Shaped("diffusion_block", _flow),

@@ -78,9 +78,9 @@ def check(model: str) -> tuple[str, ...]:
 # Models with blocks that read no step of tokens: {model: a kind of block}
 SHAPED = {
     "flux": "diffusion_block", "sdxl": "diffusion_block", "hunyuan_video": "diffusion_block", "oasis": "mlp",
-    "dp3": "policy_block", "pi0": "mlp", "ptv3": "mlp", "yolov10": "conv_block", "rtdetrv2": "conv_block",
+    "dp3": "policy_block", "pi0": "mlp", "ptv3": "mlp", "yolov10": "conv_block", "rtdetrv2": "encoder_layer",
     "qwen3_vl": "vision_merger_1", "swinv2": "encoder_layer", "sam3": "decoder_layer", "cosyvoice3": "diffusion_block",
-    "openfold3": "pair_update",
+    "openfold3": "pair_update", "dlrm_v2": "cross_net",
 }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_blocks_of_a_tower_have_names_of_their_own() -> None:
 # Models without a block: {model: part of the reason}
 WITHOUT = {
     "convnextv2": "one of timm's", "efficientnetv2": "one of timm's", "mobilenetv4": "one of timm's",
-    "dlrm_v2": "other inputs than a step of tokens", "lightgcn": "other inputs than a step of tokens",
+    "lightgcn": "other inputs than a step of tokens",
     "gaussian_splatting": "other inputs than a step of tokens", "instant_ngp": "other inputs than a step of tokens",
     "deepseek_mtp": "other inputs than a step of tokens", "llama_eagle3": "other inputs than a step of tokens",
     "qwen3_next_mtp": "other inputs than a step of tokens",

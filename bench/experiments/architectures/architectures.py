@@ -25,13 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 
 from experiments.architectures import subjects
 from experiments.architectures.subjects import POLICIES, Case, Lane, Subject
-from experiments.architectures.times import Times
+from experiments.architectures.times import LIMIT as LIMIT_METRIC
+from experiments.architectures.times import Times, ended_at, key
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, append, read
 from fk_bench.tables import architectures as tables
-from fk_bench.tables.architectures import OURS, PLAIN, PREPARED
+from fk_bench.tables.architectures import OURS, PATCHED, PLAIN, PREPARED
 
 LIMIT = 150.0  # seconds of a lane
+MARGIN = 1.5  # of a limit over the seconds that the lane is known to need
 SHORT = 20.0  # with less, no lane is started
 
 
@@ -45,6 +47,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.lane.name}"
+
+    def seconds(self, limit: float) -> float:
+        """The limit of this lane, if `limit` is that of one whose time is unknown."""
+        needs = subjects.NEEDS.get((self.name, self.lane.name), 0.0)
+        return max(limit * self.subject.limit, MARGIN * needs)
 
 
 def plain_ops() -> str:
@@ -73,10 +80,13 @@ def jobs(only: Sequence[str], wave: int, tiny: bool) -> tuple[list[Job], list[st
     return sorted(made, key=lambda job: job.lane.wave), absent  # a stable sort
 
 
-def missing(out: Path, job: Job) -> list[tuple[Case, str]]:
-    """Cases without a row, and the provider of that row."""
+def missing(out: Path, job: Job, limit: float = 0.0) -> list[tuple[Case, str]]:
+    """Cases without a row, and the provider of that row.
+
+    A lane that was ended has rows only while `limit`, its seconds today, are not more than those that it had.
+    """
     found = read(out)[0] if out.exists() else []
-    mine = [r for r in found if r.subject.model == job.name]
+    mine = [r for r in found if r.subject.model == job.name and not 0 < ended_at(r) < limit]
     providers = (OURS, PREPARED) if job.lane.name == OURS and job.subject.prepared else (job.lane.name,)
     return [
         (case, wanted)
@@ -87,8 +97,9 @@ def missing(out: Path, job: Job) -> list[tuple[Case, str]]:
 
 
 def _is_of(wanted: str, provider: str) -> bool:
-    if wanted == POLICIES:
-        return provider not in (OURS, PREPARED, PLAIN)
+    if wanted in (POLICIES, POLICIES + PATCHED):
+        own = provider in (OURS, PREPARED, PLAIN)
+        return not own and provider.endswith(PATCHED) == wanted.endswith(PATCHED)
     return provider == wanted
 
 
@@ -129,7 +140,9 @@ class Child:
 
 def child(options: argparse.Namespace) -> int:
     import torch
-    from experiments.architectures import references
+    from experiments.architectures import patched, references
+
+    from fastkernels.patch import PatchError
 
     name, wanted = options.child
     subject = subjects.subjects()[name]
@@ -144,7 +157,11 @@ def child(options: argparse.Namespace) -> int:
         return 0  # it is not wanted any more
     cuda = torch.cuda.is_available() and not options.tiny
     times = Times(options.out, name, lane.name, subject.dtype, cuda)
-    references.RUNS[lane.run](name, subject, lane, times, options.tiny)
+    try:
+        references.RUNS[lane.run](name, subject, lane, times, options.tiny)
+    except (patched.Differs, PatchError) as error:
+        times.fail(subject.cases, str(error))
+        return 1
     return 0
 
 
@@ -156,14 +173,14 @@ def run_all(options: argparse.Namespace) -> int:
         print(f"--only: no architecture {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
         return 2
     found, absent = jobs(only, options.wave, options.tiny)
-    waiting = [job for job in found if missing(options.out, job)]
+    waiting = [job for job in found if missing(options.out, job, job.seconds(options.limit))]
     failed, left = 0, list[str]()
     ready: Child | None = None
     try:
         while waiting:
             job = waiting.pop(0)
             now, ready = ready or Child(job, options), None
-            whole = options.limit * job.subject.limit
+            whole = job.seconds(options.limit)
             limit = min(whole, end - time.monotonic())
             if limit < SHORT:
                 now.end()
@@ -181,7 +198,7 @@ def run_all(options: argparse.Namespace) -> int:
                 reason = (
                     f"not done within {limit:.0f} s" if status is None else f"its process ended with {status}"
                 )
-                note(options.out, job, reason)
+                note(options.out, job, reason, limit, status is None)
     finally:
         if ready is not None:
             ready.end()
@@ -193,12 +210,14 @@ def run_all(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def note(out: Path, job: Job, reason: str) -> None:
-    """Write rows that say why cases of a lane have no time."""
+def note(out: Path, job: Job, reason: str, limit: float, ended: bool) -> None:
+    """Write rows that say why cases of a lane have no time. ended: it was, after `limit` seconds."""
     times = Times(out, job.name, job.lane.name, job.subject.dtype)
-    for case, provider in missing(out, job):
+    for case, provider in missing(out, job, limit):
         row = times.row(case, provider)
         row.status, row.reason = Status.FAILED, reason
+        if ended:
+            row.metrics = {LIMIT_METRIC: limit}
         append(out, [row])
     print(f"{job}: {reason}", flush=True)
 
@@ -206,10 +225,11 @@ def note(out: Path, job: Job, reason: str) -> None:
 def summary(rows: Sequence[Row]) -> str:
     """The published table of these rows in Markdown, and the lanes that failed."""
     lines = [tables.HEAD, ["---"] * len(tables.HEAD), *tables.lines_of(rows)[0]]
-    failed = [r for r in rows if r.status is Status.FAILED]
+    measured = {key(r) for r in rows if r.status is Status.OK}
+    failed = {key(r): r for r in rows if r.status is Status.FAILED and key(r) not in measured}
     return "\n".join([
         *(f"| {' | '.join(line)} |" for line in lines),
-        *(f"failed: {r.subject.model}, {r.subject.provider}: {r.reason}" for r in failed),
+        *(f"failed: {r.subject.model}, {r.subject.provider}: {r.reason}" for r in failed.values()),
     ])  # fmt: skip
 
 
@@ -220,7 +240,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="rows; what they have is not measured again")
     parser.add_argument("--only", help="architectures, comma-separated")
     parser.add_argument("--seconds", type=float, default=570.0, help="of all")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a lane")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds of a lane; more where it is known to need more"
+    )
     parser.add_argument(
         "--wave", type=int, default=subjects.LAST, help="0: ours and the fastest references alone"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from experiments.architectures import ours, subjects
+from experiments.architectures import ours, patched, subjects
 from experiments.architectures.subjects import BLOCKS, KEPT, Case, Lane, Subject
 from experiments.architectures.times import Times
 from fk_bench.core.rows import append
@@ -83,12 +83,22 @@ def library(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -
         if sizes != built:
             torch.manual_seed(0)
             built, made = sizes, MODELS[model.library][1](given, sizes, device, dtype)
+            inputs = made.make(case["batch"], torch.Generator().manual_seed(0))
+            if lane.patched:
+                times.more = patched.put_in(made.target, outputs_of(model.library, made, inputs), dtype)
             if lane.mode:
                 made.target.forward = compiled(made.target.forward, lane.mode)
         inputs = made.make(case["batch"], torch.Generator().manual_seed(0))
         call = kept(made, given, device) if lane.name == KEPT else made.call
         run = no_grad(lambda inputs, call=call: call(inputs).cpu())
         times.add(case, lambda inputs=inputs, run=run: ((lambda: inputs), run))
+
+
+def outputs_of(name: str, made: Any, inputs: Any) -> Callable[[], torch.Tensor]:
+    """Calls of a library's model whose outputs can be compared."""
+    if name == "detector":
+        return lambda: patched.by_value(made.call(inputs))
+    return lambda: made.call(inputs)
 
 
 def kept(made: Any, given: Mapping[str, Any], device: Any) -> Callable[[Any], Any]:
@@ -116,7 +126,10 @@ def policies(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) 
         if name == "dp3":
             policies.run_dp3(case["batch"], ("reduce-overhead",), found, own=False)
         else:
-            policies.pi0(case["cameras"], case["batch"], ("reduce-overhead",), found, own=False)
+            put_in = patched.put_in if lane.patched else None
+            policies.pi0(
+                case["cameras"], case["batch"], ("reduce-overhead",), found, own=False, put_in=put_in
+            )
         append(times.out, found.rows)
 
 
@@ -221,6 +234,7 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
     if late:
         model = subjects.replace(model, config={**model.config, "architectures": ["BertModel"]})
     target = of_transformers(model, device, dtype)
+    without_masks(target)
     head = None
     if late:
         with place(device, dtype):
@@ -244,6 +258,22 @@ def texts(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> 
         shape = case["batch"], int(sizes["tokens"])
         ids = torch.randint(ours.RESERVED, target.config.vocab_size, shape, generator=draw)
         times.add(case, lambda ids=ids: ((lambda: ids), call))
+
+
+def without_masks(target: Any) -> None:
+    """Let a text encoder of transformers that gets no mask run attention without one in CUDA graphs, too.
+
+    transformers 5.17 makes a mask of ones while a stream is captured, and none before: a compiled block would be
+    compiled anew in the capture, which that forbids. An attention without a function for masks gets none.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    target.set_attn_implementation(UNMASKED)
+
+
+UNMASKED = "sdpa_without_masks"
 
 
 def whisper(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> None:
@@ -408,6 +438,19 @@ def fla(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> No
     with place(device, dtype):
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     target = target.eval().requires_grad_(False).to(device, dtype)
+    if lane.patched:
+        least = subject.cases[0]
+        shape = least["batch"], int(subjects.sizes_of(subject, least, tiny)["tokens"])
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(ours.RESERVED, target.config.vocab_size, shape, generator=draw).to(device)
+
+        def logits() -> torch.Tensor:
+            """Of all tokens but one in a pass, and of the last one after it."""
+            first = target(input_ids=ids[:, :-1], use_cache=True)
+            after = target(input_ids=ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
+            return torch.cat((first.logits, after.logits), 1)
+
+        times.more = patched.put_in(target, logits, dtype)
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(target.forward).parameters else {}
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)

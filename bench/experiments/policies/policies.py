@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.tables.architectures import PATCHED
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -35,6 +36,7 @@ class Found:
     def __init__(self, model: str, case: dict[str, int]) -> None:
         self.model, self.case = model, case
         self.times: dict[str, float] = {}
+        self.more: dict[str, float] = {}  # metrics of each further row
         self.rows: list[Row] = []
 
     def add(self, provider: str, run: Callable[[], Any]) -> None:
@@ -45,6 +47,7 @@ class Found:
         )  # fmt: skip
         try:
             self.times[provider] = row.metrics["chunk_ms_p50"] = clock(run)
+            row.metrics |= self.more
         except Exception as error:  # one that cannot be compiled leaves the others
             row.status, row.reason = Status.FAILED, f"{type(error).__name__}: {error}"[:500]
         self.rows.append(row)
@@ -73,8 +76,18 @@ def ours(llm: LLM, observations: list[Observation], found: Found) -> None:
     found.add("fastkernels", lambda: runner.launch(step).result())
 
 
-def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found, own: bool = True) -> None:
-    """own: time our engine, too."""
+PutIn = Callable[[Any, Callable[[], torch.Tensor], torch.dtype], dict[str, float]]
+
+
+def pi0(
+    cameras: int,
+    batch: int,
+    modes: Sequence[str],
+    found: Found,
+    own: bool = True,
+    put_in: PutIn | None = None,
+) -> None:
+    """own: time our engine, too. put_in: patches the model, and compares its outputs; then nothing else is timed."""
     from transformers import PI0Config, PI0ForConditionalGeneration
 
     config = PI0Config()
@@ -102,18 +115,25 @@ def pi0(cameras: int, batch: int, modes: Sequence[str], found: Found, own: bool 
         "pixel_attention_mask": torch.ones(batch, cameras, dtype=torch.bool, device="cuda"),
     }  # fmt: skip
     given["attention_mask"] = torch.ones_like(given["input_ids"])
+    end = ""
+    if put_in is not None:
+        noise = torch.randn(
+            batch, config.chunk_size, config.max_action_dim, device="cuda", dtype=torch.bfloat16
+        )
+        found.more = put_in(model, lambda: model.sample_actions(**given, noise=noise), torch.bfloat16)
+        end = PATCHED
     with torch.inference_mode():
-        found.add("eager", lambda: model.sample_actions(**given))
+        found.add(f"eager{end}", lambda: model.sample_actions(**given))
     with torch.no_grad():
         for mode in modes:
             torch._dynamo.reset()
             expert = torch.compile(type(model.model.dit).forward.__get__(model.model.dit), mode=mode)
             model.model.dit.forward = functools.partial(copied, expert)
-            found.add(f"compiled_expert_{mode}", lambda: model.sample_actions(**given))
+            found.add(f"compiled_expert_{mode}{end}", lambda: model.sample_actions(**given))
             del model.model.dit.forward
             torch._dynamo.reset()
             whole = torch.compile(model.sample_actions, mode=mode)
-            found.add(f"compiled_whole_{mode}", lambda whole=whole: whole(**given))
+            found.add(f"compiled_whole_{mode}{end}", lambda whole=whole: whole(**given))
 
 
 def copied(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,12 @@ import typer
 from fastkernels.core import registry
 from fk_bench.core.terminal.output import fail
 
+# Those with recorded signatures; a test compares them. Reading the records would slow every command down.
+_HOSTS = (
+    "vllm", "sglang", "transformers", "diffusers", "timm", "ultralytics", "fla", "gsplat", "torchrec",
+    "torch_geometric", "openfold3", "diffusion_policy_3d",
+)  # fmt: skip
+
 
 def newest(host: str, version: str | None) -> str:
     """The requested version, or the newest recorded one. Raises ValueError, UnknownName."""
@@ -18,8 +24,8 @@ def newest(host: str, version: str | None) -> str:
 
     if host == "torch":
         raise ValueError(
-            "classes of torch.nn have no fork to be put into: export for one of vllm, sglang, transformers, diffusers"
-            " or timm, or replace them in a live model with fastkernels.patch(model, ops=[...])"
+            f"classes of torch.nn have no fork to be put into: export for one of {', '.join(_HOSTS)}, or replace them"
+            " in a live model with fastkernels.patch(model, ops=[...])"
         )
     if host not in hosts():
         raise registry.UnknownName("host", host, hosts())
@@ -31,7 +37,7 @@ def newest(host: str, version: str | None) -> str:
 
 def export_command(
     op: Annotated[str, typer.Argument(help="an op; see `fk-bench list ops`")],
-    host: Annotated[str, typer.Option(help="vllm, sglang, transformers, diffusers or timm")] = "vllm",
+    host: Annotated[str, typer.Option(help=", ".join(_HOSTS[:-1]) + f" or {_HOSTS[-1]}")] = "vllm",
     host_version: Annotated[str | None, typer.Option(help="a recorded version (default: the newest)")] = None,
     standalone: Annotated[
         bool, typer.Option("--standalone", help="whole classes with constructors, which need no host")

@@ -39,6 +39,7 @@ SOURCE = "paper", "measured", "rows"
 # arXiv 2605.23215: speedup over the reference on an H200 (vLLM 0.18), mean of its scenarios. By model type or name.
 PAPER = {
     "llama": 1.04, "deepseek_v32": 0.84, "mixtral": 0.97, "bitnet": 1.12, "gpt_oss": 1.02, "gemma4_text": 1.00,
+    "mamba": 1.05, "mamba2": 0.97, "jamba": 1.02, "qwen3_next": 1.24, "kimi_linear": 1.20,
     "flux.1": 1.01, "sdxl": 1.17, "siglip2": 0.93, "dinov3": 0.99, "swinv2": 1.17, "vjepa2": 1.01,
 }  # fmt: skip
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fk_bench.core.rows import Row, Status, Subject, append, read
 from fk_bench.evaluate.run.hosts.libraries import MODELS
-from fk_bench.tables.architectures import OURS, PAPER, PLAIN, PREPARED
+from fk_bench.tables.architectures import OURS, PAPER, PATCHED, PLAIN, PREPARED
 from support.h200_plan import ROOT
 
 from fastkernels.core import registry
 
 sys.path.insert(0, str(ROOT / "bench"))
-from experiments.architectures import architectures, references, subjects
+from experiments.architectures import architectures, patched, references, subjects
 from experiments.architectures.subjects import LIBRARY
+from experiments.architectures.times import Times
 
 
 def row(name: str, lane: str, case: dict[str, int], ms: float | None) -> Row:
@@ -59,11 +61,11 @@ def test_lanes_run_in_waves_and_absent_packages_are_named(monkeypatch: pytest.Mo
     found, absent = architectures.jobs(["gaussians", "lightgcn"], wave=2, tiny=False)
     assert [str(job) for job in found] == [
         "lightgcn, fastkernels", "lightgcn, library, compiled", "lightgcn, library, embeddings kept",
-        "gaussians, fastkernels", "gaussians, engine with PyTorch's ops",
-        "lightgcn, library", "lightgcn, engine with PyTorch's ops",
+        "lightgcn, library, compiled, patched", "gaussians, fastkernels", "gaussians, engine with PyTorch's ops",
+        "lightgcn, library", "lightgcn, library, patched", "lightgcn, engine with PyTorch's ops",
     ]  # fmt: skip
-    assert absent == ["gaussians, library (no gsplat)"]
-    assert len(architectures.jobs(["lightgcn"], wave=0, tiny=False)[0]) == 3
+    assert absent == ["gaussians, library (no gsplat)", "gaussians, library, patched (no gsplat)"]
+    assert len(architectures.jobs(["lightgcn"], wave=0, tiny=False)[0]) == 4
 
 
 def test_summary_is_the_published_table_and_names_failed_lanes() -> None:
@@ -74,7 +76,7 @@ def test_summary_is_the_published_table_and_names_failed_lanes() -> None:
     ]  # fmt: skip
     rows[-1].reason = "out of memory"
     *_, line, failed = architectures.summary(rows).splitlines()
-    assert line.startswith("| ptv3 | batch 1, points 100000 | 4 | library | 6 | 1.50 | 1.00 |")
+    assert line.startswith("| ptv3 | batch 1, points 100000 | 4 | library | 6 | 1.50 |  | 1.00 |")
     assert failed == "failed: ptv3, library, compiled: out of memory"
 
 
@@ -117,12 +119,19 @@ def test_lanes_end_on_their_own_and_are_taken_up_again(
     monkeypatch.setattr(architectures, "Child", Child)
     monkeypatch.setattr(subjects, "find_spec", lambda name: object())
     assert architectures.run_all(options(out, only="gaussians")) == 1
-    assert started == [OURS, LIBRARY, PLAIN]
+    assert started == [OURS, LIBRARY, LIBRARY + PATCHED, PLAIN]
     reasons = {str(r.subject.provider): r.reason for r in read(out)[0]}
-    assert reasons == {OURS: "", PLAIN: "not done within 100 s", LIBRARY: "its process ended with 3"}
-    assert architectures.run_all(options(out, only="gaussians")) == 0 and len(started) == 3
+    other = "its process ended with 3"
+    assert reasons == {
+        OURS: "", PLAIN: "not done within 100 s", LIBRARY: other, LIBRARY + PATCHED: other,
+    }  # fmt: skip
+    assert architectures.run_all(options(out, only="gaussians")) == 0 and len(started) == 4
     more = options(tmp_path / "more.jsonl", only="gaussians", seconds=5.0)
-    assert architectures.run_all(more) == 0 and len(started) == 3 and ended == [OURS]
+    assert architectures.run_all(more) == 0 and len(started) == 4 and ended == [OURS]
+    assert (
+        architectures.run_all(options(out, only="gaussians", limit=120.0)) == 1
+    )  # it was ended sooner before
+    assert started[4:] == [PLAIN]
     assert architectures.run_all(options(out, only="nothing")) == 2
 
 
@@ -133,6 +142,63 @@ def test_interrupted_lane_measures_prepared_requests_later(tmp_path: Path) -> No
     assert [p for case, p in architectures.missing(out, job) if case == first] == [PREPARED]
     append(out, [row("dinov3", lane, case, 2.0) for case in job.subject.cases for lane in (OURS, PREPARED)])
     assert architectures.missing(out, job) == []
+
+
+def test_lanes_of_known_length_have_their_own_limit() -> None:
+    known = {
+        (job.name, job.lane.name): job for job in architectures.jobs([*subjects.subjects()], 2, False)[0]
+    }
+    assert known["yolov10", OURS].seconds(75.0) == 1.5 * subjects.NEEDS["yolov10", OURS] > 300.0
+    assert known["yolov10", OURS].seconds(600.0) == 600.0 and known["ptv3", OURS].seconds(75.0) == 75.0
+    lanes = {(n, lane.name) for n, s in subjects.subjects().items() for lane in s.all_lanes}
+    assert set(subjects.NEEDS) <= lanes
+
+
+def test_hidden_first_error_is_in_the_row(tmp_path: Path) -> None:
+    def capture() -> Any:
+        try:
+            raise RuntimeError("compiled in a capture")
+        except RuntimeError:
+            raise ValueError("the capture failed")  # noqa: B904 as the end of a capture does
+
+    times = Times(tmp_path / "rows.jsonl", "colbertv2", "transformers, compiled")
+    times.add({"batch": 1}, capture)
+    assert (
+        read(times.out)[0][0].reason
+        == "RuntimeError: compiled in a capture; then ValueError: the capture failed"
+    )
+
+
+def test_encoders_of_texts_get_no_mask_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture, transformers 5.17 makes one, as here; a compiled block would be compiled anew."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.masking_utils, "_ignore_bidirectional_mask_sdpa", lambda *given: False)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=32, **sizes)).eval()
+    masks, ids = [], torch.arange(12).view(2, 6)
+    model.encoder.layer[0].register_forward_pre_hook(lambda module, given: masks.append(given[1]))
+    with torch.no_grad():
+        stock = model(input_ids=ids).last_hidden_state
+        references.without_masks(model)
+        found = model(input_ids=ids).last_hidden_state
+    assert masks[0] is not None and masks[1] is None
+    torch.testing.assert_close(found, stock)
+
+
+def test_patched_reference_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+    more = patched.put_in(model, lambda: model(torch.arange(8)[None]).last_hidden_state, torch.float32)
+    assert more["difference"] < 1e-5 and more["patched_modules"] >= 5
+    draws = iter((1.0, 2.0))
+    other = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+    with pytest.raises(patched.Differs, match="outputs differ by 1 of their norm"):
+        patched.put_in(other, lambda: next(draws) * other(torch.arange(8)[None])[0], torch.float32)
+    third = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+    with pytest.raises(patched.Differs, match="ran none of our kernels"):
+        patched.put_in(third, lambda: torch.ones(3), torch.float32)
 
 
 def test_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,3 +303,10 @@ def test_list_definition(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_definition_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     status, out, err = run(capsys, "list", *arguments)
     assert status == 2 and says in last(out)["error"] and says in err and len(err.splitlines()) == 1
+
+
+def test_help_of_export_names_every_host_with_signatures() -> None:
+    from fk_bench.info import export
+    from fk_integrations.signatures.diff import hosts
+
+    assert sorted(export._HOSTS) == hosts()

@@ -20,7 +20,8 @@ def row(
 def test_the_newest_rows_meet_the_fastest_reference() -> None:
     rows = [
         row("gla", "fastkernels", 3.0, time="2026-11-29"), row("gla", "fastkernels", 2.0), row("gla", "fla", 5.0),
-        row("gla", "fla, graph", 4.0), row("gla", "engine with PyTorch's ops", 1.0),
+        row("gla", "fla, graph", 4.0), row("gla", "fla, graph, patched", 3.2),
+        row("gla", "engine with PyTorch's ops", 1.0),
         row("pi0", "fastkernels", 9.0), row("pi0", "fastkernels, prepared", 1.0), row("pi0", "eager", 1.5),
         row("ptv3", "fastkernels", 0.5), row("ptv3", "fastkernels, prepared", 0.1),
         row("ptv3", "engine with PyTorch's ops", 150.0),
@@ -30,8 +31,19 @@ def test_the_newest_rows_meet_the_fastest_reference() -> None:
     ((title, head, lines),) = architectures.table({"file": rows})
     assert title.startswith("Milliseconds of a call (") and "`file`" in title
     assert [line[: len(head) - 1] for line in lines] == [
-        ["gla", "batch 1", "2", "fla, graph", "4", "2.00", "1.85"],
-        ["pi0", "batch 1", "1", "eager", "1.5", "1.50", "3.48"],
-        ["ptv3", "batch 1", "0.5", "engine with PyTorch's ops", "150", "300.00", "1.00"],
+        ["gla", "batch 1", "2", "fla, graph", "4", "2.00", "1.25", "1.85"],
+        ["pi0", "batch 1", "1", "eager", "1.5", "1.50", "", "3.48"],
+        ["ptv3", "batch 1", "0.5", "engine with PyTorch's ops", "150", "300.00", "", "1.00"],
     ]
     assert not list(architectures.table({"file": rows[:1]}))
+
+
+def test_patched_references_meet_their_own_stock() -> None:
+    rows = [
+        row("lightgcn", "fastkernels", 1.0), row("lightgcn", "library, embeddings kept", 0.5),
+        row("lightgcn", "library", 6.0), row("lightgcn", "library, patched", 5.0),
+        row("lightgcn", "library, compiled", 4.0), row("lightgcn", "library, compiled, patched", 2.5),
+    ]  # fmt: skip
+    lines, used = architectures.lines_of(rows)
+    assert [line[3:7] for line in lines] == [["library, embeddings kept", "0.5", "0.50", "1.60"]]
+    assert rows[-1] in used and rows[-2] in used

@@ -113,6 +113,13 @@ def test_patched_hosts_have_a_line_for_each_chip() -> None:
     assert "Llama-3.2-3B, 8: 2.000" in drawn and "Llama-3.2-3B, prompts: 1.154" in drawn
 
 
+@pytest.mark.parametrize(("model", "paper"), [("mamba2-2.7b", "0.97"), ("jamba-v0.1", "1.02")])
+def test_recurrent_models_have_the_papers_figure(model: str, paper: str) -> None:
+    routing = {"routing": "uniform"}
+    ((_, _, (cells,)),) = speeds.text({"a": text(96.0, 93.0, model=model, **routing)})
+    assert cells[2] == "0.960" and cells[5] == "0.930" and cells[8] == paper
+
+
 def test_rows_without_our_engine_are_left_out() -> None:
     assert not list(speeds.text({"a": text(110.0, 120.0, with_engine=False)}))
 

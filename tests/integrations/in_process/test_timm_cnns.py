@@ -24,7 +24,8 @@ TINY = {"dims": (8, 16, 24, 32), "depths": (1, 2, 1, 1)}
 OTHERS = (
     "mobilenetv1_100", "mobilenetv2_050", "mobilenetv3_small_050", "mnasnet_small", "semnasnet_075", "fbnetc_100",
     "spnasnet_100", "tinynet_e", "efficientnet_lite0", "regnetx_002", "regnety_002", "gernet_s", "lcnet_050",
-    "rexnet_100", "seresnet18", "convnext_atto",
+    "rexnet_100", "seresnet18", "convnext_atto", "ghostnet_050", "repvgg_a0", "mixnet_s",
+    "mobileone_s0", "densenet121",
 )  # fmt: skip
 
 

@@ -309,13 +309,14 @@ LONG = (512,) * 15 + (448,) + (1,) * 64  # tokens of each call: prompts, then de
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPS)
-def test_8k_steps_stay_near_float64(name: str, device: str) -> None:
+def test_8k_steps_stay_near_float64(name: str, kept: str, device: str) -> None:
     """The last outputs and the state, after calls that each round the state, are within bfloat16's bound."""
     spec = registry.get(name)
     case = next(c for c in spec.cases if c.name == "packed")
     dtype = "bfloat16" if device == "cuda" else "float32"
-    dims = {**case.dims, "seq_lens": (sum(LONG),), "new": 1, "padding": 0}
+    dims = {**case.dims, "seq_lens": (sum(LONG),), "new": 1, "padding": 0, "state_dtype": kept}
     args = make_args(spec, dataclasses.replace(case, dims=dims, dtype=dtype))
     want = oracle(spec, args)
     moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]

@@ -29,7 +29,7 @@ from fastkernels.models.shaped_blocks import outputs, shaped
 
 LEVELS = {
     "attention": 2, "cross_attention": 2, "merger": 2, "recurrence": 2, "mlp": 2, "mixture": 2, "conv_block": 2,
-    "pair_update": 2, "pair_block": 3, "encoder_layer": 3, "decoder_layer": 3,
+    "cross_net": 2, "pair_update": 2, "pair_block": 3, "encoder_layer": 3, "decoder_layer": 3,
     "diffusion_block": 3, "policy_block": 3, "model": 4,
 }  # fmt: skip
 # Parameters of `forward` that a step gives: {name: what it is}
