@@ -74,6 +74,9 @@ class ServerOptions:
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="serve /tokenizer_info")
     ] = SERVER.enable_tokenizer_info_endpoint
+    allowed_local_media_path: Annotated[
+        str | None, typer.Option(help="folder of which `file://` URLs of media are read (default: none)")
+    ] = SERVER.allowed_local_media_path
     allowed_media_domains: Annotated[
         str,
         typer.Option(help="JSON list of hosts whose URLs of images are downloaded (default: only data URLs)"),

@@ -221,10 +221,11 @@ class Recognition:
     ) -> Generator[list[Job], Sequence[RequestOutput], tuple[RequestOutput, float]]:
         """The output of a window, and its temperature."""
         prompt, sampling = SourcePrompt(None, self._prompt(), source), self._options.sampling
-        most = self._of.length // 2
+        half = self._of.length // 2
+        most = min(half, self._options.max_tokens or half)
         kind = RequestOutputKind.CUMULATIVE if self._options.live else RequestOutputKind.FINAL_ONLY
         params = replace(
-            sampling, max_tokens=min(most, self._options.max_tokens or most), logprobs=0, detokenize=False, output_kind=kind,
+            sampling, max_tokens=most, logprobs=0, detokenize=False, output_kind=kind,
             timestamps=self._of.vocabulary.rules,
         )  # fmt: skip
         again = sampling.greedy and not self._options.live
