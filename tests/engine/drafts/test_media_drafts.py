@@ -105,7 +105,7 @@ def test_models_that_read_other_sources_are_refused(tmp_path: Path) -> None:
     def said(target: Path, draft: Path) -> str:
         config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
         with pytest.raises(ValueError, match="reads more than text") as error:
-            LLM(str(target), **SIZES, speculative_config=config)
+            LLM(str(target), **{**SIZES, "max_model_len": 64}, speculative_config=config)
         return str(error.value)
 
     assert said(text, vision).endswith("not supported for a draft model")
