@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from fastkernels.core.registry import UnknownName
 from fastkernels.engine import scoring
@@ -17,6 +18,7 @@ from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
 from fastkernels.engine.execution import threads
 from fastkernels.engine.execution.follow import Followed, follow
+from fastkernels.engine.inputs import local_files
 from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig
@@ -533,7 +535,8 @@ class LLM:
         use_tqdm  as in `generate`
         messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them. Parts of a content may be
                   media, for a model that reads them: {'type': 'image_pil', 'image_pil': a PIL image}, or
-                  {'type': 'image_url', 'image_url': {'url': a data URL}}; video_url, audio_url and input_audio, too
+                  {'type': 'image_url', 'image_url': {'url': a data or file URL}}; video_url, audio_url and input_audio,
+                  too
         template  keyword arguments of the tokenizer's chat template
 
         Raises ValueError for an unsupported request before anything runs.
@@ -659,10 +662,20 @@ def _with_media_apart(conversation: Sequence[Any]) -> tuple[list[Any], dict[str,
                 given = f"data:audio/wav;base64,{given}" if audio and given is not None else given
             if given is None:
                 raise ValueError(f"{kind} {len(own)} of the conversation is empty: {reprlib.repr(part)}")
-            own.append(data_of(given, f"{kind} {len(own)}") if isinstance(given, str) else given)
+            own.append(_of_url(given, f"{kind} {len(own)}") if isinstance(given, str) else given)
             parts.append({"type": kind})
         made.append({**message, "content": parts})
     return made, media
+
+
+def _of_url(url: str, name: str) -> bytes:
+    """The bytes of a data URL, or of a file of this machine. Raises ValueError."""
+    if not url.startswith("file://"):
+        return data_of(url, name)
+    try:
+        return local_files.read(unquote(url.removeprefix("file://")))
+    except local_files.FileError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def _conversations(messages: Any) -> list[Any]:

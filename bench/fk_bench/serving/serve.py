@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -73,6 +74,9 @@ class ServerOptions:
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="serve /tokenizer_info")
     ] = SERVER.enable_tokenizer_info_endpoint
+    allowed_local_media_path: Annotated[
+        str | None, typer.Option(help="folder of which `file://` URLs of media are read (default: none)")
+    ] = SERVER.allowed_local_media_path
     allowed_media_domains: Annotated[
         str,
         typer.Option(help="JSON list of hosts whose URLs of images are downloaded (default: only data URLs)"),
@@ -266,23 +270,34 @@ def serve(
         with listening(config), process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError, WorkerDied) as error:
-        typer.echo(f"fk-bench serve: {error}", err=True)
+        typer.echo(f"fk-bench serve: {with_flags(str(error))}", err=True)
         raise typer.Exit(1) from error
     if status:
         raise typer.Exit(status)
 
 
+def with_flags(message: str) -> str:
+    """A message of the engine or the server with the flags of this command in place of their options' names."""
+    names = {field.name for options in (ServerOptions, EngineOptions) for field in fields(options)}
+    # An option of one word is an English word elsewhere in the message.
+    first = re.match(r"[a-z]+", message)
+    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    if first is not None and first.group() in names:
+        message = f"--{message}"
+    return re.sub(rf"(?<![\w./-])({long})\b", lambda m: f"--{m.group().replace('_', '-')}", message)
+
+
 def engine_fields(model: str, options: EngineOptions) -> dict[str, Any]:
     """The fields of an EngineConfig. Raises ValueError."""
-    fields = {"model": model, **asdict(options)}
+    found = {"model": model, **asdict(options)}
     for name in ("limit_mm_per_prompt", "speculative_config"):
         if (given := getattr(options, name)) is not None:
             try:
-                fields[name] = json.loads(given)
+                found[name] = json.loads(given)
             except ValueError as error:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} must be a JSON object, got {given!r}") from error
-    return fields
+    return found
 
 
 def _strings(flag: str, text: str) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ class Options:
     prompt    a text that would come before the recording: its style and words are continued
     sampling  temperature and so on. At temperature 0, a bad text is generated again at higher ones
     live      texts are shown before their window ends, so that none is generated again
+    max_tokens  of the text of a window; None: half of the model's length
     """
 
     task: str = "transcribe"
@@ -80,6 +81,7 @@ class Options:
     prompt: str = ""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     live: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,11 @@ class Recognition:
     ) -> Generator[list[Job], Sequence[RequestOutput], tuple[RequestOutput, float]]:
         """The output of a window, and its temperature."""
         prompt, sampling = SourcePrompt(None, self._prompt(), source), self._options.sampling
+        half = self._of.length // 2
+        most = min(half, self._options.max_tokens or half)
         kind = RequestOutputKind.CUMULATIVE if self._options.live else RequestOutputKind.FINAL_ONLY
         params = replace(
-            sampling, max_tokens=self._of.length // 2, logprobs=0, detokenize=False, output_kind=kind,
+            sampling, max_tokens=most, logprobs=0, detokenize=False, output_kind=kind,
             timestamps=self._of.vocabulary.rules,
         )  # fmt: skip
         again = sampling.greedy and not self._options.live

@@ -7,13 +7,14 @@ stream.py; responses.py makes OpenAI's bodies of them, and streaming.py sends th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
@@ -72,17 +73,23 @@ ROUTES: dict[str, tuple[Any, ...]] = {
 }
 
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts
-_SCANNED = 1 << 18  # bytes in which deeper levels are looked for, within 0.2 s
-_TEXT_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
+_CHUNK = 1 << 20  # bytes whose levels are computed at once
+_STEPS = np.zeros(256, np.int8)  # what each byte adds to the level
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
 def _too_deep(body: bytes) -> bool:
-    """Whether the beginning of a JSON text, which may have errors, has more than MAX_DEPTH levels."""
-    level = 0
-    for found in _TEXT_OR_BRACKET.finditer(body[:_SCANNED]):
-        level += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found.group(), 0)
-        if level > MAX_DEPTH:
+    """Whether a JSON text, which may have errors, has more than MAX_DEPTH levels. 0.3 s for 32 MB."""
+    # Without pairs of backslashes, a quote behind a backslash is a part of its text.
+    found = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    level, inside = 0, False
+    for start in range(0, len(found), _CHUNK):
+        part = found[start : start + _CHUNK]
+        texts = np.logical_xor.accumulate(part == ord('"')) ^ inside
+        levels = np.where(texts, 0, _STEPS[part]).cumsum(dtype=np.int32) + level
+        if levels.max() > MAX_DEPTH:
             return True
+        level, inside = int(levels[-1]), bool(texts[-1])
     return False
 
 
@@ -99,7 +106,7 @@ class StrictJSONRequest(Request):
             except UnicodeDecodeError as wrong:
                 byte, at = wrong.object[wrong.start], wrong.start
                 raise ApiError(400, f"the body is not UTF-8: byte 0x{byte:02x} at position {at}") from error
-            if _too_deep(body):
+            if await asyncio.to_thread(_too_deep, body):
                 limit = f"at most {MAX_DEPTH} levels of lists and objects are allowed"
                 raise ApiError(400, f"the body is nested too deeply: {limit}") from error
             raise ApiError(400, f"the body is not JSON: {error}") from error

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
+from os import PathLike
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.cache.media_cache import MediaItem
-from fastkernels.engine.inputs import videos
+from fastkernels.engine.inputs import local_files, videos
 from fastkernels.engine.inputs.images import decode, is_image, rgb
 from fastkernels.engine.speech import files
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
@@ -97,9 +98,9 @@ class MediaReader:
     def read(self, text: str | None, ids: Sequence[int], data: Mapping[str, Any]) -> MediaPrompt:
         """ids: with one placeholder for each medium; data: {kind: a medium or a list of them}.
 
-        An image is a PIL image, or the bytes of a file. A video: see videos.video; an audio: see files.recording. A
-        list of frames is one video. Raises ValueError for anything else, too many, or another number than that of
-        placeholders.
+        An image is a PIL image. A video: see videos.video; an audio: see files.recording. Each may be the bytes or the
+        path of a file. A list of frames is one video. Raises ValueError for anything else, too many, or another number
+        than that of placeholders.
         """
         given = {kind: _listed(kind, value) for kind, value in data.items() if value is not None}
         for kind, listed in given.items():
@@ -145,13 +146,17 @@ class MediaReader:
         return self._audio(i, value, room) if kind == "audio" else self._video(i, value, room)
 
     def _image(self, i: int, image: Any) -> Medium:
+        image = _of_path("image", i, image)
         if isinstance(image, bytes):
             try:
                 image = decode(image)
             except ValueError as error:
                 raise ValueError(f"image {i} of the prompt is {error}") from error
         if not is_image(image):
-            raise ValueError(f"image {i} of the prompt must be a PIL image, got {type(image).__name__}")
+            raise ValueError(
+                f"image {i} of the prompt must be a PIL image, or the bytes or path of a file, got"
+                f" {type(image).__name__}"
+            )
         image = rgb(image)
         size, process = f"{image.width} x {image.height} pixels", self.processor.image_processor
         try:
@@ -213,7 +218,7 @@ class MediaReader:
     def _video(self, i: int, value: Any, room: int) -> Medium:
         process = self.processor.video_processor
         try:
-            found = videos.video(value, partial(self._sample, i, room))
+            found = videos.video(_of_path("video", i, value), partial(self._sample, i, room))
             frames = found.frames
             self._check_video(i, len(frames), frames.shape[2], frames.shape[1], room)
         except videos.VideoError as error:
@@ -335,6 +340,16 @@ def _listed(kind: str, value: Any) -> list[Any]:
     if kind == "audio" and value and isinstance(value[0], (int, float)):
         return [value]
     return list(value)
+
+
+def _of_path(kind: str, i: int, value: Any) -> Any:
+    """The bytes of a file that is given as its path; other media as they are. Raises ValueError."""
+    if not isinstance(value, (str, PathLike)):
+        return value
+    try:
+        return local_files.read(value)
+    except local_files.FileError as error:
+        raise ValueError(f"{kind} {i} of the prompt {error}") from error
 
 
 def _digest(name: str, data: bytes) -> bytes:

@@ -127,6 +127,7 @@ class EngineConfig:
             raise ValueError(f"block_size {self.block_size} is not a power of two")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization} is not in (0, 1]")
+        defaults = {field.name: field.default for field in fields(self)}
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
             "tensor_parallel_size", "expert_parallel_size", "data_parallel_size", "max_pixels", "max_steps",
@@ -134,7 +135,10 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} {value} is less than 1")
+                default = "" if defaults[name] is None else f", which is {defaults[name]}"
+                raise ValueError(
+                    f"{name} {value} is less than 1: give at least 1, or leave it out for the default{default}"
+                )
         for kind, most in (self.limit_mm_per_prompt or {}).items():
             if kind not in MEDIA or type(most) is not int or most < 0:
                 raise ValueError(

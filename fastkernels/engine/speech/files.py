@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fastkernels.engine.inputs import local_files
 
 FORMATS = "wav, w64, aiff, flac, mp3, aac, ogg, mov, mp4, m4a, matroska, webm"
 EXTENSIONS = "flac, m4a, mp3, mp4, mpeg, mpga, ogg, wav or webm"
@@ -66,9 +67,9 @@ def recording(given: Any, rate: int, most: float = MAX_SECONDS) -> Recording:
         return _of_file(io.BytesIO(given), rate, most)
     if isinstance(given, (str, os.PathLike)):
         try:
-            file = Path(given).open("rb")  # noqa: SIM115
-        except OSError as error:
-            raise AudioError(f"the audio file cannot be opened: {error}") from error
+            file = local_files.opened(given)
+        except local_files.FileError as error:
+            raise AudioError(f"the audio file {error}") from error
         found = _of_file(file, rate, most)
         return Recording(_then_closed(found, file), rate)
     if hasattr(given, "read"):

@@ -141,7 +141,7 @@ class InputBatch:
     last_tokens  [max_num_seqs + 1] int64 on the device: the token that each slot sampled last
     sampled      [3, max_num_seqs] int64 in pinned host memory: the tokens of a step's rows. Steps alternate between the
                  first two rows; the third takes results that are never read, e.g. during capture
-    shifts       [max_num_seqs + 1] int64 on the host: NewRow.shift of each slot
+    shifts       [max_num_seqs + 1] int64 on the host: NewRow.shift of each slot; device_shifts: on the device
     The last slot is for padding: its blocks are the reserved block 0.
     trees: drafts are in trees, and inputs have `nodes`
     """
@@ -160,6 +160,7 @@ class InputBatch:
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.sampled = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.shifts, self._shifted = np.zeros(max_num_seqs + 1, dtype=np.int64), False
+        self.device_shifts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._turn = 0
         self._staging, self._updates = Staging(device), Staging(device)
 
@@ -193,9 +194,12 @@ class InputBatch:
 
     def set_shifts(self, new_rows: Sequence[NewRow]) -> None:
         """Set the shifts of slots that get another request."""
+        before = self.shifts.copy()
         for row in new_rows:
             self.shifts[row.slot] = row.shift
         self._shifted = bool(self.shifts.any())
+        if not np.array_equal(before, self.shifts):
+            self.device_shifts.copy_(torch.from_numpy(self.shifts))
 
     def sample_slots(self, step: StepInput) -> np.ndarray:
         """[B] int64: the slots for the sampler; the dummy slot where a prompt is not complete."""

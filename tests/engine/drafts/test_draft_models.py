@@ -20,7 +20,7 @@ from support.kernels import warm
 from support.kernels.draft_kernel_cases import problems
 from support.oracle import filtered
 from support.rerun import install
-from support.tiny import make_scripted, make_tiny, make_tiny_vlm
+from support.tiny import make_scripted, make_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels import LLM, SamplingParams, StructuredOutputsParams
@@ -392,11 +392,6 @@ def test_drafts_that_do_not_fit_are_refused(folder: Path, eagle: Path, tmp_path:
     assert "keeps more than the keys of its tokens" in said(draft_model(state))
     latent = make_tiny(tmp_path / "latent", "deepseek_v3", "float32")
     assert "has latent attention" in said(draft_model(latent))
-    vision, same = (
-        make_tiny_vlm(tmp_path / "vision", "qwen2_vl"),
-        make_tiny(tmp_path / "same", "llama", "float32", vocab_size=520),
-    )
-    assert "reads more than text" in said(draft_model(same), target=vision)
     odd = make_tiny_eagle3(tmp_path / "odd", intermediate_size=191)
     text = said(eagle3(odd), tensor_parallel_size=2)
     assert f"tensor_parallel_size 2 does not suit {odd}: " in text and "191" in text

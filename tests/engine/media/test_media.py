@@ -238,7 +238,8 @@ def test_text_needs_no_work_for_media(qwen2_vl: VlmOracle, monkeypatch: pytest.M
     [
         (prompt("no place", WIDE), "0 placeholders of images, and 1 images are given"),
         (prompt(f"{IMAGE}{IMAGE}", WIDE), "2 placeholders of images, and 1 images are given"),
-        (prompt(IMAGE, "cat.png"), "image 0 of the prompt must be a PIL image, got str"),
+        (prompt(IMAGE, "cat.png"), "image 0 of the prompt cannot be read: 'cat.png': No such file or directory"),
+        (prompt(IMAGE, 3), "image 0 of the prompt must be a PIL image, or the bytes or path of a file, got int"),
         (prompt(IMAGE * 4, *[WIDE] * 4), "the prompt has 4 images, and at most 3 are allowed"),
         ({"prompt": IMAGE, "multi_modal_data": {"audio": WIDE}}, "media of kind 'audio', and this model takes image"),
         ({"prompt": IMAGE, "multi_modal_data": WIDE}, "multi_modal_data must be a dict"),

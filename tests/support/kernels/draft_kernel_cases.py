@@ -11,6 +11,8 @@ import torch
 
 from fastkernels.engine.execution.drafts import draft_kernels
 from fastkernels.engine.execution.drafts.draft_kernels import COLUMNS, Held, Rows
+from fastkernels.engine.sampling.rows import NewRow
+from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.steps.input_batch import InputBatch
 from fastkernels.engine.steps.step import StepInput
 
@@ -89,6 +91,12 @@ def _settled(rng: np.random.Generator, count: int, groups: int, device: str) -> 
     for where, settle in (("cpu", draft_kernels.settle), (device, draft_kernels.settle_triton)):
         batch = InputBatch(torch.device(where), size, longest, 4, groups)
         batch.update(step.block_updates)
+        batch.set_shifts(
+            [
+                NewRow(int(slot), SamplingParams(), 0, frozenset(), shift=-int(slot) % 3 - 2)
+                for slot in step.slots
+            ]
+        )
         batch.last_tokens.copy_(torch.arange(100, 101 + size))
         drafts = torch.arange(200, 200 + (size + 1) * count).view(-1, count)
         held = Held(*(torch.from_numpy(n).to(where, copy=True) for n in numbers), drafts.to(where, copy=True))

@@ -88,7 +88,7 @@ def settle(inputs: Inputs, batch: InputBatch, held: Held, unsure: torch.Tensor |
     if unsure is not None:
         held.first[slots] = inputs.input_ids[starts[:-1].clamp_max(len(inputs.input_ids) - 1)]
     inputs.positions[:n] -= back
-    at = inputs.positions[:n]
+    at = inputs.positions[:n] - batch.device_shifts[of]  # the token's number: media change positions only
     for group, mapping in enumerate((inputs.slot_mapping, *inputs.more_slot_mappings)):
         block = batch.group_table(group)[of, at // batch.block_size].long()
         moved = block * batch.block_size + at % batch.block_size
@@ -103,8 +103,8 @@ def settle_triton(inputs: Inputs, batch: InputBatch, held: Held, unsure: torch.T
         inputs.input_ids, inputs.positions, inputs.slot_mapping, more[0] if more else inputs.slot_mapping, inputs.slots,
         inputs.offsets, inputs.seq_lens, inputs.cu_seqlens_q, held.first if again else batch.last_tokens,
         held.lag if unsure is None else unsure, held.lag, held.shift, held.first, held.drafts,
-        batch.block_table, batch.width, batch.dummy + 1, apart, batch.block_size, GROUPS=batch.groups,
-        COUNT=held.drafts.shape[1], AGAIN=again,
+        batch.device_shifts, batch.block_table, batch.width, batch.dummy + 1, apart, batch.block_size,
+        GROUPS=batch.groups, COUNT=held.drafts.shape[1], AGAIN=again,
     )  # fmt: skip
 
 
@@ -207,8 +207,8 @@ def advance_triton(rows: Rows, step: int, longest: int, batch: InputBatch) -> Ad
 @triton.jit(do_not_specialize=["width", "table_rows", "apart"])
 def _settle_kernel(
     ids_ptr, positions_ptr, mapping_ptr, more_ptr, slots_ptr, offsets_ptr, lens_ptr, starts_ptr, last_ptr, unsure_ptr,
-    lag_ptr, shift_ptr, first_ptr, drafts_ptr, table_ptr, width, table_rows, apart, block_size, GROUPS: tl.constexpr,
-    COUNT: tl.constexpr, AGAIN: tl.constexpr,
+    lag_ptr, shift_ptr, first_ptr, drafts_ptr, media_ptr, table_ptr, width, table_rows, apart, block_size,
+    GROUPS: tl.constexpr, COUNT: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     # One program per row. Rows with more tokens than drafts can have are prompts, whose tokens are known.
     row = tl.program_id(0)
@@ -221,7 +221,7 @@ def _settle_kernel(
         tl.store(shift_ptr + slot, shift)
     tl.store(lens_ptr + row, tl.load(lens_ptr + row) - shift.to(tl.int32))
     tl.store(offsets_ptr + row, tl.load(offsets_ptr + row) - shift)
-    last = tl.load(last_ptr + slot)
+    last, media = tl.load(last_ptr + slot), tl.load(media_ptr + slot)
     most: tl.constexpr = COUNT + 1 + AGAIN  # a pass over a step's tokens may have one more
     if n <= most:
         for i in tl.static_range(most):
@@ -238,6 +238,7 @@ def _settle_kernel(
                 if shift > 0:
                     at = tl.load(positions_ptr + start + i) - shift
                     tl.store(positions_ptr + start + i, at)
+                    at -= media
                     for group in tl.static_range(GROUPS):
                         table = table_ptr + (group * table_rows + slot) * width
                         block = tl.load(table + at // block_size).to(tl.int64)

@@ -146,10 +146,12 @@ class Drafter:
             )
         pair: dict[str, Any] = {engine.model: target, str(self.settings.model or "its head"): self.model}
         for name, model in pair.items():
-            if any(hasattr(model, method) for method in ("encode", "encode_source")):
+            if hasattr(model, "encode_source") or (model is self.model and hasattr(model, "encode")):
                 raise ValueError(
-                    f"speculative_config: {name} reads more than text, which is not supported with a draft model"
+                    f"speculative_config: {name} reads more than text, which is not supported"
+                    f" {'for a draft model' if model is self.model else 'with a draft model'}"
                 )
+        self._media = hasattr(target, "encode")
         self._target: Any = getattr(target, "model", None)
         if self.eagle:
             if not isinstance(self._target, DecoderModel):
@@ -173,6 +175,10 @@ class Drafter:
             )
         self.backend: AttentionBackend = backend
         self._batch, self._sampler = batch, sampler
+        self._axes = any(getattr(module, "mrope_section", None) for module in self.model.modules())
+        self._last_position = (
+            getattr(self._source.config, "max_position_embeddings", 0) - 1
+        )  # EAGLE's config has it
         self.longest, rows = max_model_len, config.max_num_seqs
         self._staging = Staging(device)
         hidden = self._source.config.hidden_size
@@ -289,11 +295,30 @@ class Drafter:
             ids = ids.roll(-1)
         ids = ids.scatter(0, last, self._rows.token[:rows])
         hidden = None if states is None else self.model.combine(states)
-        out, hidden = self._forward(ids, inputs.positions, hidden, metadata)
+        out, hidden = self._forward(ids, self._positions(inputs), hidden, metadata)
         self._out[:rows] = out.index_select(0, last)
         if hidden is not None:
             self._hidden[:rows] = hidden.index_select(0, last)
         return self._out[:rows]
+
+    def _positions(self, inputs: Inputs) -> torch.Tensor:
+        """[T] or [3, T]: the draft's positions of a step's tokens.
+
+        EAGLE has those of the target whose states it reads, or without axes the temporal ones, as in vLLM. Another
+        draft reads text: media are as long as their placeholders.
+        """
+        found = inputs.positions
+        if not self._media:
+            return found
+        if not self.eagle:
+            return found - self._batch.device_shifts.index_select(0, inputs.token_slots)
+        return (found if self._axes or found.dim() == 1 else found[0]).clamp(0, self._last_position)
+
+    def _behind(self, at: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[R]: the draft's positions of tokens behind all media, with these numbers in their sequences."""
+        if not self._media or not self.eagle:
+            return at
+        return (at + self._batch.device_shifts.index_select(0, slots)).clamp(0, self._last_position)
 
     def chain(self, rows: int, longest: int, most: int = 0) -> torch.Tensor:
         """The drafts of the first `rows` rows, [rows, count]. Can be captured. longest: number of keys at most.
@@ -318,7 +343,7 @@ class Drafter:
                     for slots, table in zip(mappings.unbind(), tables, strict=True)
                 ]
                 metadata = replace(parts[0], groups=tuple(parts[1:]))
-                out, hidden = self._forward(ids, at, hidden, metadata)
+                out, hidden = self._forward(ids, self._behind(at, own.slot), hidden, metadata)
             ids = sampling(self.model.compute_logits(out), *drawing, own.offset + (i + 1))
             self._drafts[:rows, i] = ids
         self.held.drafts.index_copy_(0, own.slot, self._drafts[:rows])
@@ -351,8 +376,8 @@ class Drafter:
                     self._level(own, tables, keys, count, longest, masks), most_tokens=most * count
                 )
                 ids = drafts.index_select(1, level.nodes - 1).flatten()
-                at = (own.at + depth).clamp_max(self.longest - 1).repeat_interleave(count)
-                made, states = self._forward(ids, at, hidden, metadata)
+                at = self._behind((own.at + depth).clamp_max(self.longest - 1), own.slot)
+                made, states = self._forward(ids, at.repeat_interleave(count), hidden, metadata)
                 assert states is not None
                 out, hidden, keys = made, states, keys + count
             logits = self.model.compute_logits(out)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from fastkernels.engine.http.answers.responses import Answer, Outputs, Prompt
 from fastkernels.engine.http.parsing.message import MessageParser
@@ -144,7 +143,7 @@ def _event(name: str, **fields: Any) -> bytes:
 def _object(arguments: str) -> dict[str, Any]:
     """The arguments of a call; {} if max_tokens has cut them off."""
     try:
-        found = json.loads(arguments)
+        found = from_json(arguments)  # at most the levels that a body may have
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -41,10 +43,22 @@ def _clock(seconds: float, comma: str) -> str:
 
 
 class Events:
-    """The events of a transcript: `transcript.text.delta` for each finished text, and `transcript.text.done`."""
+    """The events of a transcript: `transcript.text.delta` for each finished text, and `transcript.text.done`.
 
-    def __init__(self, made: Transcript):
+    Each has the fields of vLLM's chunk, too, whose clients read `choices`. usage: end with a chunk that has no choice,
+    and vLLM's numbers of tokens; continuous: which all events have
+    """
+
+    def __init__(
+        self, made: Transcript, task: str, model: str, usage: bool = False, continuous: bool = False
+    ):
         self._made, self._sent = made, 0
+        self._usage, self._continuous = usage, usage and continuous
+        kind = {"transcribe": ("trsc", "transcription"), "translate": ("trsl", "translation")}[task]
+        self._chunk = {
+            "id": f"{kind[0]}-{uuid.uuid4().hex}", "object": f"{kind[1]}.chunk", "created": int(time.time()),
+            "model": model,
+        }  # fmt: skip
 
     def opening(self) -> bytes:
         return b""
@@ -52,16 +66,30 @@ class Events:
     def events(self, text: str) -> bytes:
         """text: all of it so far."""
         new, self._sent = text[self._sent :], max(self._sent, len(text))
-        return event({"type": "transcript.text.delta", "delta": new}) if new else b""
+        if not new:
+            return b""
+        usage = {"usage": self._tokens()} if self._continuous else {}
+        return event({"type": "transcript.text.delta", "delta": new, **self._choice(new, None), **usage})
 
     def closing(self) -> bytes:
-        made = self._made
-        usage = {
-            "type": "tokens", "input_tokens": made.prompt_tokens, "output_tokens": made.generated_tokens,
-            "total_tokens": made.prompt_tokens + made.generated_tokens,
-        }  # fmt: skip
-        done = event({"type": "transcript.text.done", "text": made.text, "usage": usage})
+        made, read, written = self._made, self._made.prompt_tokens, self._made.generated_tokens
+        usage: dict[str, Any] = {"type": "tokens", "input_tokens": read, "output_tokens": written}
+        usage |= self._tokens() if self._continuous else {"total_tokens": read + written}
+        done = event(
+            {"type": "transcript.text.done", "text": made.text, **self._choice("", "stop"), "usage": usage}
+        )
+        if self._usage:
+            done += event({**self._chunk, "choices": [], "usage": self._tokens()})
         return self.events(made.text) + done + b"data: [DONE]\n\n"
 
     def failed(self, message: str, status: int) -> bytes:
         return event(error_body(message, status)) + b"data: [DONE]\n\n"
+
+    def _choice(self, text: str, reason: str | None) -> dict[str, Any]:
+        choice = {"delta": {"content": text}, "finish_reason": reason, "stop_reason": None}
+        return {**self._chunk, "choices": [choice]}
+
+    def _tokens(self) -> dict[str, int]:
+        """vLLM's usage, of all windows that have ended."""
+        read, written = self._made.prompt_tokens, self._made.generated_tokens
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

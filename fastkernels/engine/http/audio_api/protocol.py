@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fastkernels.engine.http.requests import unserved
+from fastkernels.engine.http.requests.protocol import INT64
 from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, SamplingParams
 
 LISTS = ("timestamp_granularities",)
@@ -16,12 +17,12 @@ STREAMED = ("json", "text")
 NEUTRAL: dict[str, tuple[str, ...]] = {
     # OpenAI
     "chunking_strategy": ("auto",), "include": (), "known_speaker_names": (), "known_speaker_references": (),
-    "user": unserved.ANYTHING,
+    "keywords": (), "languages": (), "user": unserved.ANYTHING,
     # vLLM
-    "use_beam_search": ("false", "False", "0"), "n": ("1",), "length_penalty": ("1", "1.0"), "hotwords": (),
-    "include_stop_str_in_output": ("false", "False", "0"), "to_language": (), "max_completion_tokens": (),
-    "vllm_xargs": ("{}",), "watermarking": ("false", "False", "0"), "stream_include_usage": unserved.ANYTHING,
-    "stream_continuous_usage_stats": ("false", "False", "0"),
+    "use_beam_search": ("false", "False", "0"), "n": ("1",), "length_penalty": unserved.ANYTHING,
+    "hotwords": (),
+    "include_stop_str_in_output": unserved.ANYTHING, "to_language": (), "vllm_xargs": ("{}",),
+    "watermarking": ("false", "False", "0"),
 }  # fmt: skip
 
 
@@ -40,6 +41,15 @@ class TranslationRequest(BaseModel):
         0.0, ge=0, le=MAX_TEMPERATURE, description="0: greedy, and higher for a text that is repetitive or unlikely."
     )  # fmt: skip
     stream: bool = False
+    stream_include_usage: bool = Field(
+        False, description="vLLM's: the stream ends with an event without a choice that has the tokens."
+    )
+    stream_continuous_usage_stats: bool = Field(
+        False, description="vLLM's: with stream_include_usage, each event has the tokens so far."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT64, description="Of the text of a window; by default half of the model's length."
+    )
     seed: int | None = None
     top_p: float = 1.0
     top_k: int = 0
@@ -50,6 +60,9 @@ class TranslationRequest(BaseModel):
 
     @model_validator(mode="after")
     def _streams(self) -> TranslationRequest:
+        for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+            if getattr(self, name) and not self.stream:
+                raise unserved.field_error(name, f"{name} may only be set with stream=true")
         if self.stream and self.response_format not in STREAMED:
             raise unserved.field_error(
                 "response_format", f"response_format {self.response_format} cannot be streamed: use json or text"

@@ -61,7 +61,10 @@ class Audio:
                 file.close()
         made = running.recognition.transcript
         if body.stream:
-            return EventStream(answer.Events(made), running, self.context.config.stall_timeout)  # type: ignore[arg-type]
+            events = answer.Events(
+                made, task, self.context.model_name, body.stream_include_usage, body.stream_continuous_usage_stats
+            )  # fmt: skip
+            return EventStream(events, running, self.context.config.stall_timeout)  # type: ignore[arg-type]
         try:
             found = await unless_gone(raw, running.rest())
         finally:
@@ -79,7 +82,8 @@ class Audio:
         self, recognizer: Recognizer, body: TranslationRequest, task: str, file: Any
     ) -> _Running:
         try:
-            options = Options(task, body.language, body.prompt, body.sampling_params(), body.stream)
+            sampling, most = body.sampling_params(), body.max_completion_tokens
+            options = Options(task, body.language, body.prompt, sampling, body.stream, most)
             recording = await self.context.media.run(partial(files.recording, file, recognizer.rate))
             running = _Running(self.context, recognizer.start(recording, options), file)
             await running.start()

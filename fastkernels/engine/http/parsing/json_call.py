@@ -120,7 +120,7 @@ class JsonCall:
         self._where = "next"
         try:
             value = json.loads(self._value)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.failed = True
             return
         if self._key == "name" and isinstance(value, str):

@@ -189,5 +189,5 @@ def chat_delta(pieces: Iterable[Piece]) -> dict[str, Any]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -156,7 +156,7 @@ def _literal(text: str) -> tuple[Any] | None:
         return (lowered[text.lower()],)
     try:
         return (json.loads(text, parse_constant=_refuse),)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         value = ast.literal_eval(text)

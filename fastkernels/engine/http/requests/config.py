@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class ServerConfig:
     trust_request_chat_template  whether requests may bring their own chat template, which is run in Jinja's sandbox
     enable_tokenizer_info_endpoint  serve /tokenizer_info, which shows the chat template
     allowed_media_domains  hosts whose http and https URLs of images are downloaded; (): none, only data URLs are read
+    allowed_local_media_path  a folder of which `file://` URLs of media are read; None: none are
     max_jobs            videos or structures that are kept, made or queued; more are refused
     job_ttl             seconds until a finished one is deleted
     max_job_bytes       bytes of all their files; beyond them the oldest is deleted
     reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
 
-    Raises ValueError for an empty key or name: an empty key would be none.
+    Raises ValueError for an empty key or name, since an empty key would be none, and for a path that is no folder.
     """
 
     served_model_name: str | None = None
@@ -48,6 +50,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
     allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
     max_jobs: int = 64
     job_ttl: float = 3600.0
     max_job_bytes: int = 4 << 30
@@ -56,3 +59,10 @@ class ServerConfig:
         for name in ("api_key", "served_model_name"):
             if (value := getattr(self, name)) is not None and not value.strip():
                 raise ValueError(f"{name} is {value!r}: give one, or leave it out")
+        if self.allowed_local_media_path is not None:
+            folder = Path(self.allowed_local_media_path)
+            if not folder.is_dir():
+                raise ValueError(
+                    f"allowed_local_media_path {str(folder)!r} is not a folder: give the folder of the files"
+                )
+            object.__setattr__(self, "allowed_local_media_path", str(folder.resolve()))

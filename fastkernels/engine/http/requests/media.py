@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.requests.errors import ApiError
+from fastkernels.engine.inputs import local_files
 from fastkernels.engine.inputs.images import decode_frames
 from fastkernels.engine.inputs.media import PLURALS, MediaPrompt, data_of
 
@@ -105,8 +107,9 @@ class MediaPrompts:
         return self._file(name, url)
 
     def _check_url(self, name: str, url: str) -> None:
-        """Raise ValueError for a URL that is neither data nor of an allowed host."""
-        if url.startswith("data:"):
+        """Raise ValueError for a URL that is neither data, nor of an allowed host, nor of an allowed folder."""
+        folder = self._config.allowed_local_media_path
+        if url.startswith("data:") or (folder is not None and url.startswith("file:")):
             return
         allowed = self._config.allowed_media_domains
         try:
@@ -115,9 +118,10 @@ class MediaPrompts:
             raise ValueError(f"{name} cannot be read: {url[:200]!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not allowed:
             only = f"data URLs, and URLs of {', '.join(allowed)}" if allowed else "data URLs only"
+            flag = "local-media-path adds a folder" if parts.scheme == "file" else "media-domains adds hosts"
+            hint = f" (--allowed-{flag})" if parts.scheme == "file" or not allowed else ""
             raise ValueError(
-                f"{name} cannot be read: its URL begins with {url[:32]!r}, and this server reads {only}"
-                f"{'' if allowed else ' (--allowed-media-domains adds hosts)'}"
+                f"{name} cannot be read: its URL begins with {url[:32]!r}, and this server reads {only}{hint}"
             )
         if parts.hostname not in allowed:
             raise ValueError(
@@ -126,7 +130,15 @@ class MediaPrompts:
             )
 
     def _file(self, name: str, url: str) -> bytes:
-        return data_of(url, name) if url.startswith("data:") else self._download(name, url)
+        if url.startswith("data:"):
+            return data_of(url, name)
+        folder = self._config.allowed_local_media_path
+        if folder is None or not url.startswith("file:"):
+            return self._download(name, url)
+        try:
+            return local_files.below(Path(folder), url, self._config.max_body_size)
+        except local_files.FileError as error:
+            raise ValueError(f"{name} {error}") from error
 
     def _download(self, name: str, url: str) -> bytes:
         """The file behind a URL, without redirects, of at most max_body_size bytes. Raises ValueError."""

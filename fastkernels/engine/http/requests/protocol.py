@@ -491,7 +491,7 @@ UseActivation = Annotated[
 
 
 class PoolingRequest(Body):
-    """Common fields of embeddings and classification. Images and videos are content parts."""
+    """Common fields of encoders. Images and videos are content parts."""
 
     input: Annotated[Any, PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
     user: str | None = Field(None, description="Accepted and ignored.")
@@ -515,29 +515,32 @@ class PoolingRequest(Body):
         return [given] if isinstance(given, (str, dict)) or isinstance(given[0], int) else given
 
 
-class ClassificationRequest(PoolingRequest):
-    """vLLM's /classify."""
+class TextPoolingRequest(PoolingRequest):
+    """vLLM's additional fields of embeddings and classification."""
 
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
     use_activation: UseActivation = None
 
 
-class EmbeddingRequest(PoolingRequest):
-    """OpenAI's embeddings, with vLLM's add_special_tokens, truncate_prompt_tokens, truncation_side and priority."""
+class ClassificationRequest(TextPoolingRequest):
+    """vLLM's /classify."""
+
+
+class EmbeddingRequest(TextPoolingRequest):
+    """OpenAI's embeddings, with vLLM's fields."""
 
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(
         None, ge=1, le=2**31 - 1, description="For models with Matryoshka embeddings."
     )
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: TruncatePrompt = None
-    truncation_side: Literal["left", "right"] | None = None
 
 
 class PoolingTaskRequest(EmbeddingRequest):
     """vLLM's /pooling: any task of the model. input_type: the form of texts, for late interaction."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
-    use_activation: UseActivation = None
     input_type: Literal["query", "document"] | None = None
 
 

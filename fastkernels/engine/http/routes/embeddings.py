@@ -24,6 +24,7 @@ from fastkernels.engine.http.requests.protocol import (
     EmbeddingRequest,
     PoolingRequest,
     PoolingTaskRequest,
+    TextPoolingRequest,
 )
 from fastkernels.engine.http.routes.context import Context
 from fastkernels.engine.inputs.images import decode, decode_frames
@@ -52,8 +53,7 @@ class Embeddings:
     async def pooling(self, body: PoolingTaskRequest, raw: Request) -> Response:
         """The result of a task for each input: a vector, or one for each token, or weights or probabilities."""
         self.context.check_model(body.model)
-        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
-        inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)
+        inputs = self._inputs(body)
         params = PoolingParams(
             body.task or DEFAULT_TASKS[self._scored_by()], body.dimensions, body.use_activation,
             body.input_type or "",
@@ -72,6 +72,10 @@ class Embeddings:
         }  # fmt: skip
         return Response(to_json(answer), media_type="application/json")
 
+    def _inputs(self, body: TextPoolingRequest) -> Inputs:
+        limit = self.context.prompt_limit(body.truncate_prompt_tokens, 0)
+        return Inputs(self.context, body.add_special_tokens is not False, limit, body.truncation_side)
+
     def _scored_by(self) -> str:
         engine: Any = self.context.llm.engine
         return (
@@ -81,9 +85,8 @@ class Embeddings:
     async def embeddings(self, body: EmbeddingRequest, raw: Request) -> Response:
         """One vector for each input."""
         self.context.check_model(body.model)
-        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
-        inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)
-        found = await encoded(self.context, body, PoolingParams(dimensions=body.dimensions), inputs, raw)
+        params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
+        found = await encoded(self.context, body, params, self._inputs(body), raw)
         if found is None:
             return Response(status_code=499)
         as_text = body.encoding_format == "base64"
@@ -101,7 +104,7 @@ class Embeddings:
                 404, f"/classify is not available: {self.context.model_name!r} has no classifier", "model"
             )
         params = PoolingParams("classify", use_activation=body.use_activation)
-        found = await encoded(self.context, body, params, Inputs(self.context), raw)
+        found = await encoded(self.context, body, params, self._inputs(body), raw)
         if found is None:
             return Response(status_code=499)
         names = getattr(engine.hf_config, "id2label", None) or {}

@@ -124,7 +124,15 @@ def test_matryoshka_vectors_are_cut(tmp_path):
 
 
 def test_neutral_fields_are_accepted(url):
-    assert post(url, input="a", user="me", dimensions=None, model="minilm", priority=-3).status_code == 200
+    given = {"user": "me", "dimensions": None, "model": "minilm", "priority": -3, "request_id": "mine"}
+    assert post(url, input="a", **given).status_code == 200
+
+
+def test_use_activation_false_leaves_vectors_as_they_are(url):
+    (raw,), (one,) = (post(url, input=TEXTS[0], use_activation=a).json()["data"] for a in (False, True))
+    length = np.linalg.norm(raw["embedding"])
+    assert abs(length - 1) > 0.1
+    np.testing.assert_allclose(np.array(raw["embedding"]) / length, one["embedding"], atol=1e-5)
 
 
 def test_an_embedder_does_not_generate(url):

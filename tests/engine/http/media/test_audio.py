@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import struct
 import sys
@@ -133,6 +134,42 @@ def test_stream_has_the_same_text(client: Any, offline: dict[str, Transcript]) -
     assert usage.total_tokens == want.prompt_tokens + want.generated_tokens
 
 
+@pytest.mark.parametrize("task", ["transcribe", "translate"])
+def test_stream_of_vllms_client_has_choices(url: str, offline: dict[str, Transcript], task: str) -> None:
+    """The fields that `vllm bench serve --backend openai-audio` sends, and how it reads the events."""
+    fields = {"stream": "True", "stream_include_usage": "True", "stream_continuous_usage_stats": "True",
+              "max_completion_tokens": "448"}  # fmt: skip
+    path = PATH if task == "transcribe" else "/v1/audio/translations"
+    answer = httpx.post(url + path, files={"file": FILE}, data=fields)
+    chunks = [json.loads(m) for m in answer.text.replace("data: ", "").split("\n\n") if m and m != "[DONE]"]
+    text, tokens = "", []
+    for chunk in chunks:
+        if choices := chunk.get("choices"):
+            text += choices[0]["delta"].get("content") or ""
+        elif usage := chunk.get("usage"):
+            tokens.append((usage["prompt_tokens"], usage["completion_tokens"]))
+    want = offline[task]
+    assert text == want.text and tokens == [(want.prompt_tokens, want.generated_tokens)]
+    kinds = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
+    assert {c["object"] for c in chunks} == {kinds[task]} and len({c["id"] for c in chunks}) == 1
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    totals = [c["usage"]["total_tokens"] for c in chunks]
+    assert totals == sorted(totals) and totals[-1] == want.prompt_tokens + want.generated_tokens
+
+
+def test_stream_has_no_usage_unless_wanted(url: str) -> None:
+    answer = httpx.post(url + PATH, files={"file": FILE}, data={"stream": "true"}).text
+    assert '"choices":[]' not in answer and "prompt_tokens" not in answer and answer.endswith("[DONE]\n\n")
+
+
+def test_tokens_of_a_window_are_limited(client: Any) -> None:
+    def tokens(**more: Any) -> int:
+        events = list(transcribe(client, OTHERS[0], stream=True, extra_body=more))
+        return events[-1].usage.output_tokens
+
+    assert tokens(max_completion_tokens=3) == 3 < tokens()
+
+
 def test_clients_at_once_get_their_own_text(client: Any) -> None:
     alone = [transcribe(client, file).text for file in OTHERS]
     assert len(set(alone)) > 2
@@ -196,6 +233,8 @@ def test_metrics_count_requests_and_seconds(client: Any, url: str) -> None:
         ({"timestamp_granularities[]": ["segment"]}, "timestamp_granularities", "need response_format verbose_json"),
         ({"stream": "true", "response_format": "srt"}, "response_format", "srt cannot be streamed: use json or text"),
         ({"include[]": ["logprobs"]}, "include", "include is not supported"),
+        ({"stream_include_usage": "1"}, "stream_include_usage", "may only be set with stream=true"),
+        ({"max_completion_tokens": "0"}, "max_completion_tokens", "greater than or equal to 1"),
         ({"n": "2"}, "n", "n is not supported: it may be 1, got \"2\""),
         ({"surprise": "1"}, "surprise", 'unknown field "surprise"'),
     ],

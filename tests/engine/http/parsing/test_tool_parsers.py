@@ -172,3 +172,17 @@ def test_calls_inside_reasoning_are_no_calls():
 )
 def test_format_is_detected_from_the_template(template, name):
     assert detect(template) is TOOL_PARSERS.get(name)
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "noon", "arguments": {"a": NESTED}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]noon[ARGS]{"a": NESTED}'),
+        ("qwen3_coder", "<function=weather><parameter=where>NESTED</parameter></function>"),
+    ],
+)
+def test_arguments_of_many_levels_end_no_stream(tools, text):
+    whole = text.replace("NESTED", "[" * 5000 + "]" * 5000)
+    for found in (parse(whole, tools), parse(whole, tools, whole=True)):
+        assert found[0] or found[2]

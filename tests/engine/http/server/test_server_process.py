@@ -101,6 +101,17 @@ def test_bad_start_is_reported_without_traceback(tiny, tmp_path):
             ([str(tiny), "--port", "99999"], "65535"),
             ([str(tiny), "--host", "192.0.2.1"], "choose another --host"),
             ([str(tmp_path), "--port", "0"], "config.json"),
+            (
+                [str(tiny), "--max-model-len", "0"],
+                "--max-model-len 0 is less than 1: give at least 1, or leave",
+            ),
+            ([str(tiny), "--dtype", "int3"], "--dtype 'int3' is not one of"),
+            (
+                [str(tiny), "--max-num-batched-tokens", "2", "--max-num-seqs", "3"],
+                "--max-num-batched-tokens 2 is less than --max-num-seqs 3",
+            ),
+            ([str(tiny), "--served-model-name", " "], "--served-model-name is ' '"),
+            ([str(tiny), "--speculative-config", '{"method": "x"}'], "--speculative-config"),
         ]
         done = subprocess.run([*FK_BENCH, *cases[0][0]], capture_output=True, text=True, timeout=240)
         assert done.returncode != 0 and cases[0][1] in done.stderr and "Traceback" not in done.stderr
