@@ -25,19 +25,19 @@ def without_unused(module: ast.Module, entries: frozenset[str] | None) -> ast.Mo
 
     entries: names that callers look up in the module, such as the op's; None: any of its functions may be one
     """
-    blocks = [s for s in module.body if _is_main(s)]
+    blocks = [s for s in module.body if isinstance(s, ast.If) and _is_main(s.test)]
     if not blocks or not _is_plain(module, blocks):
         return module
     unused: set[int] = {id(part) for block in blocks for part in block.body}
     helpers = [] if entries is None else _helpers(module, unused, entries)
-    for statement in (*blocks, *helpers):
+    cut: list[ast.If | ast.FunctionDef] = [*blocks, *helpers]
+    for statement in cut:
         statement.body = [ast.copy_location(ast.Pass(), statement)]
     return module
 
 
-def _is_main(statement: ast.stmt) -> bool:
-    """Whether it is exactly `if __name__ == "__main__":`, with anything as its `else`."""
-    test = statement.test if isinstance(statement, ast.If) else None
+def _is_main(test: ast.expr) -> bool:
+    """Whether it is exactly `__name__ == "__main__"`."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
         return False
     sides = [test.left, test.comparators[0]]
