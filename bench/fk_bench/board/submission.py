@@ -226,6 +226,7 @@ def refusals(folder: Path) -> list[str]:
     """All reasons why a board refuses a submission; none if it takes it."""
     from fk_bench.evaluate.adapters.sets import SetError, read_set
     from fk_bench.evaluate.run.results import digest_of
+    from fk_bench.kernels.judge.rows.judging import python_sources
     from fk_bench.kernels.judge.scan.scan import rejections, scan
 
     if not folder.is_dir():
@@ -243,7 +244,7 @@ def refusals(folder: Path) -> list[str]:
         return [str(error)]
     why += [f"{d.path.relative_to(folder.resolve())}: {d.reason}" for d in found.declined]
     for one in found.candidates:
-        if rejected := rejections(scan(one.path, one.op)):
+        if rejected := rejections(scan(one.path, one.op, alone=not python_sources(one.path))):
             why.append(f"{one.path.name}: the static scan rejects it: {rejected}")
     if not row_files(folder):
         return [*why, f"{folder} has no rows: add rows.jsonl of `fk-bench eval` or `fk-bench kernels`"]

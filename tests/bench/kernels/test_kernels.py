@@ -53,6 +53,7 @@ BAD: dict[str, tuple[str, Status, str]] = {
         ROUTE + "def linear(*args):\n    print('here', flush=True)\n    time.sleep(600)\n",
         Status.TIMEOUT, "here",
     ),
+    "geglu": ("\n\ndef geglu(x):\n    return missing(x)\n", Status.RUNTIME_ERROR, "NameError: name 'missing'"),
     "embedding": ("import ctypes\ndef embedding(*args):\n    ctypes.string_at(0)\n", Status.CRASH, "SIGSEGV"),
     "store_kvcache": (ROUTE + "def store_kvcache(*args):\n    os._exit(0)\n", Status.CRASH, "its process ended"),
     "grouped_topk": (

@@ -174,7 +174,82 @@ REJECTED = [
     ("from fk_bench.evaluate.adapters.loading import sys", "judge"),
     ("x = 0x" + "f" * 9000 + "\nSTATE[x]: int\ndef f():\n    os.fork()", "process"),
 ]  # fmt: skip
+MAIN = "\nif __name__ == '__main__':\n"
+BENCH = "def bench():\n    time.sleep(1)\n    return time.perf_counter()\n"
+# Each abuses something that honest files may do
+REJECTED += [
+    ("__name__ = '__main__'" + MAIN + "    time.sleep(1)", "clock"),
+    ("for __name__ in ('__main__',): pass" + MAIN + "    time.sleep(1)", "clock"),
+    ("import math as __name__" + MAIN + "    time.sleep(1)", "clock"),
+    ("def f():\n    global __name__\n    __name__ = 1" + MAIN + "    time.sleep(1)", "clock"),
+    ("from numpy import *" + MAIN + "    time.sleep(1)", "clock"),
+    ("vars()['__na' + 'me__'] = '__main__'" + MAIN + "    time.sleep(1)", "clock"),
+    ("import mine\nmine.__name__ = '__main__'" + MAIN + "    time.sleep(1)", "clock"),
+    ("import mine\nsetattr(mine, '__na' + 'me__', 1)" + MAIN + "    time.sleep(1)", "clock"),
+    ("if __name__ == '__main__' or True:\n    time.sleep(1)", "clock"),
+    ("if __name__ != '__main__':\n    time.sleep(1)", "clock"),
+    ("if __name__ == '__main__':\n    pass\nelse:\n    time.sleep(1)", "clock"),
+    ("if __name__ == '__main__':\n    pass\nelif True:\n    time.sleep(1)", "clock"),
+    ("def f():\n    if __name__ == '__main__':\n        time.sleep(1)", "clock"),
+    ("if 'mine' in __name__:\n    time.sleep(1)", "clock"),
+    (BENCH + "bench()" + MAIN + "    bench()", "clock"),
+    (BENCH + "def f(x):\n    return bench" + MAIN + "    bench()", "clock"),
+    (BENCH + "def f(x, at=bench):\n    return x" + MAIN + "    bench()", "clock"),
+    ("@torch.no_grad\n" + BENCH + MAIN + "    bench()", "clock"),
+    ("def bench(t=time.time()):\n    pass" + MAIN + "    bench()", "clock"),
+    (BENCH + BENCH + MAIN + "    bench()", "clock"),
+    (BENCH + "import mine\nmine.bench()" + MAIN + "    bench()", "clock"),
+    (BENCH + "import mine\ngetattr(mine, 'be' + 'nch')()" + MAIN + "    bench()", "clock"),
+    (BENCH + "import mine\nget = getattr\nget(mine, 'be' + 'nch')()" + MAIN + "    bench()", "clock"),
+    (BENCH + "from mine import bench as b\nb()" + MAIN + "    bench()", "clock"),
+    (BENCH + "SOURCE = 'm.attr(\"bench\")()'" + MAIN + "    bench()", "clock"),
+    (BENCH, "clock"),
+    (BENCH + MAIN + "    pass", "clock"),
+    ("def rms_norm(x):\n    time.sleep(1)" + MAIN + "    rms_norm(1)", "clock"),
+    ("def __getattr__(name):\n    time.sleep(1)" + MAIN + "    __getattr__('a')", "clock"),
+    ("def a():\n    b()\n" + BENCH + "def b():\n    bench()\na()" + MAIN + "    a()", "clock"),
+    ("import fastkernels_candidate_gelu_0123456789ab as other\nother.bench()", "module-reach"),
+    ("class Bench:\n    time.sleep(1)" + MAIN + "    Bench()", "clock"),
+    ("import hashlib\ndef f(x):\n    return hashlib.md5(x.numpy()).hexdigest()", "value-cache"),
+    ("import hashlib\nS = 'a'\nh = hashlib.md5(S.encode())\ndef f(x):\n    h.update(x)", "value-cache"),
+    ("import hashlib\nS = 'a'\ndef f(S):\n    return hashlib.md5(S).hexdigest()", "value-cache"),
+    ("import hashlib\nS = 'a'\ndef f(x):\n    global S\n    S = x\n    hashlib.md5(S).hexdigest()", "value-cache"),
+    ("import hashlib\nm = hashlib.md5", "value-cache"),
+    ("import hashlib\nm = hashlib", "value-cache"),
+    ("import hashlib\nhashlib.file_digest(1, 'md5')", "value-cache"),
+    ("from hashlib import md5\nx = [md5]", "value-cache"),
+    ("from hashlib import *", "value-cache"),
+    ("import tempfile\ntempfile._os.fork()", "files"),
+    ("import tempfile\nf = tempfile.NamedTemporaryFile()", "files"),
+    ("import tempfile\nt = tempfile.TemporaryDirectory()\nt.name = 'a'\nt.cleanup()", "files"),
+    ("import tempfile as t\nimport math as t\nt.mkdtemp()", "files"),
+    ("import tempfile\ntempfile.tempdir = '/'", "files"),
+    ("import tempfile\nclass tempfile: pass\ntempfile.mkdtemp()", "files"),
+    ("import io\nio.open('a')", "files"),
+    ("import io\nio.StringIO.mro()", "files"),
+    ("from io import StringIO, FileIO", "files"),
+    ("import io\ndef f(x):\n    s = io.StringIO()\n    print(x, file=s)\n    TABLE.get(s.getvalue())", "value-cache"),
+    ("os.environ['CC'] = '/tmp/run.sh'", "files"),
+    ("os.environ['CC'] = 'gcc -fplugin=/tmp/a.so'", "files"),
+    ("os.environ['CC'] = '/usr/../tmp/gcc'", "files"),
+    ("os.environ['CXX'] = TABLE['a']", "files"),
+    ("os.environ.setdefault('CC')", "files"),
+    ("os.environ['CC'], a = '/tmp/g', 'gcc'", "files"),
+    ("os.environ['CC'] += 'x'", "files"),
+    ("os.environ['LD_PRELOAD'] = 'gcc'", "files"),
+]  # fmt: skip
 PASSED = [
+    BENCH + MAIN + "    print(bench())",
+    "def bench():\n    return inner()\ndef inner():\n    time.sleep(1)\n    open('a')" + MAIN + "    bench()",
+    "def again(n):\n    time.sleep(n)\n    again(n - 1)" + MAIN + "    again(2)",
+    "import logging\nLOG = logging.getLogger(__name__)" + MAIN + "    import subprocess\n    os.fork()",
+    "if '__main__' == __name__:\n    triton.testing.do_bench(time.sleep)",
+    "import hashlib\nSOURCE = 'int x;'\nNAME = 'k_' + hashlib.md5(SOURCE.encode()).hexdigest()[:8]",
+    "from hashlib import sha256\nS = 'x' 'y'\ndef f():\n    return sha256((S + 'z').encode('utf-8')).hexdigest()",
+    "import tempfile\nBUILD = tempfile.mkdtemp(prefix='mine_')",
+    "import tempfile\ndef f():\n    with tempfile.TemporaryDirectory() as at:\n        return at",
+    "import contextlib, io\ndef f():\n    with contextlib.redirect_stdout(io.StringIO()) as o:\n        o.getvalue()",
+    "archs = os.environ.get('CXX', 'g++')",
     "from fastkernels.overrides.norm.rms_norm import reference\ndef rms_norm(*args):\n    return reference(*args)",
     "from fastkernels.overrides.activation.silu_and_mul import silu_and_mul",
     "@functools.lru_cache(maxsize=None)\ndef config(hidden: int, dtype: torch.dtype):\n    return hidden // 2",
@@ -219,6 +294,8 @@ WARNED = [
     ("def f():\n    return torch.cuda.is_current_stream_capturing()", "capture-dependent"),
     ("os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0')", "global-setting"),
     ("os.environ.pop('TORCH_CUDA_ARCH_LIST', None)", "global-setting"),
+    ("os.environ.setdefault('CC', 'gcc')\nos.environ['CXX'] = '/usr/local/bin/g++-12'", "global-setting"),
+    ("os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'", "global-setting"),
     ("try:\n    import helion\nexcept Exception:\n    helion = None", "fallback"),
 ]
 
@@ -237,6 +314,13 @@ def test_rejected(tmp_path: Path, text: str, pattern: str) -> None:
 @pytest.mark.parametrize("text", PASSED)
 def test_passed(tmp_path: Path, text: str) -> None:
     assert found(tmp_path, text, REJECT) == set()
+
+
+def test_helpers_may_be_used_by_other_files_of_a_candidate(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import time\n" + BENCH + MAIN + "    print(bench(), time.time())\n")
+    assert scan(path, "rms_norm") == []
+    assert {f.line for f in scan(path, "rms_norm", alone=False) if f.severity == REJECT} == {3, 4}
 
 
 @pytest.mark.parametrize(("text", "pattern"), WARNED)

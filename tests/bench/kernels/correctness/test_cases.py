@@ -70,7 +70,7 @@ def test_edit_makes_the_named_values(op: str) -> None:
         elif kind == "equal":
             assert (x == 0.75).all()
         elif kind == "outlier":
-            assert (x == 1000).sum() == 1
+            assert (x.abs() == 1000).sum() == min(x.shape[-1], extremes.PARTS)
         elif kind in ("large", "tiny"):
             ratio = x.float().abs().mean() / before[spec.activations[0]].float().abs().mean()
             assert ratio == pytest.approx(64 if kind == "large" else 2.0**-12, rel=1e-3)
@@ -79,13 +79,22 @@ def test_edit_makes_the_named_values(op: str) -> None:
 # Kinds that follow from the declaration
 
 STRUCTURE = {"rows_apart", "turned", "offset_2_bytes", "offset_4_bytes", "one_dimension", "four_dimensions"}
+NONFINITE = {"nan", "inf", "minus_inf"}
 DECLARED = {
-    "silu_and_mul": {*STRUCTURE, "outlier_x", "nan", "inf", "no_tokens"},
-    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "other_eps", "nan", "inf", "no_tokens"},
-    "linear": {*STRUCTURE, "outlier_x", "outlier_weight", "outlier_bias", "nan", "inf", "no_tokens"},
+    "silu_and_mul": {*STRUCTURE, *NONFINITE, "outlier_x", "huge_x", "heavy_tails", "no_tokens"},
+    "rms_norm": {
+        *STRUCTURE, *NONFINITE, *(f"{n}_residual" for n in NONFINITE), "outlier_x", "outlier_residual",
+        "outlier_weight", "huge_x", "huge_residual", "heavy_tails", "other_eps", "no_tokens",
+    },
+    "linear": {*STRUCTURE, *NONFINITE, "outlier_x", "outlier_weight", "outlier_bias", "heavy_tails", "no_tokens"},
     "topk_softmax": {"outlier_gating_output", "rows_apart", "no_tokens"},  # a NaN decides between experts
     "quantize_fp8": {"outlier_x", "rows_apart", "no_tokens"},  # 8-bit floats hold no infinity
-    "attention_decode": {"outlier_key_cache", "outlier_q", "other_scale", "offset_4_bytes", "nan"},
+    "attention_decode": {
+        "outlier_key_cache", "outlier_q", "other_scale", "offset_4_bytes", "rows_apart_integers", "offset_integers",
+        "heavy_tails", *NONFINITE,
+    },
+    "fused_experts": {"rows_apart_integers", "offset_integers"},
+    "store_kvcache": {"offset_integers", *NONFINITE},
 }  # fmt: skip
 
 
@@ -99,7 +108,8 @@ def test_declaration_gives_structure_and_values(op: str) -> None:
         if any(extremes.apply(kind, spec, c, rng) is not None for c in small)
     }  # fmt: skip
     assert applied >= DECLARED[op], DECLARED[op] - applied
-    assert op not in ("topk_softmax", "quantize_fp8") or not {"nan", "inf"} & applied
+    assert op not in ("topk_softmax", "quantize_fp8") or not NONFINITE & applied
+    assert op != "attention_decode" or not any(n.startswith(("nan_", "inf_", "minus_inf_")) for n in applied)
 
 
 WITH_OP = [n for n in registry.op_names() if registry.get(n).op is not None]
@@ -195,7 +205,8 @@ def test_structure_is_what_its_name_says() -> None:
             assert torch.equal(args[0], before)
     assert made["rows_apart"].stride(0) == made["rows_apart"].shape[1] + extremes.PAD
     assert made["turned"].stride(-1) != 1
-    assert made["nan"].isnan().sum() == 1 and made["inf"].isinf().sum() == 1
+    assert made["nan"].isnan().sum() == extremes.PARTS
+    assert (made["inf"] == torch.inf).sum() == (made["minus_inf"] == -torch.inf).sum() == extremes.PARTS
     size = made["offset_4_bytes"].element_size()
     assert made["offset_4_bytes"].storage_offset() * size == 4
     assert made["four_dimensions"].dim() >= 4 or made["four_dimensions"].shape == before.shape

@@ -22,7 +22,8 @@ CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # milliseconds on a CPU; larger cases need 
 CHECKED_BYTES, CHECKED_FLOPS, LARGE = 40 << 20, 5e8, 1  # of LARGE secret cases of an op
 CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, which the judge makes again for every batch
 HELD_OUT = 4
-ATTEMPTS = 3  # at cases to which a kind of extreme case applies
+LEAST_BYTES = 64  # of an extreme case: in one or two values none stands out
+ATTEMPTS = 8  # at cases to which a kind of extreme case applies
 
 
 @dataclass(frozen=True)
@@ -207,25 +208,34 @@ def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
     found = []
     for dtype in dict.fromkeys(t.case.dtype for t in here):
         mine = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
-        usable = [c for c in mine if spec.bytes_moved(c) > 64] or mine
+        usable = [c for c in mine if spec.bytes_moved(c) > LEAST_BYTES] or mine
         small = usable[: max(1, (len(usable) + 1) // 2)]  # checked by the oracle only, so small ones suffice
         for name, edit in changes(spec).items():
             base = rng.choice(small)
             drawn = base if spec.vary is None else spec.vary(base, rng)
             case = Case(f"{dtype}:{name}", drawn.dims, dtype, 0.0, base.tags)
             found.append(Trial("extreme", case, maker(spec, drawn), edit))
-    dtypes = list(dict.fromkeys(t.case.dtype for t in here))
-    for kind in extremes.kinds(spec) if dtypes else ():
-        for dtype in dtypes if every else [rng.choice(dtypes)]:
-            small = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
-            for base in rng.sample(small, min(ATTEMPTS, len(small))):
-                if (made := extremes.apply(kind, spec, base, rng)) is not None:
-                    case = replace(made, name=f"{dtype}:{kind.name}")
-                    nonfinite = frozenset({kind.name} if kind.nonfinite else ())
-                    make = maker(spec, made)
-                    found.append(Trial("extreme", case, make, kind.edit, nonfinite=nonfinite))
-                    break
+    by_dtype: dict[str, list[Case]] = {}
+    for t in here:
+        by_dtype.setdefault(t.case.dtype, []).append(t.case)
+    for kind in extremes.kinds(spec):
+        for dtype in rng.sample(list(by_dtype), len(by_dtype)):
+            made = _of_kind(spec, kind, by_dtype[dtype], rng)
+            found += made
+            if made and not every:
+                break
     return found
+
+
+def _of_kind(spec: OpSpec, kind: extremes.Kind, cases: list[Case], rng: random.Random) -> list[Trial]:
+    """A trial of this kind on one of the cases of a dtype, if it applies to one of those that are tried."""
+    usable = [c for c in cases if spec.bytes_moved(c) > LEAST_BYTES] or cases
+    for base in rng.sample(usable, min(ATTEMPTS, len(usable))):
+        if (made := extremes.apply(kind, spec, base, rng)) is not None:
+            case = replace(made, name=f"{made.dtype}:{kind.name}")
+            nonfinite = frozenset({kind.name} if kind.nonfinite else ())
+            return [Trial("extreme", case, maker(spec, made), kind.edit, nonfinite=nonfinite)]
+    return []
 
 
 def _on_activations(spec: OpSpec, change: Callable[[torch.Tensor], None]) -> Callable[[list[Any]], None]:
@@ -255,7 +265,7 @@ def _zero(t: torch.Tensor) -> None:
 
 
 def _outlier(t: torch.Tensor) -> None:
-    t[tuple(n // 2 for n in t.shape)] = 1000.0
+    extremes.put_signed(t, 1000.0)
 
 
 _VALUES: dict[str, Callable[[Any], None]] = {

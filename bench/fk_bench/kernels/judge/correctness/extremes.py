@@ -1,5 +1,5 @@
-"""Extreme cases that follow from an op's declaration: structure, outliers in each argument, other numbers such as
-another epsilon, NaN and infinity.
+"""Extreme cases that follow from an op's declaration: structure, outliers in each argument, heavy tails, other numbers
+such as another epsilon, NaN and infinity.
 
 Values change in place. Structure is another layout of the same values, or other sizes. A kind applies to a case if the
 op's reference computes it: that is the op's contract.
@@ -8,7 +8,7 @@ op's reference computes it: that is the op's contract.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,16 @@ import torch
 
 from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor
 from fk_bench.kernels.judge.memory import layout
-from fk_bench.kernels.judge.memory.slots import scalable
+from fk_bench.kernels.judge.memory.slots import scalable, weights
 
 Edit = Callable[[list[Any]], None]
+Place = Callable[[torch.Tensor], torch.Tensor]
 PAD = 8  # columns behind each row; 16 bytes or more, so that rows stay aligned
-FACTOR = 64.0  # of an outlier to the largest value; it keeps its sign
+FACTOR = 64.0  # of an outlier to the largest value
+HUGE = 3e4  # a value that float16 holds
+PARTS = 4  # of the last dimension, each with an outlier, a NaN or an infinity
+TAIL = 5  # a power: about six of 4,096 normal values then hold most of the sum of squares
+HEAVY = "heavy_tails"  # checked on every case that has it
 OTHER_EPSILON, OTHER, SMALL = 4096.0, 3.0, 0.01  # factors of a number below SMALL, and of others
 LEADING = {"one_dimension": (), "four_dimensions": (2, 1, 3)}
 MOST = 1 << 22  # bytes of a case whose reference is tried
@@ -34,6 +39,7 @@ class Kind:
     sizes      sizes(case) -> the case with other sizes; None if the op has none of these
     values     the change leaves the layout as it is, so it can also be tried on a timed case
     reshapes   the results have to be those of the usual shape
+    accepted   our op has to accept it, too: a layout that a reference computes may be outside of the op's contract
     nonfinite  the arguments have NaN or infinite values: where the oracle has one, any of them is right, or any value
                at all if the op contains them
     """
@@ -44,6 +50,7 @@ class Kind:
     values: bool = False
     nonfinite: bool = False
     reshapes: bool = False
+    accepted: bool = False
 
 
 def kinds(spec: OpSpec) -> Iterator[Kind]:
@@ -52,26 +59,32 @@ def kinds(spec: OpSpec) -> Iterator[Kind]:
         return
     for i, argument in enumerate(spec.arguments):
         if isinstance(argument, Tensor):
-            yield Kind(f"outlier_{argument.name}", _on(i, _outlier), values=True)
+            # Several in a table or a weight are beyond what its op's numbers resolve
+            most = PARTS if i in spec.activations else 1
+            yield Kind(f"outlier_{argument.name}", _on(i, _outlier(most)), values=True)
+        if i in spec.activations:
+            yield Kind(f"huge_{argument.name}", _on(i, _huge), values=True)
     for number in spec.arguments:
         named = isinstance(number, Scalar) and isinstance(number.default, (str, bool))  # a group, a flag
         if isinstance(number, Scalar) and number.expression is None and not named:
             yield Kind(f"other_{number.name}", sizes=_other(spec, number))
     if spec.activations and not spec.tie_sensitive:
-        first = spec.activations[0] if spec.contained is None else spec.contained
-        for name in ("nan", "inf"):
-            yield Kind(name, _on(first, _put(float(name))), values=True, nonfinite=True)
+        yield Kind(HEAVY, _each(spec.activations, _heavy), values=True)
+        yield from _nonfinite(spec)
     placed = [*spec.activations, *(i for i in spec.declaration.mutated if i not in spec.activations)]
-    yield Kind("rows_apart", _placed(placed, _rows_apart))
-    yield Kind("turned", _placed(placed, _turned))
+    yield Kind("rows_apart", _placed(placed, _of_floats(_rows_apart)))
+    yield Kind("turned", _placed(placed, _of_floats(_turned)))
     every = [i for i, a in enumerate(spec.arguments) if isinstance(a, Tensor)]
     for size in (2, 4):
-        yield Kind(f"offset_{size}_bytes", _placed(every, _offset(size)))
+        yield Kind(f"offset_{size}_bytes", _placed(every, _of_floats(_offset(size))))
+    free = [i for i in every if i not in weights(spec)]  # packed weights have the layout of their library
+    yield Kind("rows_apart_integers", _placed(free, _of_integers(_rows_apart)), accepted=True)
+    yield Kind("offset_integers", _placed(free, _of_integers(_offset(0))), accepted=True)
     for name, lead in LEADING.items():
         if any(d.star for a in spec.arguments if isinstance(a, Tensor) for _, dims in a.shapes for d in dims):
             yield Kind(name, sizes=_leading(spec, lead))
         else:
-            yield Kind(name, _reshaped(spec, one=not lead), reshapes=True)
+            yield Kind(name, _reshaped(spec, one=not lead), reshapes=True, accepted=True)
     for axis in _per_call(spec):
         yield Kind(f"no_{axis}", sizes=_empty(axis))
 
@@ -93,12 +106,14 @@ def apply(kind: Kind, spec: OpSpec, case: Case, rng: random.Random) -> Case | No
         if kind.sizes is None and _same(before, args):
             return None
         result = spec.reference(*layout.mapped(args, torch.clone))
-        if kind.reshapes:
-            if not _only_reshaped(spec.reference(*before), result):
-                return None
-            spec.op(*layout.mapped(args, torch.clone))  # the reference may compute what the op refuses
+        if kind.reshapes and not _only_reshaped(spec.reference(*before), result):
+            return None
+        if kind.accepted:
+            spec.op(*layout.mapped(args, torch.clone))
     except Exception:  # outside of the contract, whatever the reference raises
         return None
+    if kind.values and not any(t.numel() for t in layout.tensors(result)):
+        return None  # no result shows the change
     outputs = [t for t in layout.tensors(result) if t.is_floating_point()]
     if kind.nonfinite and not all(map(scalable, layout.tensors(result))):
         return None  # integers and 8-bit floats hold no NaN that is right or wrong
@@ -134,27 +149,84 @@ def _on(position: int, change: Callable[[torch.Tensor], None]) -> Edit:
     return edit
 
 
-def _middle(t: torch.Tensor) -> tuple[int, ...]:
-    return tuple(n // 2 for n in t.shape)
+def _each(positions: Sequence[int], change: Callable[[torch.Tensor], None]) -> Edit:
+    def edit(args: list[Any]) -> None:
+        for i in positions:
+            _on(i, change)(args)
+
+    return edit
 
 
-def _outlier(t: torch.Tensor) -> None:
-    at = _middle(t)
-    most = t.abs().max() * FACTOR
-    t[at] = torch.where(t[at] < 0, -most, most)
+def places(t: torch.Tensor) -> list[tuple[int, ...]]:
+    """An element in each of the PARTS of the last dimension: in the first, the last and other rows, at most half.
+
+    A kernel may read a half of the last dimension in another way, as a gate. The places follow from the values, which
+    are secret, so the same values give the same places again.
+    """
+    if not t.dim():
+        return [()]
+    rng = random.Random(t.flatten()[:64].double().nan_to_num().sum().item())
+    columns, rows = t.shape[-1], t.numel() // t.shape[-1]
+    ends = [*dict.fromkeys((0, rows - 1))]
+    rng.shuffle(ends)
+    others = range(1, rows - 1)
+    chosen = [*ends, *rng.sample(others, min(PARTS - len(ends), len(others)))][: max(1, rows // 2)]
+    parts = [*range(min(PARTS, columns))]
+    rng.shuffle(parts)
+    found = []
+    for i, part in enumerate(parts):
+        begin, end = part * columns // len(parts), (part + 1) * columns // len(parts)
+        row = torch.unravel_index(torch.tensor(chosen[i % len(chosen)]), t.shape[:-1]) if t.dim() > 1 else ()
+        found.append((*(int(n) for n in row), rng.randrange(begin, end)))
+    return found
+
+
+def put_signed(t: torch.Tensor, value: float | torch.Tensor, most: int = PARTS) -> None:
+    """This value at all places or `most` of them, of both signs in each half if the tensor has both."""
+    chosen = sorted(places(t)[:most], key=lambda at: at[-1:])
+    signs = [sign for sign, found in ((1, t.max() > 0), (-1, t.min() < 0)) if found] or [1]
+    if t[chosen[0]] < 0:
+        signs.reverse()
+    for i, at in enumerate(chosen):
+        t[at] = signs[i % len(signs)] * value
+
+
+def _outlier(most: int) -> Callable[[torch.Tensor], None]:
+    return lambda t: put_signed(t, t.abs().max() * FACTOR, most)
+
+
+def _huge(t: torch.Tensor) -> None:
+    put_signed(t, HUGE)
 
 
 def _put(value: float) -> Callable[[torch.Tensor], None]:
     def change(t: torch.Tensor) -> None:
-        t[_middle(t)] = value
+        for at in places(t):
+            t[at] = value
 
     return change
+
+
+def _heavy(t: torch.Tensor) -> None:
+    """The same rms, most of it in few values of each row: a sum that leaves out some values is wrong."""
+    wide = t.double()
+    tails = wide.sign() * wide.abs().pow(TAIL)
+    t.copy_(tails * (wide.pow(2).mean() / tails.pow(2).mean().clamp(min=1e-300)).sqrt())
+
+
+def _nonfinite(spec: OpSpec) -> Iterator[Kind]:
+    """NaN and infinity of both signs in each activation; only in the argument whose NaN the op contains, if any."""
+    found = [*spec.activations] if spec.contained is None else [spec.contained]
+    for number, i in enumerate(found):
+        of = f"_{spec.arguments[i].name}" if number else ""
+        for name, value in (("nan", "nan"), ("inf", "inf"), ("minus_inf", "-inf")):
+            yield Kind(f"{name}{of}", _on(i, _put(float(value))), values=True, nonfinite=True)
 
 
 # Structure
 
 
-def _placed(positions: list[int], place: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+def _placed(positions: list[int], place: Place) -> Edit:
     """Copy these arguments to another layout; those that share memory with others stay."""
 
     def edit(args: list[Any]) -> None:
@@ -171,9 +243,18 @@ def _placed(positions: list[int], place: Callable[[torch.Tensor], torch.Tensor])
     return edit
 
 
+def _of_floats(place: Place) -> Place:
+    return lambda t: place(t) if t.is_floating_point() else t
+
+
+def _of_integers(place: Place) -> Place:
+    """Of int32 and int64: tables, places, ids and lengths. Bytes are packed numbers."""
+    return lambda t: place(t) if t.dtype in (torch.int32, torch.int64) else t
+
+
 def _rows_apart(t: torch.Tensor) -> torch.Tensor:
     """Rows with PAD more columns between them."""
-    if t.dim() < 2 or not t.is_floating_point():
+    if t.dim() < 2 or t.numel() == t.shape[-1]:
         return t
     wide = torch.zeros((*t.shape[:-1], t.shape[-1] + PAD), dtype=t.dtype, device=t.device)
     return wide[..., : t.shape[-1]].copy_(t)
@@ -181,18 +262,17 @@ def _rows_apart(t: torch.Tensor) -> torch.Tensor:
 
 def _turned(t: torch.Tensor) -> torch.Tensor:
     """The first two dimensions change places in memory; of a matrix, so that no row is contiguous."""
-    if t.dim() < 2 or not t.is_floating_point():
-        return t
-    return t.transpose(0, 1).contiguous().transpose(0, 1)
+    return t if t.dim() < 2 else t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _offset(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The first value lies so many bytes behind an aligned address."""
+def _offset(size: int) -> Place:
+    """The first value lies so many bytes behind an aligned address; 0: one value."""
 
     def place(t: torch.Tensor) -> torch.Tensor:
-        if not scalable(t) or t.element_size() > size or not t.is_contiguous():
+        each = t.element_size()
+        if each == 1 or (size and each > size) or not t.is_contiguous():
             return t
-        first = size // t.element_size()
+        first = size // each or 1
         flat = torch.zeros(t.numel() + first, dtype=t.dtype, device=t.device)
         return flat[first:].view(t.shape).copy_(t)
 

@@ -126,7 +126,12 @@ class Judge:
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }
         findings = (
-            {f: scan(f, op) for op, p in mine.items() for f in (Path(p), *python_sources(Path(p)))}
+            {
+                f: scan(f, op, alone=len(files) == 1)
+                for op, p in mine.items()
+                for files in [(Path(p), *python_sources(Path(p)))]
+                for f in files
+            }
             if self.options.scan
             else {}
         )

@@ -53,7 +53,7 @@ class Options:
     identity: bool = False
     seconds: float = 1.0
     most: int = 0
-    hard: int = 3
+    hard: int = 4
     deployment: bool = False
     timeout: float = 300.0
     case_budget: float = 300.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 REASONS = {
     "baseline-library": "{} is what a candidate is compared with, or a part of it",
     "capture-dependent": "{}: it may do something else in a CUDA graph than in an eager call",
@@ -192,10 +194,24 @@ BUILD_ENVIRONMENT = (
     "TORCH_NVCC_FLAGS",
     "CUDA_HOME",
     "MAX_JOBS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
 )
 ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "CUDA_VISIBLE_DEVICES", *BUILD_ENVIRONMENT)
+# Variables that name a compiler, and the compilers: by name or in a folder of the system
+COMPILERS = ("CC", "CXX", "NVCC", "CUDAHOSTCXX", "NVCC_CCBIN", "PYTORCH_NVCC")
+COMPILER = re.compile(
+    r"(/(usr|opt)/([\w+-][\w.+-]*/)*)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|icx|icpx|nvcc)(-\d+(\.\d+)?)?"
+)
 # Imports that a rule would reject, but that give nothing away: the loader of adapted files runs scanned sources only
 ALLOWED_IMPORTS = ("inspect.signature", "fk_bench.evaluate.adapters.loading.foreign")
+# Parts of rejected modules that give nothing away if they are called at once: {module: {function: what it may get}}.
+# A build needs a name, a folder and a place for its output.
+PARTS: dict[str, dict[str, str]] = {
+    "hashlib": dict.fromkeys(("md5", "sha1", "sha256", "sha512", "blake2b", "blake2s"), "text"),
+    "tempfile": {"mkdtemp": "any", "gettempdir": "nothing", "TemporaryDirectory": "with"},
+    "io": {"StringIO": "nothing"},
+}
 # Names of functions and attributes that look something up by a string. Elsewhere "gc" is only a word.
 LOOK_UPS = frozenset(
     ("getattr", "attrgetter", "methodcaller", "vars", "globals", "locals", "__dict__", "__getattribute__",

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkernels.core import registry
+from fastkernels.core.candidate import MODULES
 from fk_bench.core.terminal.text import printable
-from fk_bench.kernels.judge.scan import rules, state
+from fk_bench.kernels.judge.scan import parts, rules, state
 from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
 from fk_bench.kernels.judge.scan.state import targets
 from fk_bench.kernels.judge.scan.tree import FUNCTIONS, Function, Refused, Tree, children
+from fk_bench.kernels.judge.scan.unused import without_unused
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
@@ -40,13 +42,13 @@ class Finding:
         return f"line {self.line}: {self.reason} ({self.pattern})"
 
 
-def scan(path: Path, op: str) -> list[Finding]:
+def scan(path: Path, op: str, alone: bool = True) -> list[Finding]:
     """The findings in the candidate's file for that op, by line; none if it is not Python, because it will not load.
 
-    Raises OSError for a file that cannot be read.
+    alone: no other file of the candidate imports its functions. Raises OSError for a file that cannot be read.
     """
     try:
-        tree = Tree.read(path)
+        tree = Tree.read(path, lambda module: without_unused(module, _entries(op) if alone else None))
     except Refused as refused:
         return [Finding(1, refused.pattern, str(refused))]
     except (SyntaxError, ValueError):
@@ -57,6 +59,12 @@ def scan(path: Path, op: str) -> list[Finding]:
     except (RecursionError, MemoryError):
         return [Finding(1, "unreadable", "the file takes too much memory to be read")]
     return sorted(visitor.found)
+
+
+def _entries(op: str) -> frozenset[str]:
+    """Names that a caller looks up in the file."""
+    classes = {t.cls for t in registry.get(op).targets} if registry.known(op) else set()
+    return frozenset((op, op.replace(".", "_"), *op.split("."), *classes))
 
 
 def rejections(findings: list[Finding]) -> str:
@@ -86,6 +94,7 @@ class _Visitor(ast.NodeVisitor):
         self.raising = tree.containing(lambda n: isinstance(n, ast.Raise))
         self.looks_up = any(map(self._looks_up, tree.nodes))
         self.fields = self._fields()
+        self.parts = parts.harmless(tree)
         constants = state.constant_tables(tree)
         for node, pattern, reason in state.counters(tree, self.dotted):
             self.note(node, pattern, reason)
@@ -155,10 +164,12 @@ class _Visitor(ast.NodeVisitor):
 
     def _import(self, node: ast.AST, name: str) -> None:
         name = name[:_MAX_NAME]
-        if name in rules.ALLOWED_IMPORTS:
+        if name in rules.ALLOWED_IMPORTS or name in self.parts:
             return
         if not self.look_up(node, rules.IMPORTS, name):
             self._note_use(node, name)
+        if name.startswith(MODULES):
+            self.note(node, "module-reach", f"{name} is another candidate, which is scanned alone")
         place = locate(name)
         if place.kind is PlaceKind.OUTSIDE:
             return
@@ -295,7 +306,8 @@ class _Visitor(ast.NodeVisitor):
         elif name == "os.getenv" or name.startswith("os.environ."):
             reads = name in ("os.getenv", "os.environ.get") and bool(node.args)
             sets = name in ("os.environ.setdefault", "os.environ.pop") and bool(node.args)
-            self._environment(node, node.args[0] if reads or sets else None, sets)
+            given = node.args[1] if name == "os.environ.setdefault" and len(node.args) > 1 else None
+            self._environment(node, node.args[0] if reads or sets else None, sets, given)
         elif name.startswith("fastkernels.core.registry."):
             first = node.args[0] if node.args else None
             if not isinstance(first, ast.Constant) or first.value == self.op:
@@ -331,17 +343,25 @@ class _Visitor(ast.NodeVisitor):
                 node, "downcast", f"{self.tree.text(node.func, 40)}(...) may compute in a smaller type", WARN
             )
 
-    def _environment(self, node: ast.AST, key: ast.AST | None, sets: bool = False) -> None:
+    def _environment(
+        self, node: ast.AST, key: ast.AST | None, sets: bool = False, given: ast.AST | None = None
+    ) -> None:
+        """given: the value that the variable gets, if it is written there."""
         name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
-        if sets and name.startswith(rules.BUILD_ENVIRONMENT):
+        value = given.value if isinstance(given, ast.Constant) and isinstance(given.value, str) else ""
+        compiler = name in rules.COMPILERS and (not sets or bool(rules.COMPILER.fullmatch(value)))
+        if sets and (compiler or name.startswith(rules.BUILD_ENVIRONMENT)):
             self.note(node, "global-setting", rules.REASONS["global-setting"].format(name), WARN)
-        elif sets or not name.startswith(rules.ENVIRONMENT):
+        elif sets or not (compiler or name.startswith(rules.ENVIRONMENT)):
             self.note(node, "files", f"os.environ[{name or '...'}] is not among what the kernel was given")
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if self.dotted(node.value) == "os.environ":
             sets = isinstance(node.ctx, ast.Store)
-            self._environment(node, None if isinstance(node.ctx, ast.Del) else node.slice, sets)
+            key = None if isinstance(node.ctx, ast.Del) else node.slice
+            around = self.tree.parents.get(id(node))
+            alone = isinstance(around, ast.Assign) and node in around.targets
+            self._environment(node, key, sets, around.value if alone else None)  # type: ignore[union-attr]
         self.generic_visit(node)
 
     # assignments

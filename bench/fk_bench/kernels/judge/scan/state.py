@@ -8,8 +8,8 @@ from typing import TypeGuard
 
 from fk_bench.kernels.judge.scan.tree import FUNCTIONS, Tree, children
 
-IDENTITY = ("data_ptr", "untyped_storage", "item", "tolist")
-VALUES = ("item", "tolist")
+IDENTITY = ("data_ptr", "untyped_storage", "item", "tolist", "getvalue")
+VALUES = ("item", "tolist", "getvalue")  # the last: of printed values
 _ROUNDS = 4  # a = x.data_ptr(); b = a; c = b; d = c
 
 

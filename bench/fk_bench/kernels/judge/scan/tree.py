@@ -36,10 +36,11 @@ class Refused(Exception):
 class Tree:
     """A parsed source. `nodes` lists each node before its children, `parents` maps id(node) to its parent.
 
+    cut: takes code out of the module before the rules see it.
     Raises Refused, and SyntaxError or ValueError for a source that is not Python.
     """
 
-    def __init__(self, source: bytes):
+    def __init__(self, source: bytes, cut: Callable[[ast.Module], ast.Module] | None = None):
         if len(source) > MAX_BYTES:
             raise Refused("too-large", f"the file has more than {MAX_BYTES >> 10} KiB")
         if any(match.group().count(b".") > LEVELS for match in _CHAIN.finditer(source)):
@@ -53,6 +54,12 @@ class Tree:
             if "too many nested" in str(error) or "too many levels" in str(error):
                 raise Refused("unreadable", _TOO_DEEP) from error
             raise
+        self._index()
+        if cut is not None:
+            self.module = cut(self.module)
+            self._index()
+
+    def _index(self) -> None:
         self.nodes: list[ast.AST] = []
         self.parents: dict[int, ast.AST] = {}
         waiting: deque[tuple[ast.AST, int]] = deque([(self.module, 0)])
@@ -70,10 +77,10 @@ class Tree:
                 waiting.append((child, level + 1))
 
     @classmethod
-    def read(cls, path: Path) -> Tree:
+    def read(cls, path: Path, cut: Callable[[ast.Module], ast.Module] | None = None) -> Tree:
         """The tree of a file, of which at most one byte more than the limit is read. Raises OSError."""
         with open(path, "rb") as file:
-            return cls(file.read(MAX_BYTES + 1))
+            return cls(file.read(MAX_BYTES + 1), cut)
 
     @cached_property
     def _lines(self) -> list[bytes]:
