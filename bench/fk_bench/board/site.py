@@ -22,7 +22,7 @@ from fk_bench.board.standings import (
 )
 from fk_bench.board.submission import facts
 from fk_bench.core import pages
-from fk_bench.core.rows import Row
+from fk_bench.core.rows import Row, provisional
 from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.macro_eval import Item
 from fk_bench.evaluate.run import results
@@ -95,7 +95,7 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "gap": {k.replace("_", " "): v for k, v in entry.gap.items()}, "cost": _cost(entry),
         "half": standing.thresholds.get("half", {}).get(entry.name),
         "double": standing.thresholds.get("double", {}).get(entry.name),
-        "provisional": next((printable(r.provisional) for r in entry.cases if r.provisional), ""),
+        "provisional": printable(provisional([*entry.cases, *entry.ops])),
         "warnings": [printable(w) for w in entry.warnings],
     }  # fmt: skip
 
@@ -146,10 +146,10 @@ def _item(item: Item) -> str:
 def _panels(entry: Entry) -> dict[str, dict[str, float]]:
     """{category: {model: speedup}} of the valid items; the geometric mean over hosts and workloads."""
     found: dict[str, dict[str, list[float]]] = {}
-    for item, o in entry.outcomes.items():
-        found.setdefault(item.category, {}).setdefault(item.model, []).append(
-            (o.throughput * o.latency) ** 0.5
-        )
+    for item, row in entry.items.items():
+        if (o := results.valid_outcome_of(row)) is not None:
+            speed = (o.throughput * o.latency) ** 0.5
+            found.setdefault(item.category, {}).setdefault(item.model, []).append(speed)
     return {
         category: {m: _geometric(values) for m, values in models.items()}
         for category, models in found.items()
@@ -187,7 +187,8 @@ def _set(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
 
 def _with_interval(row: Row, metric: str) -> str:
     found = row.ci95.get(metric)
-    return _number(row.metrics.get(metric)) + (f" [{found[0]:.3f}, {found[1]:.3f}]" if found else "")
+    mark = " provisional" if row.provisional and metric in row.metrics else ""
+    return _number(row.metrics.get(metric)) + (f" [{found[0]:.3f}, {found[1]:.3f}]" if found else "") + mark
 
 
 def _item_line(item: Item, row: Row) -> list[str]:

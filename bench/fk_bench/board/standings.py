@@ -92,10 +92,9 @@ class Entry:
 
     @property
     def gap(self) -> Mapping[str, float]:
-        names = ("independent_speedup", "composed_speedup", "host_speedup", "composition_gap")
-        return (
-            {} if self.score is None else {k: self.score.metrics[k] for k in names if k in self.score.metrics}
-        )
+        """Of its items and ops, never of its score row."""
+        found = [*self.items.values(), *self.ops]
+        return results.gap_of(found, str(found[0].case.get("set"))) if found else {}
 
     @property
     def cost(self) -> Mapping[str, float]:

@@ -220,6 +220,24 @@ def test_published_rows_make_a_board(tmp_path: Path) -> None:
     assert "fast_1" in index.read_text()
 
 
+def test_speed_of_wrong_items_is_in_no_figure(run: Run) -> None:
+    (found,) = read(run("all", rows_of("x", [(3.0, 3.0, 0.1), (1.2, 1.2, 1.0), (9.0, 9.0, 0.89)])))
+    assert site._panels(found.entries[0]) == {"text": {"qwen": pytest.approx(1.2)}}
+    assert found.entries[0].gap == {"host_speedup": pytest.approx(1.2)}
+
+
+def test_page_marks_provisional_speedups(run: Run, tmp_path: Path) -> None:
+    rows, of = rows_of("x", [(1.0, 1.0, 1.0)] * 3), context("x")
+    case = {"kind": results.OP, "how": "independent"}
+    metrics = {"speedup_geomean": 7.0}
+    rows.append(of.row("x", case, Subject(op="rms_norm"), metrics=metrics, provisional="no libraries"))
+    found = read(run("all", rows))
+    assert "independent_speedup" not in found[0].entries[0].gap
+    index = site.write(tmp_path, found, ()).read_text()
+    (page,) = (tmp_path / "sets").iterdir()
+    assert "7.000 provisional" in page.read_text() and "no libraries" in index
+
+
 def test_curve_falls_from_the_share_of_right_cases() -> None:
     text = figures.curves({"a": [0.0, 0.5, 2.0, 4.0]}, "t")
     (points,) = re.findall(r'polyline points="([^"]+)"', text)

@@ -358,9 +358,9 @@ class Evaluation:
         made: list[Row] = []
 
         def add(row: Row, how: str) -> None:
-            self.say(
-                f"{one.name}: {row.subject.op} {how}: {row.status.value} {row.metrics.get('speedup_geomean', '')}"
-            )
+            speed = row.metrics.get("speedup_geomean", "")
+            mark = " (provisional, no score)" if row.provisional else ""
+            self.say(f"{one.name}: {row.subject.op} {how}: {row.status.value} {speed}{mark}")
             made.append(self.context.row(
                 one.name, {"kind": results.OP, "how": how}, row.subject, status=row.status, reason=row.reason,
                 metrics=row.metrics, ci95=row.ci95, provisional=row.provisional,
@@ -382,7 +382,15 @@ class Evaluation:
             row = results.score_row(self.context, one.name, found, gap)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
-            parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}
+            unscored = {
+                str(r.subject.op): r.provisional for r in report.ops_of(self.rows, one.name) if r.provisional
+            }
+            parts = {
+                "ci95": row.ci95,
+                "parts": row.case["parts"],
+                "declined": declined,
+                "provisional": unscored,
+            }
             lines.append({"set": one.name, **row.metrics, **parts})
         page = report.write(self.folder, self.suite, self.rows, scored)
         if not json_only:

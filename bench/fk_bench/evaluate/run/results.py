@@ -12,7 +12,7 @@ from typing import Any
 from fastkernels.core.candidate import sources
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
-from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, macro_eval
+from fk_bench.evaluate.macro_eval import DEFAULT, Item, ItemOutcome, MacroEval, Part, macro_eval
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import PHASES, Measured
 from fk_bench.evaluate.suites import Entry, Suite
@@ -153,6 +153,12 @@ def outcome_of(row: Row) -> ItemOutcome | None:
     return ItemOutcome(m["throughput_speedup"], m["latency_speedup"], m["correctness"])
 
 
+def valid_outcome_of(row: Row) -> ItemOutcome | None:
+    """The outcome of an item whose outputs are right: the speed of wrong ones is no speed."""
+    found = outcome_of(row)
+    return None if found is None or found.correctness < DEFAULT.threshold else found
+
+
 def runs_as_is(row: Row) -> bool:
     """Whether no candidate had to be dropped for the set to run."""
     return all(Reason(d["reason"]).harmless for d in row.case["dropped"])
@@ -218,31 +224,47 @@ def score_line(name: str, part: Part) -> str:
     )
 
 
+def _op_rows(rows: Iterable[Row], name: str, how: str) -> list[Row]:
+    """The ops of a set with a speedup that is a score: right ones, timed against a kernel of production."""
+    return [
+        r
+        for r in rows
+        if r.kind == OP and r.case.get("set") == name and r.case["how"] == how
+        and r.status is Status.OK and "speedup_geomean" in r.metrics and not r.provisional
+    ]  # fmt: skip
+
+
 def gap_of(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """The composition gap: speedups of ops alone, of ops on the set's own lower levels, and in the hosts."""
+    """The composition gap: speedups of ops alone, of ops on the set's own lower levels, and in the hosts.
+
+    Of the valid items, and of the ops that run in one of them. Without a valid item, there are no hosts and no gap.
+    """
     found: dict[str, float] = {}
-    for kind in ("independent", "composed"):
+    valid = {i: r for i, r in items_done(rows, name).items() if valid_outcome_of(r) is not None}
+    run = {op for r in valid.values() for op in r.case["kept"]}
+    for how in ("independent", "composed"):
         speeds = [
             r.metrics["speedup_geomean"]
-            for r in rows
-            if r.kind == OP
-            and r.case.get("set") == name
-            and r.case["how"] == kind
-            and "speedup_geomean" in r.metrics
+            for r in _op_rows(rows, name, how)
+            if how == "composed" or not valid or r.subject.op in run
         ]
         if speeds:
-            found[f"{kind}_speedup"] = geometric_mean(speeds)[0]
-    done = [o for r in items_done(rows, name).values() if (o := outcome_of(r)) is not None]
-    if done:
-        found["host_speedup"] = geometric_mean([(o.throughput * o.latency) ** 0.5 for o in done])[0]
+            found[f"{how}_speedup"] = geometric_mean(speeds)[0]
+    if valid:
+        outcomes = [o for r in valid.values() if (o := outcome_of(r)) is not None]
+        found["host_speedup"] = geometric_mean([(o.throughput * o.latency) ** 0.5 for o in outcomes])[0]
     if "independent_speedup" in found and "host_speedup" in found:
         found["composition_gap"] = found["host_speedup"] / found["independent_speedup"]
     return found
 
 
 def production(rows: Sequence[Row], entry: Entry, name: str) -> float | None:
-    """Throughput of our engine with the set over that of vLLM without it, for the same model and workload."""
-    if entry.item.host != "fastkernels":
+    """Throughput of our engine with the set over that of vLLM without it, for the same model and workload.
+
+    None where our engine is wrong, too.
+    """
+    done = items_done(rows, name).get(entry.item)
+    if entry.item.host != "fastkernels" or done is None or valid_outcome_of(done) is None:
         return None
 
     def throughput(host: str, who: str) -> float | None:
@@ -264,7 +286,6 @@ def slower(rows: Sequence[Row], name: str) -> set[str]:
     """Ops of a set that are slower than production by themselves: their whole interval is below 1."""
     return {
         str(r.subject.op)
-        for r in rows
-        if r.kind == OP and r.case.get("set") == name and r.case["how"] == "independent"
-        and r.ci95.get("speedup_geomean", (1.0, 1.0))[1] < 1
-    }  # fmt: skip
+        for r in _op_rows(rows, name, "independent")
+        if r.ci95.get("speedup_geomean", (1.0, 1.0))[1] < 1
+    }
