@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.candidate import sources_folder
-from fk_bench.agents.session import Session, digest_of
+from fk_bench.agents.session import Session
 from fk_bench.agents.tasks import SOCKET
+from fk_bench.core.digests import digest_of
 from fk_bench.core.terminal.text import printable
 
 MOST_SOURCE, MOST_FILES = 20 << 20, 200  # bytes and files of a candidate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import time
@@ -13,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fastkernels.core.candidate import sources, sources_folder
+from fastkernels.core.candidate import sources_folder
 from fk_bench.agents import feedback
 from fk_bench.agents.budget import Spent, TaskBudget
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge import Judge, Options
@@ -67,14 +67,6 @@ class Attempt:
     def speedup(self) -> float | None:
         found = self.feedback.get("speedup")
         return found if isinstance(found, float) and self.status is Status.OK else None
-
-
-def digest_of(file: Path) -> str:
-    """Of a candidate with its own folder of sources."""
-    made = hashlib.sha256(file.read_bytes())
-    for path in sources(file):
-        made.update(str(path.relative_to(file.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return made.hexdigest()[:16]
 
 
 @dataclass

@@ -96,7 +96,7 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "half": standing.thresholds.get("half", {}).get(entry.name),
         "double": standing.thresholds.get("double", {}).get(entry.name),
         "provisional": printable(provisional([*entry.cases, *entry.ops])),
-        "warnings": [printable(w) for w in entry.warnings],
+        "refused": [printable(w, 500) for w in entry.refused], "warnings": [printable(w) for w in entry.warnings],
     }  # fmt: skip
 
 
@@ -234,6 +234,7 @@ def _plain(standing: Standing) -> dict[str, Any]:
         "mode",
         "agent",
         "author",
+        "refused",
         "as_is",
         "kernel_speedup",
         "fast_1",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import rows
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row
 
 EXPERIMENT = "fastkernels"
@@ -212,7 +212,7 @@ def _records(
 
 
 def _digest(source: Path) -> str:
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else ""
+    return digest_of(source) if source.is_file() else ""
 
 
 def _tracked(run: Any) -> Tracked:
