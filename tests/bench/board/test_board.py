@@ -222,6 +222,21 @@ def test_published_rows_make_a_board(tmp_path: Path) -> None:
     assert "fast_1" in index.read_text()
 
 
+def test_board_and_its_data_have_intervals_of_parts(run: Run, tmp_path: Path) -> None:
+    found = read(run("all", rows_of("x", [(2.0, 2.0, 1.0), (1.2, 1.2, 0.95), (1.0, 1.0, 1.0)])))
+    (entry,) = found[0].entries
+    assert entry.macro is not None
+    text = entry.macro.by["category"]["text"]
+    index = site.write(tmp_path, found, ())
+    (page,) = (tmp_path / "sets").iterdir()
+    shown = f"{text.score:.3f} [{text.ci95['score'][0]:.3f}, {text.ci95['score'][1]:.3f}]"
+    assert shown in index.read_text() and shown in page.read_text()
+    ((plain,),) = [league["sets"] for league in json.loads((tmp_path / "board.json").read_text())]
+    assert plain["parts"]["category"]["text"]["ci95"]["S"] == list(text.ci95["S"])
+    assert plain["ci95"]["score"] == list(entry.macro.overall.ci95["score"])
+    assert (plain["kept"], plain["cost"], plain["composition"]) == (1.0, {}, entry.gap)
+
+
 def test_speed_of_wrong_items_is_in_no_figure(run: Run) -> None:
     (found,) = read(run("all", rows_of("x", [(3.0, 3.0, 0.1), (1.2, 1.2, 1.0), (9.0, 9.0, 0.89)])))
     assert site._panels(found.entries[0]) == {"text": {"qwen": pytest.approx(1.2)}}

@@ -234,6 +234,20 @@ def test_provisional_speedups_are_marked_and_no_scores(tmp_path):
     assert "PROVISIONAL: the speedups of rms_norm are no scores" in page and "pip install vllm" in page
 
 
+def test_parts_have_intervals_in_rows_tables_and_page(tmp_path, capsys):
+    rows = rows_of(*(measured(e, speed) for e, speed in zip(SUITE.entries, (1.5, 1.1, 1.3), strict=False)))
+    found = score(rows)
+    whole = found.kept.by["category"]["text"]
+    text = results.score_row(CONTEXT, "mine", found, {}).case["parts"]["category"]["text"]
+    assert text["ci95"] == whole.ci95 and text["ci95"]["score"][0] < text["score"] < text["ci95"]["score"][1]
+    page = report.write(tmp_path, SUITE, rows, {"mine": found}).read_text()
+    report.show(SUITE, rows, {"mine": found})
+    low, high = whole.ci95["score"]
+    shown = f"{whole.score:.3f} [{low:.3f}, {high:.3f}]"
+    for output in (capsys.readouterr().out, page):
+        assert shown in output and all(name in output for name in ("category text", "host timm", "level 4"))
+
+
 def test_second_run_lies_within_the_interval_of_the_first():
     first, second = (measured(SUITE.entries[0], speed) for speed in (1.1, 1.105))
     for phase in PHASES:

@@ -81,14 +81,7 @@ def show(suite: Suite, rows: Sequence[Row], scored: Mapping[str, Scores]) -> Non
             table(f"{name}: ops, judged against production", ["op", "", "speedup", "status", "reason"], ops)
         title = f"{name}: suite {suite.name} ({suite.digest}), against the host without the set"
         table(title, COLUMNS, item_lines(suite, rows, name))
-        table(
-            f"{name}: parts of the score", ["", "S", "C", "coverage", "score"],
-            [
-                [key, *(f"{v:.3f}" for v in ((p.S or 0.0), p.C, p.coverage, p.score))]
-                for by in ("category", "host")
-                for key, p in found.kept.by[by].items()
-            ],
-        )  # fmt: skip
+        table(f"{name}: parts of the score", results.PART_COLUMNS, results.part_lines(found.kept))
         for line in notes(rows, name, found):
             print(line)
 
@@ -99,12 +92,13 @@ def write(folder: Path, suite: Suite, rows: Sequence[Row], scored: Mapping[str, 
     sections: list[dict[str, Any]] = [
         {
             "name": name, "lines": item_lines(suite, rows, name), "ops": op_lines(rows, name),
-            "notes": notes(rows, name, found),
+            "notes": notes(rows, name, found), "parts": results.part_lines(found.kept),
         }
         for name, found in scored.items()
     ]  # fmt: skip
     text = pages.render(
         "eval.html", suite=suite, first=rows[0], when=pages.period(rows), columns=COLUMNS, sections=sections,
+        part_columns=results.PART_COLUMNS,
         cpu=rows[0].machine.gpus == 0,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")

@@ -19,6 +19,9 @@ from fk_bench.evaluate.suites import Entry, Suite
 
 COMMAND = "eval"
 ITEM, ROUND, OP, SCORE = "item", "round", "op", "score"  # case['kind']
+PARTS = ("category", "host", "level")  # fields of items by which a score is also given
+FIGURES = ("S", "C", "coverage", "score")
+PART_COLUMNS = ("part", *FIGURES, "valid")
 STATUS = {
     Reason.IMPORT: Status.COMPILE_ERROR, Reason.COMPILE: Status.COMPILE_ERROR, Reason.RUN_TIME: Status.RUNTIME_ERROR,
     Reason.TIME_LIMIT: Status.TIMEOUT, Reason.MEMORY_LIMIT: Status.OOM, Reason.INCORRECT: Status.WRONG,
@@ -197,29 +200,48 @@ def score_row(context: Context, name: str, found: Scores, gap: Mapping[str, floa
         metrics["S_valid"] = whole.S_valid
     if found.best is not None:
         metrics["best_score"] = found.best.overall.score
-    parts = {
-        by: {
-            value: {"S": p.S, "C": p.C, "coverage": p.coverage, "score": p.score}
-            for value, p in group.items()
-        }
-        for by, group in found.kept.by.items()
-        if by in ("category", "host", "level")
-    }
-    case = {"kind": SCORE, "parts": parts}
+    case = {"kind": SCORE, "parts": parts_of(found.kept)}
     return context.row(name, case, Subject(), metrics=metrics, ci95=dict(whole.ci95))
+
+
+def parts_of(found: MacroEval) -> dict[str, dict[str, dict[str, Any]]]:
+    """The parts of a score as data: {'category': {'text': {S, C, coverage, score, valid, declared, ci95}}}."""
+    return {
+        by: {
+            value: {
+                "S": p.S, "C": p.C, "coverage": p.coverage, "score": p.score, "valid": p.valid,
+                "declared": p.declared, "ci95": dict(p.ci95),
+            }
+            for value, p in found.by[by].items()
+        }
+        for by in PARTS
+    }  # fmt: skip
+
+
+def part_lines(found: MacroEval) -> list[list[str]]:
+    """The parts of a score for people: a line of PART_COLUMNS for each, with intervals."""
+    return [
+        [f"{by} {value}", *_figures(p), f"{p.valid} of {p.declared}"]
+        for by in PARTS
+        for value, p in found.by[by].items()
+    ]
+
+
+def _figures(part: Part) -> list[str]:
+    """FIGURES with their intervals."""
+    values = (part.S or 0.0, part.C, part.coverage, part.score)
+    return [
+        f"{v:.3f}" + (f" [{part.ci95[k][0]:.3f}, {part.ci95[k][1]:.3f}]" if k in part.ci95 else "")
+        for k, v in zip(FIGURES, values, strict=True)
+    ]
 
 
 def score_line(name: str, part: Part) -> str:
     """'mine: score 0.98 = S 1.01 x C 0.99 x coverage 0.98', with intervals."""
-
-    def shown(key: str, value: float) -> str:
-        low_high = part.ci95.get(key)
-        return f"{value:.3f}" + (f" [{low_high[0]:.3f}, {low_high[1]:.3f}]" if low_high else "")
-
+    S, C, coverage, score = _figures(part)
     valid = "none" if part.S_valid is None else f"{part.S_valid:.3f}"
     return (
-        f"{name}: score {shown('score', part.score)} = S {shown('S', part.S or 0.0)} x C {shown('C', part.C)}"
-        f" x coverage {shown('coverage', part.coverage)}; {part.valid} of {part.declared} items valid,"
+        f"{name}: score {score} = S {S} x C {C} x coverage {coverage}; {part.valid} of {part.declared} items valid,"
         f" S over them {valid}"
     )
 
