@@ -216,6 +216,7 @@ def read_all(paths: Iterable[Path], refused: bool = False) -> tuple[list[Submitt
     for path in paths:
         submitted = path.is_dir() and os.path.lexists(path / FILE)
         why = refusals(path) if submitted else []
+        one: Submitted | None
         try:
             one = read(path)
         except SubmissionError:
