@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +105,15 @@ def agents_table_command(
     """Compare kernels of agents and libraries by level, mode and kind of baseline, from rows of the judge.
 
     Speedups are geometric means of right cases; fast_1 and fast_2 count failed cases. An agent's cases are those of the
-    best attempts of its tasks; tasks without one are named below the table.
+    best attempts of its tasks; tasks without one are named below the table. A refused submission is left out.
     """
     try:
-        entries = standings.entries_of([submission.read(path) for path in runs])
+        given, left_out = submission.read_all(runs)
     except SubmissionError as error:
         fail(str(error))
+    for warning in left_out:
+        print(f"warning: {printable(warning, 500)}", file=sys.stderr)
+    entries = standings.entries_of(given)
     found, without = lines_of(entries), [said for e in entries if (said := e.without_kernels)]
     if not found and not without:
         fail("no case of a kernel in these rows: give runs of `fk-bench kernels` or `fk-bench agent-loop`")

@@ -20,15 +20,18 @@ def board_command(
         list[Path], typer.Argument(help="folders of runs or submissions, or files .jsonl or .jsonl.xz")
     ],
     out: Annotated[Path, typer.Option(help="folder of the site, created if missing")] = Path("site"),
+    everything: Annotated[
+        bool, typer.Option("--all", help="also rank submissions that submit-check refuses; they are marked")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="only the line of JSON on standard output")] = False,
 ) -> None:
     """Write a static board from rows: rankings, heat map, curves, and a page for each set. It needs no server.
 
     Rows are those of `fk-bench eval`, `fk-bench kernels` and `fk-bench agent-loop`. A folder with submission.toml
-    is a submission: its author, agent, cost and sources are shown.
+    is a submission: its author, agent, cost and sources are shown. One that submit-check refuses is left out.
     """
     try:
-        given = [submission.read(path) for path in runs]
+        given, left_out = submission.read_all(runs, everything)
     except SubmissionError as error:
         fail(str(error))
     found = standings.standings(standings.entries_of(given))
@@ -37,7 +40,7 @@ def board_command(
             "no set in these rows: the board shows rows of `fk-bench eval`, and of `fk-bench kernels` or `agent-loop`"
             " with candidates"
         )
-    warnings = list(dict.fromkeys(w for one in given for w in one.warnings))
+    warnings = list(dict.fromkeys([*left_out, *(w for one in given for w in one.warnings)]))
     for warning in warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     index = site.write(out, found, warnings)
@@ -48,7 +51,13 @@ def board_command(
             )
             columns = ["", "set", "agent", *ranked, "cases"]
             lines = [
-                [n, e.name, e.agent, *_figures(e, bool(one.declared)), len(e.cases)]
+                [
+                    n,
+                    e.name + " (refused)" * bool(e.refused),
+                    e.agent,
+                    *_figures(e, bool(one.declared)),
+                    len(e.cases),
+                ]
                 for n, e in enumerate(one.entries, 1)
             ]
             table(f"{one.league.title} ({one.league.digest or 'no suite'})", columns, lines)

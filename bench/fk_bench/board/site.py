@@ -22,7 +22,7 @@ from fk_bench.board.standings import (
 )
 from fk_bench.board.submission import facts
 from fk_bench.core import pages
-from fk_bench.core.rows import Row
+from fk_bench.core.rows import Row, provisional
 from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.macro_eval import Item
 from fk_bench.evaluate.run import results
@@ -43,7 +43,13 @@ def write(out: Path, found: Sequence[Standing], warnings: Sequence[str]) -> Path
     leagues = [_league(s) for s in found]
     index = out / "index.html"
     index.write_text(
-        pages.render("board.html", leagues=leagues, ranked=RANKED, warnings=[printable(w) for w in warnings]),
+        pages.render(
+            "board.html",
+            leagues=leagues,
+            ranked=RANKED,
+            part_columns=results.PART_COLUMNS,
+            warnings=[printable(w) for w in warnings],
+        ),
         encoding="utf-8",
     )
     for standing in found:
@@ -91,12 +97,13 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "kept": _percent(entry.kept), "as_is": None if entry.as_is is None else entry.as_is.overall.score,
         "kernel_speedup": kernel_speedup(entry), "fast_1": fast_p(timed, 1.0) if timed else None,
         "cases": len(entry.cases), "timed": len(timed),
-        "failed": sum(s == 0 for s in timed), "categories": _categories(entry), "dropped": _dropped(entry),
+        "failed": sum(s == 0 for s in timed),
+        "parts": [] if entry.macro is None else results.part_lines(entry.macro), "dropped": _dropped(entry),
         "gap": {k.replace("_", " "): v for k, v in entry.gap.items()}, "cost": _cost(entry),
         "half": standing.thresholds.get("half", {}).get(entry.name),
         "double": standing.thresholds.get("double", {}).get(entry.name),
-        "provisional": next((printable(r.provisional) for r in entry.cases if r.provisional), ""),
-        "warnings": [printable(w) for w in entry.warnings],
+        "provisional": printable(provisional([*entry.cases, *entry.ops])),
+        "refused": [printable(w, 500) for w in entry.refused], "warnings": [printable(w) for w in entry.warnings],
     }  # fmt: skip
 
 
@@ -105,16 +112,6 @@ def _cost(entry: Entry) -> str:
     parts = [f"{c['tokens']:,.0f} tokens"] if c.get("tokens") else []
     parts += [f"${c['cost_usd']:,.2f}"] if c.get("cost_usd") else []
     return ", ".join(parts + ([f"{c['hours']:.2f} h"] if c.get("hours") else []))
-
-
-def _categories(entry: Entry) -> list[dict[str, Any]]:
-    if entry.macro is None:
-        return []
-    return [
-        {"by": by, "name": name, "S": p.S, "C": p.C, "coverage": p.coverage, "score": p.score, "valid": p.valid,
-         "declared": p.declared}
-        for by in ("category", "host", "level") for name, p in entry.macro.by[by].items()
-    ]  # fmt: skip
 
 
 def _dropped(entry: Entry) -> list[str]:
@@ -146,10 +143,10 @@ def _item(item: Item) -> str:
 def _panels(entry: Entry) -> dict[str, dict[str, float]]:
     """{category: {model: speedup}} of the valid items; the geometric mean over hosts and workloads."""
     found: dict[str, dict[str, list[float]]] = {}
-    for item, o in entry.outcomes.items():
-        found.setdefault(item.category, {}).setdefault(item.model, []).append(
-            (o.throughput * o.latency) ** 0.5
-        )
+    for item, row in entry.items.items():
+        if (o := results.valid_outcome_of(row)) is not None:
+            speed = (o.throughput * o.latency) ** 0.5
+            found.setdefault(item.category, {}).setdefault(item.model, []).append(speed)
     return {
         category: {m: _geometric(values) for m, values in models.items()}
         for category, models in found.items()
@@ -174,7 +171,7 @@ def _set(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
     assert first is not None, entry.name
     return {
         "line": _line(standing, entry, place), "league": standing.league, "of": len(standing.entries),
-        "cpu": "" if standing.league.gpu else CPU,
+        "cpu": "" if standing.league.gpu else CPU, "part_columns": results.PART_COLUMNS,
         "facts": {k: printable(str(v)) for k, v in facts(entry.about).items()},
         "items": [_item_line(i, r) for i, r in entry.items.items()], "ops": [_op_line(r) for r in entry.ops],
         "tasks": [_task_line(r) for r in entry.tasks], "cases": [_case_line(r) for r in cases],
@@ -187,7 +184,8 @@ def _set(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
 
 def _with_interval(row: Row, metric: str) -> str:
     found = row.ci95.get(metric)
-    return _number(row.metrics.get(metric)) + (f" [{found[0]:.3f}, {found[1]:.3f}]" if found else "")
+    mark = " provisional" if row.provisional and metric in row.metrics else ""
+    return _number(row.metrics.get(metric)) + (f" [{found[0]:.3f}, {found[1]:.3f}]" if found else "") + mark
 
 
 def _item_line(item: Item, row: Row) -> list[str]:
@@ -233,6 +231,7 @@ def _plain(standing: Standing) -> dict[str, Any]:
         "mode",
         "agent",
         "author",
+        "refused",
         "as_is",
         "kernel_speedup",
         "fast_1",
@@ -243,8 +242,11 @@ def _plain(standing: Standing) -> dict[str, Any]:
     sets = []
     for n, entry in enumerate(standing.entries, 1):
         line = _line(standing, entry, n)
-        parts = {k: rank_value(entry, k) for k, _ in RANKED} if entry.macro is not None else {}
+        scored: dict[str, Any] = {"kept": entry.kept, "cost": entry.cost, "composition": entry.gap}
+        if entry.macro is not None:
+            scored |= {k: rank_value(entry, k) for k, _ in RANKED}
+            scored |= {"ci95": entry.macro.overall.ci95, "parts": results.parts_of(entry.macro)}
         sets.append(
-            {**{k: line[k] for k in keys}, **parts, "page": f"sets/{entry.slug}.html", "runs": entry.runs}
+            {**{k: line[k] for k in keys}, **scored, "page": f"sets/{entry.slug}.html", "runs": entry.runs}
         )
     return {**vars(standing.league), "sets": sets}

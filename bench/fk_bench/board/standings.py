@@ -62,6 +62,7 @@ class Entry:
     first: Row | None = None
     runs: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    refused: tuple[str, ...] = ()  # why submit-check refuses it
     macro: MacroEval | None = None
     as_is: MacroEval | None = None
 
@@ -92,10 +93,9 @@ class Entry:
 
     @property
     def gap(self) -> Mapping[str, float]:
-        names = ("independent_speedup", "composed_speedup", "host_speedup", "composition_gap")
-        return (
-            {} if self.score is None else {k: self.score.metrics[k] for k in names if k in self.score.metrics}
-        )
+        """Of its items and ops, never of its score row."""
+        found = [*self.items.values(), *self.ops]
+        return results.gap_of(found, str(found[0].case.get("set"))) if found else {}
 
     @property
     def cost(self) -> Mapping[str, float]:
@@ -211,6 +211,7 @@ def _add(made: dict[tuple[str, League], Entry], one: Submitted, name: str, found
             entry = made[name, league] = Entry(name, league, one.about, sources=one.sources, first=row)
         entry.about = entry.about or one.about
         entry.sources = entry.sources or one.sources
+        entry.refused = entry.refused or one.refused
         if row.run_id not in entry.runs:
             entry.runs.append(row.run_id)
         if row.command == "agent-loop":

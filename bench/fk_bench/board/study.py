@@ -33,7 +33,7 @@ from fk_bench.evaluate.run.items import PHASES
 from fk_bench.evaluate.suites import Entry, Suite, SuiteError, load
 from fk_bench.explain.cost_model import Call, step
 
-FASTER, SLOWER, SAME, NOT_RUN = "faster", "slower", "no difference", "did not run"
+FASTER, SLOWER, SAME, WRONG, NOT_RUN = "faster", "slower", "no difference", "wrong", "did not run"
 COLUMNS = (
     "set", "model", "host", "sequences", "step, us", "predicted saving, us", "realized saving, us", "of the step",
     "95% interval", "verdict", "kept", "left out",
@@ -47,7 +47,7 @@ class Line:
     step_us     time per token of a sequence, prompts included
     predicted   microseconds of a step; None if no call of the kept ops has a judged time
     timed       share of those calls that have one
-    realized    share that the host saves, with its interval; None if the item did not run
+    realized    share that the host saves, with its interval; None if the item did not run, or its outputs are wrong
     """
 
     name: str
@@ -79,11 +79,11 @@ class Timed:
 
 
 def judged(rows: Iterable[Row]) -> dict[tuple[str, str], list[Timed]]:
-    """{(folder of the candidate, op): its right cases with a time}."""
+    """{(folder of the candidate, op): its right cases with a time against a kernel of production}."""
     found: dict[tuple[str, str], list[Timed]] = {}
     for row in rows:
         m = row.metrics
-        if row.command != "kernels" or row.kind != "case" or row.status is not Status.OK:
+        if row.command != "kernels" or row.kind != "case" or row.status is not Status.OK or row.provisional:
             continue
         if row.subject.candidate and {"gb_per_s", "time_us_p50", "baseline_us_p50"} <= m.keys():
             key = Path(row.subject.candidate).parent.name, str(row.subject.op)
@@ -171,6 +171,8 @@ def _line(
     speedup = row.metrics.get(f"{phase}_speedup")
     if speedup is None or not kept:
         return Line(*head, NOT_RUN, kept, left or row.reason)
+    if results.valid_outcome_of(row) is None:
+        return Line(*head, WRONG, kept, left or row.reason)
     low, high = (1 - 1 / s for s in row.ci95.get(f"{phase}_speedup", (speedup, speedup)))
     verdict = FASTER if low > 0 else SLOWER if high < 0 else SAME
     rates = [
@@ -230,7 +232,7 @@ def _pairs(lines: Iterable[Line]) -> list[tuple[float, float]]:
 
 def _counts(lines: Sequence[Line]) -> str:
     found = rank_correlation(_pairs(lines))
-    counts = [f"{sum(x.verdict == v for x in lines)} {v}" for v in (FASTER, SAME, SLOWER, NOT_RUN)]
+    counts = [f"{sum(x.verdict == v for x in lines)} {v}" for v in (FASTER, SAME, SLOWER, WRONG, NOT_RUN)]
     rank = "" if found is None else f" Rank correlation of predicted and realized savings: {found:.2f}."
     return f"{len(lines)} lines: {', '.join(counts)}.{rank}"
 

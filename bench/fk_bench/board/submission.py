@@ -7,13 +7,16 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core import candidate
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import rows
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing
 from fk_bench.core.terminal.text import NAME, NAME_RULE, printable
@@ -70,13 +73,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A run or a submission: its rows, and what is known about it. about: None for a run without submission.toml."""
+    """A run or a submission: its rows, and what is known about it.
+
+    about    None for a run without submission.toml
+    refused  why it would be refused as a submission
+    """
 
     path: Path
     about: About | None
     rows: tuple[Row, ...]
     warnings: tuple[str, ...] = ()
     sources: tuple[Source, ...] = field(default=(), repr=False)
+    refused: tuple[str, ...] = ()
 
 
 def about_of(folder: Path) -> About:
@@ -196,6 +204,38 @@ def read(path: Path) -> Submitted:
     return Submitted(path, about, tuple(found), tuple(warnings), sources_of(path, about))
 
 
+def read_all(paths: Iterable[Path], refused: bool = False) -> tuple[list[Submitted], list[str]]:
+    """Read runs and submissions; returns them, and a warning for each submission that is left out.
+
+    refused  also those that are refused, if they can be read and no other has their name
+    Raises SubmissionError for a path that is no run, and if all are left out.
+    """
+    found: list[Submitted] = []
+    warnings: list[str] = []
+    names: dict[str, Path] = {}
+    for path in paths:
+        submitted = path.is_dir() and os.path.lexists(path / FILE)
+        why = refusals(path) if submitted else []
+        one: Submitted | None
+        try:
+            one = read(path)
+        except SubmissionError:
+            if not submitted:
+                raise
+            one = None
+        if one is not None and (refused or not why):
+            name = one.about.name if one.about is not None else ""
+            first = names.setdefault(name, path) if name else path
+            if first == path:
+                found.append(replace(one, refused=tuple(why)))
+                continue
+            why.append(f"{first} is named {name}, too")
+        warnings.append(f"{path} is refused and left out: {'; '.join(why)}")
+    if warnings and not found:
+        raise SubmissionError("; ".join(warnings))
+    return found, warnings
+
+
 def sources_of(path: Path, about: About | None) -> tuple[Source, ...]:
     """The sources of the set, where the folder has them: of a submission, an agent's run, or a run of the judge."""
     if not path.is_dir():
@@ -225,8 +265,7 @@ def _source(file: Path, folder: Path) -> Source:
 def refusals(folder: Path) -> list[str]:
     """All reasons why a board refuses a submission; none if it takes it."""
     from fk_bench.evaluate.adapters.sets import SetError, read_set
-    from fk_bench.evaluate.run.results import digest_of
-    from fk_bench.kernels.judge.rows.judging import python_sources
+    from fk_bench.evaluate.run import results
     from fk_bench.kernels.judge.scan.scan import rejections, scan
 
     if not folder.is_dir():
@@ -238,24 +277,30 @@ def refusals(folder: Path) -> list[str]:
     except SubmissionError as error:
         return [str(error)]
     why: list[str] = []
-    try:
-        found = read_set(about.name, place)
-    except SetError as error:
-        return [str(error)]
-    why += [f"{d.path.relative_to(folder.resolve())}: {d.reason}" for d in found.declined]
-    for one in found.candidates:
-        if rejected := rejections(scan(one.path, one.op, alone=not python_sources(one.path))):
-            why.append(f"{one.path.name}: the static scan rejects it: {rejected}")
+    with tempfile.TemporaryDirectory(prefix="fk-submission-") as out:  # of adapted files
+        try:
+            found = read_set(about.name, place, Path(out), blocks=True)
+        except SetError as error:
+            return [str(error)]
+        why += [f"{d.path.relative_to(folder.resolve())}: {d.reason}" for d in found.declined]
+        for one in found.candidates:
+            own = [one.path, *(p for p in candidate.sources(one.path) if p.suffix == ".py")]
+            for file in own:
+                if rejected := rejections(scan(file, one.op, alone=len(own) == 1)):
+                    why.append(f"{file.name}: the static scan rejects it: {rejected}")
+        digest = results.digest_of(found.folder, found.files)
+        digests = {c.op: digest_of(c.path) for c in found.candidates}
     if not row_files(folder):
         return [*why, f"{folder} has no rows: add rows.jsonl of `fk-bench eval` or `fk-bench kernels`"]
-    given = read(folder)
-    why += given.warnings
-    digest = digest_of(found.folder, found.files)
-    return why + _problems(given.rows, digest, {c.op for c in found.candidates})
+    try:
+        given = read(folder)
+    except SubmissionError as error:
+        return [*why, str(error)]
+    return [*why, *given.warnings, *_problems(given.rows, digest, digests)]
 
 
-def _problems(found: tuple[Row, ...], digest: str, ops: set[str]) -> list[str]:
-    """Return the faults of a submission's rows."""
+def _problems(found: tuple[Row, ...], digest: str, digests: Mapping[str, str]) -> list[str]:
+    """Return the faults of a submission's rows. digest: of the set; digests: of the candidates, by their ops."""
     evaluated = [r for r in found if r.command == "eval"]
     judged = [r for r in found if r.command == "kernels" and r.kind == "case"]
     if not evaluated and not judged:
@@ -268,8 +313,17 @@ def _problems(found: tuple[Row, ...], digest: str, ops: set[str]) -> list[str]:
         why.append(
             f"the rows of eval are of other files (digest {other[0]}, the folder has {digest}): evaluate again"
         )
-    if unknown := sorted({str(r.subject.op) for r in judged if r.subject.candidate} - ops):
-        why.append(f"the rows judge a candidate for {unknown[0]}, which the folder does not have")
+    if ours := sorted({str(r.subject.op) for r in judged if not r.subject.candidate}):
+        why.append(f"the rows of {', '.join(ours)} are of no candidate: leave them out")
+    for op in sorted({str(r.subject.op) for r in judged if r.subject.candidate}):
+        seen = {str(r.case.get("digest", "")) for r in judged if r.subject.op == op and r.subject.candidate}
+        if op not in digests:
+            why.append(f"the rows judge a candidate for {op}, which the folder does not have")
+        elif other := sorted(seen - {digests[op]}):
+            told = f"digest {other[0]}" if other[0] else "without a digest"
+            why.append(
+                f"the rows of {op} are of another file ({told}, the folder's has {digests[op]}): judge it again"
+            )
     if reason := rows.provisional(found):
         why.append(f"provisional rows are no scores: {reason}")
     if any(str(r.commit or "").endswith("+") for r in found):

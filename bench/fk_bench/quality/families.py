@@ -47,6 +47,12 @@ FAMILIES = {
     "embedding": Family("embedding_cosine", 0.1, ("fastkernels", "transformers")),
     "vision": Family("kl", 0.05, ("timm",)),
     "image": Family("latent_cosine", 0.05, ("diffusers",)),
+    "encoding": Family(
+        "score_error", 0.05, ("fastkernels",), {"tokens": 64, "width": 224, "height": 224, "frames": 8}
+    ),
+    "pixels": Family("psnr", 0.05, ("fastkernels",), {"width": 256, "height": 256, "frames": 5, "steps": 4}),
+    "objects": Family("mean_ap", 0.2, ("fastkernels",), {"width": 640, "height": 480, "tokens": 5}),
+    "tracking": Family("mean_iou", 0.2, ("fastkernels",), {"width": 320, "height": 240, "frames": 5}),
     "detection": Family("mean_ap", 0.2, ("fastkernels", "ultralytics"), {"width": 640, "height": 480}),
     "segmentation": Family("mean_iou", 0.2, ("fastkernels",), {"points": 20000, "side": 8.0}),
     "speech": Family("word_logprobs", 0.1, ("fastkernels",), {"seconds": 5.0, "new": 24}),
@@ -67,7 +73,8 @@ FAMILIES = {
 RUNNERS = {
     ("Score", "samples"): "recommendation", ("Score", "nodes"): "recommendation", ("Segment", "points"): "segmentation",
     ("Act", "points"): "policy", ("Act", "cameras"): "policy", ("Speak", "text"): "audio",
-    ("Fold", "chains"): "structure",
+    ("Fold", "chains"): "structure", ("Denoise", "prompts"): "pixels", ("DenoiseVideo", "prompts"): "pixels",
+    ("Rollout", "frames"): "pixels", ("Render", "cameras"): "pixels",
 }  # fmt: skip
 LIBRARIES = {
     "detector": "detection", "dlrm_dcn": "recommendation", "lightgcn": "recommendation", "openfold3": "structure",
@@ -94,10 +101,12 @@ def family_of(model: str, host: str) -> str:
 
 
 def _of_runner(model: Path) -> str:
-    """The family of a checkpoint whose model of our engine answers requests other than text; '' for others."""
+    """The family of a checkpoint by its runner in our engine; '' for a checkpoint that our engine does not know.
+
+    Raises ModelError for a runner without a family.
+    """
     from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
     from fastkernels.models.common.descriptions import registry
-    from fastkernels.models.common.interfaces.detector import Detector
     from fastkernels.models.common.plans import build
 
     try:
@@ -108,9 +117,33 @@ def _of_runner(model: Path) -> str:
     arch = found.arch
     if arch.runner == "Generate" and arch.media == ("audio",) and hasattr(config, "decoder_start_token_id"):
         return "speech"
-    if (arch.runner, arch.inputs) == ("Encode", "images") and issubclass(registry.load(found.path), Detector):
-        return "detection"
-    return RUNNERS.get((arch.runner, arch.inputs), "")
+    if arch.runner in ("Generate", "Unmask"):
+        return "text"
+    if arch.runner == "Encode" and (family := _of_encoder(model, registry.load(found.path), arch.inputs)):
+        return family
+    if (arch.runner, arch.inputs) in RUNNERS:
+        return RUNNERS[arch.runner, arch.inputs]
+    raise ModelError(
+        f"{model}: no metric reads what the runner {arch.runner} makes of {arch.inputs} for {found.name}; families:"
+        f" {', '.join(FAMILIES)}"
+    )
+
+
+def _of_encoder(model: Path, cls: type, inputs: str) -> str:
+    """The family of a model of the runner Encode; '' for one that is sent other requests than a suite can send."""
+    from fastkernels.models.common.interfaces.detector import Detector
+    from fastkernels.models.common.interfaces.segmenter import ClipSegmenter, ImageSegmenter, Segmenter
+
+    for kind, family in (
+        (Detector, "detection"), (ClipSegmenter, "tracking"), (Segmenter, "objects"), (ImageSegmenter, ""),
+    ):  # fmt: skip
+        if issubclass(cls, kind):
+            return family
+    one_vector = not hasattr(cls, "scored_by") and not cls.__name__.endswith("Classification")
+    embeds = (
+        inputs == "tokens" and one_vector and any(model.glob("*.safetensors"))
+    )  # which texts can be compared in
+    return "embedding" if embeds else "encoding"
 
 
 def check_request(family: str, sizes: Mapping[str, Any]) -> None:
@@ -132,12 +165,19 @@ def config_of(model: Path) -> dict[str, Any]:
     return {**found, **found.get("text_config", {}), "architectures": found.get("architectures")}
 
 
+def vocabulary(model: str | Path) -> int:
+    """The number of tokens of a model of text. Raises ModelError for other models."""
+    found = config_of(Path(model)).get("vocab_size")
+    if not isinstance(found, int):
+        raise ModelError(f"{model}: config.json has no vocab_size, so it is no model of text")
+    return found
+
+
 def prepare(family: str, model: str, extent: text.Extent, folder: Path) -> int:
     """Write the inputs of all runs into folder/inputs.json; return their number. Raises ValueError."""
     inputs: list[Any]
     if family == "text":
-        vocabulary = config_of(Path(model))["vocab_size"]
-        inputs = [asdict(s) for s in text.cut(text.tokens_of(Path(model), vocabulary), extent)]
+        inputs = [asdict(s) for s in text.cut(text.tokens_of(Path(model), vocabulary(model)), extent)]
     elif family == "embedding":
         inputs = [*map(list, _searches(Path(model), extent))]
     else:
@@ -152,7 +192,7 @@ def _searches(model: Path, extent: text.Extent) -> list[list[int]]:
 
     names, found = sorted(topics)[: extent.sequences], []
     for name in (*names, *(topics[n] for n in names)):
-        tokens = text.tokens_of(model, config_of(model)["vocab_size"], name)
+        tokens = text.tokens_of(model, vocabulary(model), name)
         found.append(tokens[:CORPUS])
     return found
 
@@ -162,7 +202,7 @@ def outputs(family: str, model: str, extent: text.Extent, folder: Path, run: str
     inputs, file = json.loads((folder / "inputs.json").read_text()), folder / f"{run}.f32"
     if family == "text":
         targets = torch.tensor([t for s in inputs for t in s["tokens"]])
-        rows = read_rows(file, len(targets), config_of(Path(model))["vocab_size"])
+        rows = read_rows(file, len(targets), vocabulary(model))
         return Scores(rows, targets, [len(s["tokens"]) for s in inputs])
     rows = read_rows(file, len(inputs))
     if FAMILIES[family].request is not None:
@@ -179,6 +219,7 @@ def outputs(family: str, model: str, extent: text.Extent, folder: Path, run: str
 
 
 MOST = 100  # boxes of an image, as in COCO
+MOST_NUMBERS = 64  # of objects in a clip, with 0 for none
 
 
 def _detections(rows: torch.Tensor) -> Detections:
@@ -188,6 +229,27 @@ def _detections(rows: torch.Tensor) -> Detections:
         best = found[found[:, 4].argsort(descending=True, stable=True)[:MOST]]
         images.append({"boxes": best[:, :4], "scores": best[:, 4], "labels": best[:, 5].round().long()})
     return Detections(images)
+
+
+def _objects(rows: torch.Tensor) -> Detections:
+    """Of [n, objects, 6]: corners, score and the mask's share of the image. All are of one class."""
+    return _detections(torch.cat((rows[..., :5], torch.zeros_like(rows[..., :1])), -1))
+
+
+def _tracks(rows: torch.Tensor) -> Masks:
+    """Of [n, frames, rows, columns]: the number of the object at a pixel, 0 outside."""
+    return Masks(rows.nan_to_num().clamp(0, MOST_NUMBERS - 1).long(), MOST_NUMBERS)
+
+
+def _pixels(rows: torch.Tensor) -> Images:
+    """Of [n, (frames,) height, width, channels]."""
+    found = rows.flatten(0, -4).movedim(-1, -3)[:, :3]
+    return Images(found, found.new_zeros(len(found), 0))
+
+
+def _values(rows: torch.Tensor) -> Ratings:
+    """Vectors, logits or scores, as numbers."""
+    return Ratings(rows.flatten(), torch.zeros(rows.numel(), dtype=torch.long))
 
 
 def _ratings(rows: torch.Tensor) -> Ratings:
@@ -210,6 +272,10 @@ def _transcripts(rows: torch.Tensor) -> Transcripts:
 
 # {family: the outputs of answers [n, ...]}
 _ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "encoding": _values,
+    "pixels": _pixels,
+    "objects": _objects,
+    "tracking": _tracks,
     "detection": _detections,
     "segmentation": lambda rows: Masks(rows.argmax(-1), rows.shape[-1]),
     "speech": _transcripts,

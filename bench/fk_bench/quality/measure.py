@@ -32,7 +32,9 @@ from fk_bench.quality.families import FAMILIES, LIBRARIES, Family, check_request
 from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
-NEED_LIBRARY = ("embedding", "image", "detection", "segmentation", "speech", "recommendation")  # torchmetrics
+NEED_LIBRARY = (  # torchmetrics
+    "embedding", "image", "pixels", "detection", "objects", "segmentation", "tracking", "speech", "recommendation",
+)  # fmt: skip
 WEIGHTS = {".safetensors", ".pt", ".pth", ".bin", ".npz", ".ply", ".ckpt", ".msgpack", ".ingp"}
 BY_NAME = (
     "timm",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fk_bench.core.hub import ModelError
+
 LOGITS = 3.0
 
 
@@ -20,13 +22,20 @@ def checkpoint(model: Path, folder: Path, seed: int = 0, strong: bool = False) -
     """Write the checkpoint of a folder that has only a config.json, as bfloat16.
 
     strong: draw matrices with the scale of their inputs, so that each layer of a small model changes the logits
+    Raises ModelError for an architecture of which transformers has no model of text alone.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     torch.manual_seed(seed)
     with torch.no_grad():  # tied weights of inference mode cannot be saved
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        try:
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        except ValueError as error:  # an architecture that answers text about images, say
+            raise ModelError(
+                f"{model}: transformers makes no model of text alone from {config.model_type!r}, so that no random"
+                " weights can be drawn: give a checkpoint with weights"
+            ) from error
         for name, weight in made.named_parameters() if strong else ():
             if name.endswith("A_log"):
                 weight.uniform_(-1.0, 1.0)

@@ -36,13 +36,21 @@ def item_row(of: Context, name: str, item: Item, t: float, latency: float, c: fl
     )  # fmt: skip
 
 
-def case_row(op: str, name: str, speedup: float | None, status: Status = Status.OK, **more: Any) -> Row:
+def case_row(
+    op: str,
+    name: str,
+    speedup: float | None,
+    status: Status = Status.OK,
+    case: dict[str, Any] | None = None,
+    **more: Any,
+) -> Row:
     metrics = {} if speedup is None else {"speedup": speedup, "time_us_p50": 1.0}
     return Row(
         run_id="k", command="kernels", status=status,
         subject=Subject(op=op, provider="candidate", candidate=f"{op}.py"),
         machine=Machine(gpu=CHIP, gpus=1, cpu="cpu", cores=8), metrics=metrics, commit="abc123",
-        case={"kind": "case", "name": name, "source": "random", "dtype": "bfloat16", "level": 1}, **more,
+        case={"kind": "case", "name": name, "source": "random", "dtype": "bfloat16", "level": 1, **(case or {})},
+        **more,
     )  # fmt: skip
 
 

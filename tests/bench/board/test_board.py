@@ -14,9 +14,11 @@ from bench.board.conftest import CHIP, ITEMS, case_row, context, item_row
 from fk_bench.board import figures, site, standings, submission
 from fk_bench.cli import main
 from fk_bench.core.checkout import checkout_path
-from fk_bench.core.rows import Machine, Row, Status, Subject
+from fk_bench.core.digests import digest_of
+from fk_bench.core.rows import Machine, Row, Status, Subject, append
 from fk_bench.evaluate.macro_eval import macro_eval
 from fk_bench.evaluate.run import results
+from fk_bench.kernels.judge import Options, judge_ops
 
 Run = Callable[..., Path]
 
@@ -220,6 +222,39 @@ def test_published_rows_make_a_board(tmp_path: Path) -> None:
     assert "fast_1" in index.read_text()
 
 
+def test_board_and_its_data_have_intervals_of_parts(run: Run, tmp_path: Path) -> None:
+    found = read(run("all", rows_of("x", [(2.0, 2.0, 1.0), (1.2, 1.2, 0.95), (1.0, 1.0, 1.0)])))
+    (entry,) = found[0].entries
+    assert entry.macro is not None
+    text = entry.macro.by["category"]["text"]
+    index = site.write(tmp_path, found, ())
+    (page,) = (tmp_path / "sets").iterdir()
+    shown = f"{text.score:.3f} [{text.ci95['score'][0]:.3f}, {text.ci95['score'][1]:.3f}]"
+    assert shown in index.read_text() and shown in page.read_text()
+    ((plain,),) = [league["sets"] for league in json.loads((tmp_path / "board.json").read_text())]
+    assert plain["parts"]["category"]["text"]["ci95"]["S"] == list(text.ci95["S"])
+    assert plain["ci95"]["score"] == list(entry.macro.overall.ci95["score"])
+    assert (plain["kept"], plain["cost"], plain["composition"]) == (1.0, {}, entry.gap)
+
+
+def test_speed_of_wrong_items_is_in_no_figure(run: Run) -> None:
+    (found,) = read(run("all", rows_of("x", [(3.0, 3.0, 0.1), (1.2, 1.2, 1.0), (9.0, 9.0, 0.89)])))
+    assert site._panels(found.entries[0]) == {"text": {"qwen": pytest.approx(1.2)}}
+    assert found.entries[0].gap == {"host_speedup": pytest.approx(1.2)}
+
+
+def test_page_marks_provisional_speedups(run: Run, tmp_path: Path) -> None:
+    rows, of = rows_of("x", [(1.0, 1.0, 1.0)] * 3), context("x")
+    case = {"kind": results.OP, "how": "independent"}
+    metrics = {"speedup_geomean": 7.0}
+    rows.append(of.row("x", case, Subject(op="rms_norm"), metrics=metrics, provisional="no libraries"))
+    found = read(run("all", rows))
+    assert "independent_speedup" not in found[0].entries[0].gap
+    index = site.write(tmp_path, found, ()).read_text()
+    (page,) = (tmp_path / "sets").iterdir()
+    assert "7.000 provisional" in page.read_text() and "no libraries" in index
+
+
 def test_curve_falls_from_the_share_of_right_cases() -> None:
     text = figures.curves({"a": [0.0, 0.5, 2.0, 4.0]}, "t")
     (points,) = re.findall(r'polyline points="([^"]+)"', text)
@@ -332,8 +367,6 @@ def test_links_size_and_scan_are_refused(
 def test_changed_checkout_and_foreign_rows_are_refused(
     submission: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fk_bench.core.rows import append
-
     folder = submission()
     dirty = case_row("silu_and_mul", "a", 1.0)
     dirty.commit = "abc+"
@@ -346,6 +379,86 @@ def test_changed_checkout_and_foreign_rows_are_refused(
     )
     (folder / "rows.jsonl").unlink()
     assert "has no rows" in refused(folder, capsys)
+
+
+def kernel_rows(folder: Path, speedup: float = 2.0, **case: str) -> Path:
+    """Replace the rows of a submission by a case of the judge on its file."""
+    (folder / "rows.jsonl").unlink()
+    known = {"digest": digest_of(folder / "candidates" / "silu_and_mul.py"), **case}
+    append(folder / "rows.jsonl", [case_row("silu_and_mul", "a", speedup, case=known)])
+    return folder
+
+
+def test_kernel_rows_of_another_file_are_refused(submission: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = kernel_rows(submission())
+    main_status(["submit-check", str(folder), "--json"], 0)
+    assert "of another file (digest f00" in refused(kernel_rows(folder, digest="f00"), capsys)
+    assert "of another file (without a digest" in refused(kernel_rows(folder, digest=""), capsys)
+    ours = case_row("silu_and_mul", "b", 9.0)
+    ours.subject.candidate, ours.subject.provider = None, "fastkernels"
+    append(kernel_rows(folder) / "rows.jsonl", [ours])
+    assert "the rows of silu_and_mul are of no candidate" in refused(folder, capsys)
+
+
+def test_judge_writes_the_digest_that_is_checked(submission: Run) -> None:
+    file = submission() / "candidates" / "silu_and_mul.py"
+    options = Options(device="cpu", cage=False, cases=("random",), most=1, timed=False)
+    found = judge_ops(["silu_and_mul"], {"silu_and_mul": file}, options)
+    assert {r.case.get("digest") for r in found if r.kind == "case"} == {digest_of(file)}
+
+
+def test_candidates_that_are_blocks_are_taken(submission: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = submission()
+    (folder / "candidates" / "silu_and_mul.py").rename(folder / "candidates" / "llama.mlp.py")
+    (folder / "rows.jsonl").unlink()
+    known = {"digest": digest_of(folder / "candidates" / "llama.mlp.py")}
+    append(folder / "rows.jsonl", [case_row("llama.mlp", "a", 2.0, case=known)])
+    main_status(["submit-check", str(folder)], 0)
+    (folder / "candidates" / "llama.mlp.py").rename(folder / "candidates" / "lama.mlp.py")
+    assert "'lama', which is no model" in refused(folder, capsys)
+
+
+def test_own_sources_of_a_candidate_are_scanned(submission: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = submission()
+    (folder / "candidates" / "_silu_and_mul").mkdir()
+    (folder / "candidates" / "_silu_and_mul" / "helper.py").write_text("import ctypes\nctypes.CDLL(None)\n")
+    assert "helper.py: the static scan rejects it" in refused(folder, capsys)
+
+
+def test_board_leaves_refused_submissions_out(
+    submission: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that submit-check refuses would rank first here."""
+    honest = kernel_rows(submission(name="honest"), 1.1)
+    cheat = submission(name="cheat")
+    with open(cheat / "candidates" / "silu_and_mul.py", "a") as file:
+        file.write("\nimport ctypes\nctypes.CDLL(None)\n")
+    kernel_rows(cheat, 5.0)
+    other = kernel_rows(submission(name="other"), 4.0, digest="f00")
+    twice = kernel_rows(submission(name="honest"), 3.0)
+    linked = submission(name="linked")
+    (linked / "candidates" / "more.txt").symlink_to(tmp_path)
+    site = tmp_path / "site"
+    words = ["board", *map(str, (cheat, other, honest, twice, linked)), "--out", str(site), "--json"]
+    main_status(words, 0)
+    (league,) = json.loads((site / "board.json").read_text())
+    assert [s["name"] for s in league["sets"]] == ["honest"]
+    warnings = json.loads(capsys.readouterr().out.splitlines()[-1])["warnings"]
+    told = ("static scan", "of another file", "is named honest, too", "is a link")
+    assert all(any(reason in w for w in warnings) for reason in told) and len(warnings) == 4
+
+    main_status([*words, "--all"], 0)
+    (league,) = json.loads((site / "board.json").read_text())
+    marked = {s["name"]: bool(s["refused"]) for s in league["sets"]}
+    assert marked == {"cheat": True, "other": True, "honest": False}
+    assert "Refused: " in (site / "index.html").read_text()
+
+    main_status(["agents-table", str(honest), str(cheat), "--json"], 0)
+    out = capsys.readouterr()
+    assert {x["name"] for x in json.loads(out.out.splitlines()[-1])["lines"]} == {"honest"}
+    assert "static scan" in out.err
+    main_status(["board", str(cheat), "--out", str(site)], 2)
+    assert "static scan" in capsys.readouterr().err
 
 
 def test_candidates_of_several_folders_are_sets_of_their_own(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fk_bench.board import study
-from fk_bench.board.study import FASTER, NOT_RUN, SAME, SLOWER, Timed
+from fk_bench.board.study import FASTER, NOT_RUN, SAME, SLOWER, WRONG, Timed
 from fk_bench.cli import main
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.evaluate.macro_eval import Item
@@ -72,7 +72,7 @@ def case(name: str, op: str, dims: dict[str, Any], moved: float, us: float, save
         run_id="k", command="kernels", status=more.pop("status", Status.OK), metrics=metrics,
         subject=Subject(op=op, provider="candidate", candidate=f"out/adapted/{name}/{op}.py"),
         machine=Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=8),
-        case={"kind": "case", "name": f"b{moved:.0f}", "dims": dims},
+        case={"kind": "case", "name": f"b{moved:.0f}", "dims": dims}, **more,
     )  # fmt: skip
 
 
@@ -170,7 +170,25 @@ def test_lines_are_ranked_and_those_that_did_not_run_say_why(suite: Path) -> Non
     ]  # fmt: skip
     assert found[-1].left_out == "silu_and_mul: not deployed" and found[-1].predicted is None
     text = study.page(found)
-    assert "6 lines: 1 faster, 2 no difference, 1 slower, 2 did not run." in text and "+16.7%" in text
+    assert (
+        "6 lines: 1 faster, 2 no difference, 1 slower, 0 wrong, 2 did not run." in text and "+16.7%" in text
+    )
+
+
+def test_wrong_answers_save_no_time(suite: Path) -> None:
+    digest = load(str(suite)).digest
+    rows = item(digest, "a", ["silu_and_mul"], 1.2)
+    rows[-1].metrics["correctness"] = 0.5
+    rows[-1].status, rows[-1].reason = Status.WRONG, "apart by 0.05"
+    found = lines(suite, rows, [case("a", "silu_and_mul", {}, 1536, 2.0, 0.5)])
+    assert {(x.verdict, x.realized, x.left_out) for x in found} == {(WRONG, None, "apart by 0.05")}
+    assert study.rank_correlation(study._pairs(found)) is None and "2 wrong" in study.page(found)
+
+
+def test_provisional_times_predict_nothing(suite: Path) -> None:
+    kernels = [case("a", "silu_and_mul", {}, 1536, 2.0, 0.5, provisional="no libraries")]
+    found = lines(suite, item(load(str(suite)).digest, "a", ["silu_and_mul"], 1.1), kernels)
+    assert {x.predicted for x in found} == {None}
 
 
 def test_a_set_without_judged_times_has_no_prediction(suite: Path) -> None:

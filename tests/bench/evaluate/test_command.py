@@ -46,6 +46,13 @@ def test_estimate_counts_the_kernels_of_a_set(capsys, candidates):
     ]
 
 
+def test_estimate_is_of_the_chosen_items(capsys):
+    timm = {e.name: e.minutes for e in SUITE.entries if e.item.host == "timm"}
+    one = next(iter(timm))
+    assert run(capsys, "smoke", "--host", "timm", "--estimate")[1]["minutes"] == timm
+    assert run(capsys, "smoke", "--item", one, "--estimate")[1]["minutes"] == {one: timm[one]}
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -55,6 +62,8 @@ def test_estimate_counts_the_kernels_of_a_set(capsys, candidates):
         (["smoke", "--set", "a=/no/such/folder"], "/no/such/folder"),
         (["smoke", "--model", "tiny-lama", "--estimate"], "tiny-llama"),
         (["smoke", "--host", "vlm", "--estimate"], "transformers"),
+        (["smoke", "--host", "vlm", "--item", SUITE.entries[0].name], "transformers"),
+        (["smoke", "--host", "timm", "--item", SUITE.entries[0].name], "leave one of them out"),
         (["smoke", "--python", "vlm=python", "--estimate"], "vllm"),
         (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
         (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
@@ -120,21 +129,37 @@ def test_run_of_other_files_is_refused_without_force(capsys, candidates, tmp_pat
     assert status == 2 and "files of the set a" in found["error"] and "--force" in found["error"]
 
 
+def item_row(shared: results.Context, entry, status=rows.Status.SKIPPED, **metrics: float) -> rows.Row:
+    """The row of an item that is done: without metrics, one of a model that calls no op of the set."""
+    case = {"kind": results.ITEM, "variant": "record", "ranks": 1, "level": 4, "kept": [], "dropped": []}
+    case |= {"category": entry.item.category, "workload": entry.item.workload, "unused": ["gelu"], "live": {}}
+    subject = rows.Subject(model=entry.item.model, host=entry.item.host)
+    return shared.row("a", case, subject, status=status, metrics=metrics)
+
+
 def test_finished_evaluation_runs_nothing_again(capsys, candidates, tmp_path, monkeypatch):
     monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", None)  # would fail if it were called
     shared = context(candidates)
-    for entry in SUITE.entries:
-        case = {"kind": results.ITEM, "variant": "record", "ranks": 1, "level": 4, "kept": [], "dropped": []}
-        case |= {
-            "category": entry.item.category,
-            "workload": entry.item.workload,
-            "unused": ["gelu"],
-            "live": {},
-        }
-        subject = rows.Subject(model=entry.item.model, host=entry.item.host)
-        rows.append(tmp_path / "rows.jsonl", [shared.row("a", case, subject, status=rows.Status.SKIPPED)])
+    rows.append(tmp_path / "rows.jsonl", [item_row(shared, entry) for entry in SUITE.entries])
     status, found = run(capsys, "smoke", "--set", f"a={candidates}", "--out", tmp_path, "--no-kernels")
     assert (status, found["ok"]) == (0, True)
     assert found["results"][0]["score"] == 0.0
     assert shared.machine == machine.machine()
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"), [(rows.Status.OK, 0), (rows.Status.SKIPPED, 0), (rows.Status.WRONG, 1)]
+)
+def test_exit_status_is_that_of_the_chosen_items(capsys, candidates, tmp_path, status, ended):
+    """The others count as not run in the score, and are no failure of this run."""
+    entry = SUITE.entries[-1]
+    row = item_row(
+        context(candidates), entry, status, throughput_speedup=1.1, latency_speedup=1.1, correctness=1.0
+    )
+    rows.append(tmp_path / "rows.jsonl", [row])
+    words = ["smoke", "--set", f"a={candidates}", "--out", tmp_path, "--no-kernels"]
+    for chosen in (["--item", entry.name], ["--item", entry.name, "--host", entry.item.host]):
+        assert run(capsys, *words, *chosen)[0] == ended
+    found = run(capsys, *words, "--item", entry.name)[1]
+    assert found["results"][0]["coverage"] < 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import runpy
+from dataclasses import replace
 
 import pytest
-from fk_bench.core.rows import Machine, Status
+from fk_bench.core.baselines import why_provisional
+from fk_bench.core.rows import Machine, Status, Subject
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import report, results, selftest
@@ -150,8 +152,6 @@ def test_digest_of_a_set_sees_its_native_sources(tmp_path):
     ],
 )
 def test_rows_of_another_evaluation_are_told_apart(change, told):
-    from dataclasses import replace
-
     row = rows_of(measured(SUITE.entries[0]))[-1]
     assert CONTEXT.differs(row) == ""
     assert told in replace(CONTEXT, **change).differs(row)
@@ -190,6 +190,62 @@ def test_page_and_line_hold_the_score(tmp_path):
     assert "coverage 0.167" in line and line in page
     assert "gelu (import): SyntaxError: &lt;b&gt;" in page
     assert "not run" in page
+
+
+def op_row(op, speedup, how="independent", **more):
+    interval = {"speedup_geomean": (speedup * 0.99, speedup * 1.01)}
+    case = {"kind": results.OP, "how": how}
+    metrics = {"speedup_geomean": speedup}
+    return CONTEXT.row("mine", case, Subject(op=op), metrics=metrics, ci95=interval, **more)
+
+
+def test_gap_is_of_valid_items_and_the_ops_that_they_run():
+    right, wrong = measured(SUITE.entries[0], 1.1), measured(SUITE.entries[1], 3.0, apart=0.5)
+    gone = [Dropped("gelu", Reason.RUN_TIME, "boom")]
+    ops = [op_row("rms_norm", 1.2), op_row("gelu", 5.0), op_row("silu_and_mul", 4.0, status=Status.WRONG)]
+    found = results.gap_of([*rows_of(right, wrong), *ops], "mine")
+    assert found["host_speedup"] == pytest.approx(1.1, rel=0.01)
+    assert found["independent_speedup"] == pytest.approx(1.2)
+    assert found["composition_gap"] == pytest.approx(1.1 / 1.2, rel=0.01)
+    alone = results.gap_of([*rows_of(wrong, measured(SUITE.entries[2], dropped=gone, live={})), *ops], "mine")
+    assert alone == {"independent_speedup": pytest.approx((1.2 * 5) ** 0.5)}
+
+
+def test_wrong_items_are_not_compared_with_vllm():
+    entry = next(e for e in SUITE.entries if e.item.host == "fastkernels" and e.workload.kind == "text")
+    item = replace(entry.item, host="vllm")
+    for apart, there in ((0.0, True), (0.5, False)):
+        rows = rows_of(measured(entry, apart=apart), measured(replace(entry, item=item)))
+        assert (results.production(rows, entry, "mine") is not None) is there
+
+
+def test_provisional_speedups_are_marked_and_no_scores(tmp_path):
+    why = why_provisional({"vllm": ("vllm",)}, {})
+    rows = rows_of(measured(SUITE.entries[0], 1.1))
+    rows += [op_row("rms_norm", 0.5, provisional=why), op_row("gelu", 2.0)]
+    assert results.slower(rows, "mine") == set()
+    assert results.slower([op_row("rms_norm", 0.5)], "mine") == {"rms_norm"}
+    assert results.gap_of(rows, "mine").keys() == {"host_speedup"}
+    assert [line[2] for line in report.op_lines(rows, "mine")] == [
+        "0.500 [0.495, 0.505] provisional",
+        "2.000 [1.980, 2.020]",
+    ]
+    page = report.write(tmp_path, SUITE, rows, {"mine": score(rows)}).read_text()
+    assert "PROVISIONAL: the speedups of rms_norm are no scores" in page and "pip install vllm" in page
+
+
+def test_parts_have_intervals_in_rows_tables_and_page(tmp_path, capsys):
+    rows = rows_of(*(measured(e, speed) for e, speed in zip(SUITE.entries, (1.5, 1.1, 1.3), strict=False)))
+    found = score(rows)
+    whole = found.kept.by["category"]["text"]
+    text = results.score_row(CONTEXT, "mine", found, {}).case["parts"]["category"]["text"]
+    assert text["ci95"] == whole.ci95 and text["ci95"]["score"][0] < text["score"] < text["ci95"]["score"][1]
+    page = report.write(tmp_path, SUITE, rows, {"mine": found}).read_text()
+    report.show(SUITE, rows, {"mine": found})
+    low, high = whole.ci95["score"]
+    shown = f"{whole.score:.3f} [{low:.3f}, {high:.3f}]"
+    for output in (capsys.readouterr().out, page):
+        assert shown in output and all(name in output for name in ("category text", "host timm", "level 4"))
 
 
 def test_second_run_lies_within_the_interval_of_the_first():

@@ -160,6 +160,17 @@ def test_declared_categories_cover_the_inventory():
         assert all(category in declared.get(name, ()) for name in names), category
 
 
+def test_default_suite_has_all_categories_within_four_hours():
+    """A score of record over fewer categories than are declared elsewhere would look complete."""
+    default, full = suites.load("default"), suites.load("full")
+    assert default.categories == full.categories == tuple(INVENTORY)
+    assert {e.item.category for e in default.entries} == {*INVENTORY}
+    assert sum(e.minutes for e in default.entries) < 240 and max(e.minutes for e in default.entries) < 10
+    of_full = {e.item.model: e.item.category for e in full.entries}
+    for entry in default.entries:
+        assert of_full.get(entry.item.model, entry.item.category) == entry.item.category
+
+
 def test_architecture_without_an_item_lowers_coverage():
     data = copy.deepcopy(SMALL)
     data["without"] = {"openfold3": {"category": "science", "reason": "none yet"}}

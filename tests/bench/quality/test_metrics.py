@@ -33,12 +33,12 @@ def outputs(family: str, error: float) -> o.Sized:
         documents, relevant = noise(12, 32), torch.arange(12)
         queries = documents + 0.5 * noise(12, 32, seed=2) + error * noise(12, 32, seed=3)
         return o.Embeddings(queries, documents, relevant)
-    if family == "image":
+    if family in ("image", "pixels"):
         made = [noise(2, 3, 24, 24).sigmoid() + 0.1 * error * noise(2, 3, 24, 24, seed=1), noise(2, 4, 8, 8)]
         return o.Images(made[0].clamp(0, 1), made[1] + error * noise(2, 4, 8, 8, seed=1))
-    if family == "detection":
+    if family in ("detection", "objects"):
         return o.Detections(image_boxes(4 * error))
-    if family == "segmentation":
+    if family in ("segmentation", "tracking"):
         classes = torch.arange(64).reshape(1, 8, 8) % 3
         return o.Masks(torch.where(noise(1, 8, 8) < error - 1, 0, classes), 5)
     if family == "speech":

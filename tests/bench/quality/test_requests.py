@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fk_bench.core.hub import ModelError
 from fk_bench.core.rows import Status, read
 from fk_bench.evaluate import checkpoints, suites
 from fk_bench.evaluate.run.hosts.libraries import MODELS
-from fk_bench.quality import families, text
+from fk_bench.quality import families, structured, text
 from fk_bench.quality.calibration import THRESHOLD, correctness, fitted_bound
 from fk_bench.quality.measure import Settings, of_suite
 from fk_bench.quality.metrics.metric import metrics
@@ -21,20 +22,59 @@ SMALL = {e.item.model: e for e in suites.load("small").entries}
 OF = {
     "dlrmv2": "recommendation", "lightgcn": "recommendation", "ptv3": "segmentation", "dp3": "policy", "pi0": "policy",
     "cosyvoice3": "audio", "whisper-large-v3": "speech", "openfold3": "structure", "yolov10-b": "detection",
-    "rtdetrv2-r50": "detection",
+    "rtdetrv2-r50": "detection", "llada-8b": "text", "qwen2-vl-7b": "text", "llama-eagle3": "text",
+    "sam3-ours": "objects", "sam3-video": "tracking", "gaussians": "pixels", "instant-ngp": "pixels",
+    "flux-pipeline": "pixels", "sdxl-pipeline": "pixels", "hunyuan-video": "pixels", "oasis": "pixels",
+    **dict.fromkeys((
+        "bge-m3", "bge-reranker", "bert-base", "bert-classes", "colbertv2", "dinov3-l", "siglip2-so400m",
+        "siglip2-whole", "siglip-b", "siglip-whole", "swinv2-b", "convnextv2-ours", "mobilenetv4-ours",
+        "efficientnetv2-ours", "vjepa2-l",
+    ), "encoding"),
 }  # fmt: skip
 # An answer of each family, and the same with an error
 ANSWERS = {
     "detection": (5, 6), "segmentation": (30, 4), "speech": (12, 2), "audio": (20, 8), "policy": (6, 3),
-    "structure": (9, 4), "recommendation": (7,),
+    "structure": (9, 4), "recommendation": (7,), "encoding": (5, 8), "pixels": (3, 16, 12, 3), "objects": (5, 6),
+    "tracking": (2, 9, 7),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OF)
-def test_family_of_a_runner(name: str) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_every_small_model_has_the_family_of_its_runner(name: str) -> None:
     entry = SMALL[name]
     folder = checkpoints.folder(entry.model, entry.workload.kind)
-    assert families.family_of(str(folder), "fastkernels") == OF[name]
+    family = families.FAMILIES[families.family_of(str(folder), "fastkernels")]
+    assert family is families.FAMILIES[OF[name]] and "fastkernels" in family.hosts
+    if family.request is not None:  # its sizes are those that the suite sends
+        sizes = {k for k, v in entry.model.request.items() if isinstance(v, (int, float))}
+        assert sizes <= family.request.keys() or OF[name] in ("structure", "recommendation", "speech")
+
+
+def test_encoder_of_texts_with_weights_is_an_embedder(tmp_path: Path) -> None:
+    """Texts tell more than random tokens; a score or a vector of each token is no embedding of a text."""
+    for name, family in (("bge-m3", "embedding"), ("bge-reranker", "encoding"), ("colbertv2", "encoding")):
+        entry = SMALL[name]
+        folder = tmp_path / name
+        shutil.copytree(checkpoints.folder(entry.model, entry.workload.kind), folder)
+        (folder / "model.safetensors").write_bytes(b"")
+        assert families.family_of(str(folder), "fastkernels") == family
+
+
+def test_model_that_no_metric_reads_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Sam3TrackerModel"], "model_type": "sam3_tracker"}'
+    )
+    with pytest.raises(ModelError, match="the runner Encode makes of images for sam3_tracker"):
+        families.family_of(str(tmp_path), "fastkernels")
+    with pytest.raises(ModelError, match="no vocab_size, so it is no model of text"):
+        families.vocabulary(tmp_path)
+
+
+def test_random_weights_of_images_with_text_are_refused(tmp_path: Path) -> None:
+    entry = SMALL["qwen2-vl-7b"]
+    folder = checkpoints.folder(entry.model, entry.workload.kind)
+    with pytest.raises(ModelError, match="give a checkpoint with weights"):
+        structured.checkpoint(Path(folder), tmp_path / "random")
 
 
 def test_libraries_have_families_in_their_hosts() -> None:
@@ -46,10 +86,12 @@ def answers(family: str, error: float) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     rows = torch.rand(4, *ANSWERS[family], generator=draw)
     noise = error * torch.rand(rows.shape, generator=draw)
-    if family == "detection":
+    if family in ("detection", "objects"):
         corners = rows[..., :2], rows[..., :2] + 0.1 + 0.2 * rows[..., 2:4]
         rows = torch.cat((*corners, rows[..., 4:5], torch.arange(5.0).expand(4, 5)[..., None]), -1)
         noise[..., 5] = 0.0
+    if family == "tracking":
+        return (3 * rows + 6 * noise).floor()
     if family == "speech":
         return torch.stack(((9 * rows[..., 0]).floor(), -rows[..., 1] - noise[..., 1]), -1)
     return rows + noise
@@ -107,7 +149,9 @@ def linear(x, weight, bias=None):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", ["dlrmv2", "dp3", "rtdetrv2-r50", "whisper-large-v3"])
+@pytest.mark.parametrize("model", [
+    "dlrmv2", "dp3", "rtdetrv2-r50", "whisper-large-v3", "dinov3-l", "oasis",
+])  # fmt: skip
 def test_small_model_accepts_a_right_set_and_finds_a_wrong_one(model: str, tmp_path: Path) -> None:
     sets: list[str] = []
     for name, factor in (("right", 1.0), ("wrong", 1.1)):

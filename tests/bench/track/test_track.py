@@ -194,7 +194,7 @@ def test_eval_logs_its_scores(tmp_path: Path, uri: str, monkeypatch: pytest.Monk
 
         def run(self, *_: Any) -> None: ...
 
-        def finish(self, json_only: bool, self_test: bool) -> bool:
+        def finish(self, *_: Any) -> bool:
             score = row("eval", "score", set="mine", metrics={"score": 0.9})
             append(self.run_folder / "rows.jsonl", [score])
             return True

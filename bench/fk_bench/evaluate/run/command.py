@@ -99,13 +99,16 @@ def eval_command(
                 raise UnknownName("host of the suite", host, sorted({e.item.host for e in chosen.entries}))
             if item and item not in (items := [e.name for e in chosen.entries]):
                 raise UnknownName("item of the suite", item, items)
+            wanted = [e for e in chosen.entries if host in ("", e.item.host) and item in ("", e.name)]
+            if not wanted:
+                raise ConfigError(f"--item {item} is not in --host {host}: leave one of them out")
             pythons = _pythons(python or ())
             if cluster and best:
                 raise ConfigError(
                     "--best runs on this machine alone: leave --cluster out, and continue --out"
                 )
             if estimate:
-                _estimate(chosen, [_read_set(text) for text in sets or ()], not no_kernels, json_only)
+                _estimate(chosen, wanted, [_read_set(t) for t in sets or ()], not no_kernels, json_only)
                 return
             if self_test and sets:
                 raise ConfigError("--selftest makes its own set: give no --set")
@@ -138,7 +141,6 @@ def eval_command(
             evaluation.resume(force)
         except ConfigError as error:
             fail(str(error))
-        wanted = [e for e in chosen.entries if host in ("", e.item.host) and item in ("", e.name)]
         try:
             evaluation.run(wanted, cluster, suite, model)
         except ConfigError as error:
@@ -146,7 +148,7 @@ def eval_command(
         except KeyboardInterrupt:
             print(f"interrupted: finished items are kept; continue with --out {run}", file=sys.stderr)
             raise SystemExit(130) from None
-        ok = evaluation.finish(json_only, self_test)
+        ok = evaluation.finish(wanted, json_only, self_test)
         if store.wanted(track):
             store.track(run)
     if not ok:
@@ -186,13 +188,15 @@ def _digests(files: Mapping[str, str]) -> dict[str, str]:
     return {op: digest_of(Path(file)) for op, file in files.items()}
 
 
-def _estimate(suite: Suite, sets: Sequence[CandidateSet], kernels: bool, json_only: bool) -> None:
-    """Print minutes; those of each further set are about half, because the host alone is measured with each set."""
+def _estimate(
+    suite: Suite, entries: Sequence[Entry], sets: Sequence[CandidateSet], kernels: bool, json_only: bool
+) -> None:  # fmt: skip
+    """Print the minutes of these items; the host alone is measured again with each further set."""
     from fk_bench.evaluate.run.composition import estimated_minutes
 
     count = max(len(sets), 1)
-    minutes = {e.name: e.minutes * count for e in suite.entries}
-    lines = [[e.name, e.item.category, minutes[e.name]] for e in suite.entries]
+    minutes = {e.name: e.minutes * count for e in entries}
+    lines = [[e.name, e.item.category, minutes[e.name]] for e in entries]
     alone = {s.name: estimated_minutes(s.files, suite.kernels, suite.device) for s in sets if kernels}
     lines += [[f"kernels of {name}", "", found] for name, found in alone.items()]
     if not json_only:
@@ -364,9 +368,9 @@ class Evaluation:
         digests = _digests(one.files)
 
         def add(row: Row, how: str) -> None:
-            self.say(
-                f"{one.name}: {row.subject.op} {how}: {row.status.value} {row.metrics.get('speedup_geomean', '')}"
-            )
+            speed = row.metrics.get("speedup_geomean", "")
+            mark = " (provisional, no score)" if row.provisional else ""
+            self.say(f"{one.name}: {row.subject.op} {how}: {row.status.value} {speed}{mark}")
             op = str(row.subject.op)
             ran = {op} if how == composition.ALONE else registry.reached(op, parts=True)
             of = {n: d for n, d in digests.items() if n in ran}
@@ -379,8 +383,8 @@ class Evaluation:
         composition.judged(one.files, self.suite.kernels, device, self.caged, add, model)
         self.add(made)  # all or none, so that a continued run judges again what was interrupted
 
-    def finish(self, json_only: bool, self_test: bool) -> bool:
-        """Print the tables and the score, write the page, end with JSON. Returns whether everything declared ran."""
+    def finish(self, entries: Sequence[Entry], json_only: bool, self_test: bool) -> bool:
+        """Print the tables and the score, write the page, end with JSON. Returns whether these items ran right."""
         from fk_bench.evaluate.run import report
 
         scored, lines = {}, []
@@ -391,15 +395,21 @@ class Evaluation:
             row = results.score_row(self.context, one.name, found, gap)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
-            parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}
+            unscored = {
+                str(r.subject.op): r.provisional for r in report.ops_of(self.rows, one.name) if r.provisional
+            }
+            parts = {
+                "ci95": row.ci95,
+                "parts": row.case["parts"],
+                "declined": declined,
+                "provisional": unscored,
+            }
             lines.append({"set": one.name, **row.metrics, **parts})
         page = report.write(self.folder, self.suite, self.rows, scored)
         if not json_only:
             report.show(self.suite, self.rows, scored)
             print(f"rows: {self.path}; page: {page}\n")
-        wanted = [
-            results.items_done(self.rows, s.name).get(e.item) for s in self.sets for e in self.suite.entries
-        ]
+        wanted = [results.items_done(self.rows, s.name).get(e.item) for s in self.sets for e in entries]
         ok = all(r is not None and r.status in (Status.OK, Status.SKIPPED) for r in wanted)
         if self_test:
             outside = selftest.outside([r for r in wanted if r is not None])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages
-from fk_bench.core.rows import Row
+from fk_bench.core.rows import Row, provisional
 from fk_bench.core.terminal.output import table
 from fk_bench.evaluate.run import results
 from fk_bench.evaluate.run.results import Scores
@@ -38,15 +38,19 @@ def _speed(row: Row, metric: str) -> str:
     if metric not in row.metrics:
         return ""
     low_high = row.ci95.get(metric)
-    return f"{row.metrics[metric]:.3f}" + (f" [{low_high[0]:.3f}, {low_high[1]:.3f}]" if low_high else "")
+    shown = f"{row.metrics[metric]:.3f}" + (f" [{low_high[0]:.3f}, {low_high[1]:.3f}]" if low_high else "")
+    return shown + (" provisional" if row.provisional else "")
 
 
 def op_lines(rows: Sequence[Row], name: str) -> list[list[str]]:
     return [
         [str(r.subject.op), r.case["how"], _speed(r, "speedup_geomean"), r.status.value, r.reason]
-        for r in rows
-        if r.kind == results.OP and r.case.get("set") == name
+        for r in ops_of(rows, name)
     ]
+
+
+def ops_of(rows: Sequence[Row], name: str) -> list[Row]:
+    return [r for r in rows if r.kind == results.OP and r.case.get("set") == name]
 
 
 def notes(rows: Sequence[Row], name: str, found: Scores) -> list[str]:
@@ -57,6 +61,9 @@ def notes(rows: Sequence[Row], name: str, found: Scores) -> list[str]:
     )
     if found.best is not None:
         lines.append(results.score_line(f"{name}, best deployable subset (unranked)", found.best.overall))
+    if unscored := [r for r in ops_of(rows, name) if r.provisional]:
+        ops = ", ".join(dict.fromkeys(str(r.subject.op) for r in unscored))
+        lines.append(f"PROVISIONAL: the speedups of {ops} are no scores. {provisional(unscored)}")
     gap = results.gap_of(rows, name)
     if gap:
         lines.append("composition: " + ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in gap.items()))
@@ -74,14 +81,7 @@ def show(suite: Suite, rows: Sequence[Row], scored: Mapping[str, Scores]) -> Non
             table(f"{name}: ops, judged against production", ["op", "", "speedup", "status", "reason"], ops)
         title = f"{name}: suite {suite.name} ({suite.digest}), against the host without the set"
         table(title, COLUMNS, item_lines(suite, rows, name))
-        table(
-            f"{name}: parts of the score", ["", "S", "C", "coverage", "score"],
-            [
-                [key, *(f"{v:.3f}" for v in ((p.S or 0.0), p.C, p.coverage, p.score))]
-                for by in ("category", "host")
-                for key, p in found.kept.by[by].items()
-            ],
-        )  # fmt: skip
+        table(f"{name}: parts of the score", results.PART_COLUMNS, results.part_lines(found.kept))
         for line in notes(rows, name, found):
             print(line)
 
@@ -92,12 +92,13 @@ def write(folder: Path, suite: Suite, rows: Sequence[Row], scored: Mapping[str, 
     sections: list[dict[str, Any]] = [
         {
             "name": name, "lines": item_lines(suite, rows, name), "ops": op_lines(rows, name),
-            "notes": notes(rows, name, found),
+            "notes": notes(rows, name, found), "parts": results.part_lines(found.kept),
         }
         for name, found in scored.items()
     ]  # fmt: skip
     text = pages.render(
         "eval.html", suite=suite, first=rows[0], when=pages.period(rows), columns=COLUMNS, sections=sections,
+        part_columns=results.PART_COLUMNS,
         cpu=rows[0].machine.gpus == 0,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")

@@ -12,13 +12,16 @@ from typing import Any
 from fastkernels.core.candidate import sources
 from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
-from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, macro_eval
+from fk_bench.evaluate.macro_eval import DEFAULT, Item, ItemOutcome, MacroEval, Part, macro_eval
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run.items import PHASES, Measured
 from fk_bench.evaluate.suites import Entry, Suite
 
 COMMAND = "eval"
 ITEM, ROUND, OP, SCORE = "item", "round", "op", "score"  # case['kind']
+PARTS = ("category", "host", "level")  # fields of items by which a score is also given
+FIGURES = ("S", "C", "coverage", "score")
+PART_COLUMNS = ("part", *FIGURES, "valid")
 STATUS = {
     Reason.IMPORT: Status.COMPILE_ERROR, Reason.COMPILE: Status.COMPILE_ERROR, Reason.RUN_TIME: Status.RUNTIME_ERROR,
     Reason.TIME_LIMIT: Status.TIMEOUT, Reason.MEMORY_LIMIT: Status.OOM, Reason.INCORRECT: Status.WRONG,
@@ -153,6 +156,12 @@ def outcome_of(row: Row) -> ItemOutcome | None:
     return ItemOutcome(m["throughput_speedup"], m["latency_speedup"], m["correctness"])
 
 
+def valid_outcome_of(row: Row) -> ItemOutcome | None:
+    """The outcome of an item whose outputs are right: the speed of wrong ones is no speed."""
+    found = outcome_of(row)
+    return None if found is None or found.correctness < DEFAULT.threshold else found
+
+
 def runs_as_is(row: Row) -> bool:
     """Whether no candidate had to be dropped for the set to run."""
     return all(Reason(d["reason"]).harmless for d in row.case["dropped"])
@@ -191,58 +200,93 @@ def score_row(context: Context, name: str, found: Scores, gap: Mapping[str, floa
         metrics["S_valid"] = whole.S_valid
     if found.best is not None:
         metrics["best_score"] = found.best.overall.score
-    parts = {
-        by: {
-            value: {"S": p.S, "C": p.C, "coverage": p.coverage, "score": p.score}
-            for value, p in group.items()
-        }
-        for by, group in found.kept.by.items()
-        if by in ("category", "host", "level")
-    }
-    case = {"kind": SCORE, "parts": parts}
+    case = {"kind": SCORE, "parts": parts_of(found.kept)}
     return context.row(name, case, Subject(), metrics=metrics, ci95=dict(whole.ci95))
+
+
+def parts_of(found: MacroEval) -> dict[str, dict[str, dict[str, Any]]]:
+    """The parts of a score as data: {'category': {'text': {S, C, coverage, score, valid, declared, ci95}}}."""
+    return {
+        by: {
+            value: {
+                "S": p.S, "C": p.C, "coverage": p.coverage, "score": p.score, "valid": p.valid,
+                "declared": p.declared, "ci95": dict(p.ci95),
+            }
+            for value, p in found.by[by].items()
+        }
+        for by in PARTS
+    }  # fmt: skip
+
+
+def part_lines(found: MacroEval) -> list[list[str]]:
+    """The parts of a score for people: a line of PART_COLUMNS for each, with intervals."""
+    return [
+        [f"{by} {value}", *_figures(p), f"{p.valid} of {p.declared}"]
+        for by in PARTS
+        for value, p in found.by[by].items()
+    ]
+
+
+def _figures(part: Part) -> list[str]:
+    """FIGURES with their intervals."""
+    values = (part.S or 0.0, part.C, part.coverage, part.score)
+    return [
+        f"{v:.3f}" + (f" [{part.ci95[k][0]:.3f}, {part.ci95[k][1]:.3f}]" if k in part.ci95 else "")
+        for k, v in zip(FIGURES, values, strict=True)
+    ]
 
 
 def score_line(name: str, part: Part) -> str:
     """'mine: score 0.98 = S 1.01 x C 0.99 x coverage 0.98', with intervals."""
-
-    def shown(key: str, value: float) -> str:
-        low_high = part.ci95.get(key)
-        return f"{value:.3f}" + (f" [{low_high[0]:.3f}, {low_high[1]:.3f}]" if low_high else "")
-
+    S, C, coverage, score = _figures(part)
     valid = "none" if part.S_valid is None else f"{part.S_valid:.3f}"
     return (
-        f"{name}: score {shown('score', part.score)} = S {shown('S', part.S or 0.0)} x C {shown('C', part.C)}"
-        f" x coverage {shown('coverage', part.coverage)}; {part.valid} of {part.declared} items valid,"
+        f"{name}: score {score} = S {S} x C {C} x coverage {coverage}; {part.valid} of {part.declared} items valid,"
         f" S over them {valid}"
     )
 
 
+def _op_rows(rows: Iterable[Row], name: str, how: str) -> list[Row]:
+    """The ops of a set with a speedup that is a score: right ones, timed against a kernel of production."""
+    return [
+        r
+        for r in rows
+        if r.kind == OP and r.case.get("set") == name and r.case["how"] == how
+        and r.status is Status.OK and "speedup_geomean" in r.metrics and not r.provisional
+    ]  # fmt: skip
+
+
 def gap_of(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """The composition gap: speedups of ops alone, of ops on the set's own lower levels, and in the hosts."""
+    """The composition gap: speedups of ops alone, of ops on the set's own lower levels, and in the hosts.
+
+    Of the valid items, and of the ops that run in one of them. Without a valid item, there are no hosts and no gap.
+    """
     found: dict[str, float] = {}
-    for kind in ("independent", "composed"):
+    valid = {i: r for i, r in items_done(rows, name).items() if valid_outcome_of(r) is not None}
+    run = {op for r in valid.values() for op in r.case["kept"]}
+    for how in ("independent", "composed"):
         speeds = [
             r.metrics["speedup_geomean"]
-            for r in rows
-            if r.kind == OP
-            and r.case.get("set") == name
-            and r.case["how"] == kind
-            and "speedup_geomean" in r.metrics
+            for r in _op_rows(rows, name, how)
+            if how == "composed" or not valid or r.subject.op in run
         ]
         if speeds:
-            found[f"{kind}_speedup"] = geometric_mean(speeds)[0]
-    done = [o for r in items_done(rows, name).values() if (o := outcome_of(r)) is not None]
-    if done:
-        found["host_speedup"] = geometric_mean([(o.throughput * o.latency) ** 0.5 for o in done])[0]
+            found[f"{how}_speedup"] = geometric_mean(speeds)[0]
+    if valid:
+        outcomes = [o for r in valid.values() if (o := outcome_of(r)) is not None]
+        found["host_speedup"] = geometric_mean([(o.throughput * o.latency) ** 0.5 for o in outcomes])[0]
     if "independent_speedup" in found and "host_speedup" in found:
         found["composition_gap"] = found["host_speedup"] / found["independent_speedup"]
     return found
 
 
 def production(rows: Sequence[Row], entry: Entry, name: str) -> float | None:
-    """Throughput of our engine with the set over that of vLLM without it, for the same model and workload."""
-    if entry.item.host != "fastkernels":
+    """Throughput of our engine with the set over that of vLLM without it, for the same model and workload.
+
+    None where our engine is wrong, too.
+    """
+    done = items_done(rows, name).get(entry.item)
+    if entry.item.host != "fastkernels" or done is None or valid_outcome_of(done) is None:
         return None
 
     def throughput(host: str, who: str) -> float | None:
@@ -264,7 +308,6 @@ def slower(rows: Sequence[Row], name: str) -> set[str]:
     """Ops of a set that are slower than production by themselves: their whole interval is below 1."""
     return {
         str(r.subject.op)
-        for r in rows
-        if r.kind == OP and r.case.get("set") == name and r.case["how"] == "independent"
-        and r.ci95.get("speedup_geomean", (1.0, 1.0))[1] < 1
-    }  # fmt: skip
+        for r in _op_rows(rows, name, "independent")
+        if r.ci95.get("speedup_geomean", (1.0, 1.0))[1] < 1
+    }

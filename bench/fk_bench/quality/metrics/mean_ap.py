@@ -11,7 +11,7 @@ class MeanAP(Metric):
     formula = "COCO mAP over IoU 0.50 to 0.95 after matching"
     unit = "mAP"
     direction = "higher"
-    families = ("detection",)
+    families = ("detection", "objects")
 
     def value(self, output: Detections, reference: Detections) -> float:
         from torchmetrics.detection import MeanAveragePrecision

@@ -11,7 +11,7 @@ class MeanIoU(Metric):
     formula = "mean over classes that occur of |A & B| / |A | B|"
     unit = "IoU"
     direction = "higher"
-    families = ("segmentation",)
+    families = ("segmentation", "tracking")
 
     def value(self, output: Masks, reference: Masks) -> float:
         from torchmetrics.functional.segmentation import mean_iou

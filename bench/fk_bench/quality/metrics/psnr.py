@@ -11,7 +11,7 @@ class PSNR(Metric):
     formula = "10 log10(1 / mean squared error), at most 100"
     unit = "dB"
     direction = "higher"
-    families = ("image",)
+    families = ("image", "pixels")
 
     def value(self, output: Images, reference: Images) -> float:
         from torchmetrics.functional.image import peak_signal_noise_ratio

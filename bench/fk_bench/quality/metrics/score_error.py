@@ -11,7 +11,7 @@ class ScoreError(Metric):
     formula = "RMS of output - reference / standard deviation of the reference"
     unit = "deviations"
     direction = "lower"
-    families = ("recommendation",)
+    families = ("encoding", "recommendation")
 
     def value(self, output: Ratings, reference: Ratings) -> float:
         mine, wanted = output.scores.double(), reference.scores.double()

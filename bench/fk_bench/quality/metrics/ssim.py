@@ -13,7 +13,7 @@ class SSIM(Metric):
     formula = "SSIM, Gaussian window of 11 pixels, values in [0, 1]"
     unit = "SSIM"
     direction = "higher"
-    families = ("image",)
+    families = ("image", "pixels")
 
     def value(self, output: Images, reference: Images) -> float:
         from torchmetrics.functional.image import structural_similarity_index_measure

@@ -17,6 +17,7 @@ from fastkernels.core import registry
 from fastkernels.core.candidate import sources
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
+from fk_bench.core.digests import digest_of
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.core.scores import score
 from fk_bench.core.wall_time import PHASES
@@ -87,6 +88,8 @@ class Judge:
         sides: Sides | None = None,
     ) -> None:
         self.candidates, self.options = dict(candidates), options
+        files = {op: Path(p) for op, p in self.candidates.items()}
+        self._digests = {op: digest_of(f) for op, f in files.items() if f.is_file()}
         self.rows: list[Row] = []
         self.round: int | None = None  # number of the start, in all rows
         self._on_row = on_row or (lambda row: None)
@@ -250,6 +253,8 @@ class Judge:
                 "weight": trial.case.weight, "timer": "cpu" if self.options.device == "cpu" else "cuda-graph",
             }  # fmt: skip
         path = self.candidates.get(spec.name)
+        if spec.name in self._digests:
+            case["digest"] = self._digests[spec.name]
         subject = Subject(
             op=spec.name, provider="candidate" if path else OURS, candidate=str(path) if path else None
         )
