@@ -166,7 +166,7 @@ def _pipelined(name: str) -> Callable[[], Function]:
 
         @cache
         def of(group: str) -> str:
-            found: str = _name(parallel.communicator(group)).group_name
+            found: Any = _name(parallel.communicator(group)).group_name
             symm_mem.enable_symm_mem_for_group(found)
             return found
 
