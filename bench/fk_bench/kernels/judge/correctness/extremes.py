@@ -7,6 +7,7 @@ op's reference computes it: that is the op's contract.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ TAIL = 5  # a power: about six of 4,096 normal values then hold most of the sum 
 HEAVY = "heavy_tails"  # checked on every case that has it
 OTHER_EPSILON, OTHER, SMALL = 4096.0, 3.0, 0.01  # factors of a number below SMALL, and of others
 LEADING = {"one_dimension": (), "four_dimensions": (2, 1, 3)}
+HEADROOM = 2  # between the largest value of one draw and the largest number of its dtype
 MOST = 1 << 22  # bytes of a case whose reference is tried
 
 
@@ -117,9 +119,15 @@ def apply(kind: Kind, spec: OpSpec, case: Case, rng: random.Random) -> Case | No
     outputs = [t for t in layout.tensors(result) if t.is_floating_point()]
     if kind.nonfinite and not all(map(scalable, layout.tensors(result))):
         return None  # integers and 8-bit floats hold no NaN that is right or wrong
-    if not kind.nonfinite and kind.values and not all(t.to(torch.float32).isfinite().all() for t in outputs):
+    if not kind.nonfinite and kind.values and not all(map(fits, outputs)):
         return None  # beyond what the op's numbers can hold
     return replace(made, weight=0.0)
+
+
+def fits(t: torch.Tensor) -> bool:
+    """Whether the numbers of its dtype hold its values, and those of other draws of the same case."""
+    largest = t.to(torch.float64).abs().nan_to_num(math.inf).amax() if t.numel() else 0.0
+    return bool(HEADROOM * largest <= torch.finfo(t.dtype).max)
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
