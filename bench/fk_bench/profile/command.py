@@ -324,7 +324,12 @@ def _rows(target: Target, found: Profile, costs: Costs, remark: str, own: str = 
         "run_id": uuid4().hex[:12], "commit": machine.commit(), "command": COMMAND, "machine": machine.machine(),
         "versions": machine.interpreter(sys.executable).versions,
     }  # fmt: skip
-    about: dict[str, Any] = {"tool": found.tool, "device": found.device, "floors_of": costs.gpu, "repeats": target.repeats}
+    about: dict[str, Any] = {
+        "tool": found.tool,
+        "device": found.device,
+        "floors_of": costs.gpu,
+        "repeats": target.repeats,
+    }
     if target.op:
         about |= {"case": target.case}
         subject = Subject(op=target.op, candidate=target.candidate or None)

@@ -276,7 +276,9 @@ def _triton(
         )  # fmt: skip
         return out
     block_m, block_n, block_k, warps = _tile(pixels, made, channels, x)
-    exact = x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32")
+    exact = x.dtype == torch.float32 and not (
+        x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"
+    )
     launch_kernel(
         _dense_kernel, (cdiv(pixels, block_m), cdiv(made, block_n)),
         *tensors, channels, made, h, w, rows, columns, *x.stride(), *weight.stride(), *strides,
