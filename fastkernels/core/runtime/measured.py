@@ -161,7 +161,7 @@ class _Chip:
             self._facts: dict[str, str] | None = {
                 **kept_files.facts(name, "fastkernels", fastkernels.__version__),
                 "cudnn": str(torch.backends.cudnn.version()),
-                "tf32": str(torch.backends.cudnn.conv.fp32_precision == "tf32"),
+                "tf32": str(torch.backends.cudnn.conv.fp32_precision == "tf32"),  # type: ignore[attr-defined]
             }
             self.times: dict[str, list[float]] = kept_files.read(NAME, self._facts, _is_times)
         except (OSError, ValueError, RuntimeError) as error:  # sources or settings that cannot be read

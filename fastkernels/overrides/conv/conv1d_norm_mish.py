@@ -192,7 +192,8 @@ def _triton(
     splits = cdiv(terms, per_split)
     # float32's digits cost nothing there, and a window of 1 is a product, which PyTorch does not compute in TF32
     precision = "tf32x3" if few or window == 1 else "tf32"
-    if x.dtype == torch.float32 and not (x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"):
+    allowed = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    if x.dtype == torch.float32 and not (x.is_cuda and allowed == "tf32"):
         precision = "ieee"
     sums = torch.empty(splits, items, made, length, dtype=torch.float32, device=x.device)
     launch_kernel(

@@ -276,9 +276,8 @@ def _triton(
         )  # fmt: skip
         return out
     block_m, block_n, block_k, warps = _tile(pixels, made, channels, x)
-    exact = x.dtype == torch.float32 and not (
-        x.is_cuda and torch.backends.cudnn.conv.fp32_precision == "tf32"
-    )
+    allowed = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    exact = x.dtype == torch.float32 and not (x.is_cuda and allowed == "tf32")
     launch_kernel(
         _dense_kernel, (cdiv(pixels, block_m), cdiv(made, block_n)),
         *tensors, channels, made, h, w, rows, columns, *x.stride(), *weight.stride(), *strides,
