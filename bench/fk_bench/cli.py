@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import typer
 
 from fastkernels.core import multicast
-from fk_bench.core import early_checks
 from fk_bench.core.terminal.output import fail
+from fk_bench.early import checks
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk
 UNUSABLE = (  # of a path
@@ -222,7 +222,7 @@ def _run(args: list[str]) -> int:
         from fastkernels.core.registry import UnknownName
 
         _end(str(UnknownName("command", args[0], COMMANDS)))
-    if (wrong := early_checks.problem(args[0], args[1:])) is not None:
+    if (wrong := checks.problem(args[0], args[1:])) is not None:
         _end(wrong)
     try:
         status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)

@@ -283,6 +283,8 @@ class Communicator:
         if self._left is not None:
             reason = f"{step}: the group is closed since an earlier call failed: {self._left}"
             raise CollectiveError(reason, self._left.rank, True)
+        if not dist.is_initialized():  # a group without PyTorch's has no store
+            return [mine] * self.size
         store = self._store()
         self._joined = self._joined or store.add(f"rank{self.rank}", 1)
         self._steps += 1

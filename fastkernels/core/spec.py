@@ -173,6 +173,8 @@ class OpSpec:
     activations  positions or names of the arguments whose values can be of any size: where adversarial values go
     contained    position or name of the argument whose NaN and infinity change only the results for which `reference`
                  gives NaN or infinity, to unspecified values. None: they have the results of `reference`
+    mixed        an algorithm, such as Winograd's, may carry a NaN to results that `reference` leaves finite: no NaN
+    bounded      positions or names of arguments whose values stay near those of `inputs`: no outliers
     extremes     {name: edit(args)}: in-place edits that make inputs specific to this op (empty experts, masked logits)
     tie_sensitive  a tie between inputs decides what is computed, such as a token's experts. `inputs` avoids ties, and
                  the judge changes values only as `permutable` allows
@@ -232,6 +234,8 @@ class OpSpec:
     batch_invariant: bool = False
     activations: tuple[Any, ...] = (0,)
     contained: Any = None
+    mixed: bool = False
+    bounded: tuple[Any, ...] = ()
     tie_sensitive: bool = False
     permutable: Callable[..., Permutable] | None = None
     ranking: Ranking | None = None
@@ -243,7 +247,9 @@ class OpSpec:
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        keep("activations", tuple(self.position(a) if isinstance(a, str) else a for a in self.activations))
+        for name in ("activations", "bounded"):
+            given = getattr(self, name)
+            keep(name, tuple(self.position(a) if isinstance(a, str) else a for a in given))
         if isinstance(self.contained, str):
             keep("contained", self.position(self.contained))
         if isinstance(self.flops, str):

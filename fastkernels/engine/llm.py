@@ -12,13 +12,13 @@ from dataclasses import fields, replace
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from fastkernels.core import local_files
 from fastkernels.core.registry import UnknownName
 from fastkernels.engine import scoring
 from fastkernels.engine.engines.engine import is_integer, make_engine
 from fastkernels.engine.engines.recognition import Options, Recognition, Transcript
 from fastkernels.engine.execution import threads
 from fastkernels.engine.execution.follow import Followed, follow
-from fastkernels.engine.inputs import local_files
 from fastkernels.engine.inputs.images import READERS, is_image
 from fastkernels.engine.inputs.media import data_of
 from fastkernels.engine.options.config import EngineConfig

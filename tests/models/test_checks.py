@@ -292,7 +292,7 @@ def test_experts_that_cannot_be_divided_are_refused(
 def test_serve_names_sizes_that_ranks_cannot_share(folders: Path) -> None:
     command = ["serve", str(folders / "llama"), "--device", "cpu", "--tensor-parallel-size", "3"]
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "tensor_parallel_size 3 does not suit" in done.stderr
+    assert done.exit_code == 1 and "tensor-parallel-size 3 does not suit" in done.stderr
     assert "num_attention_heads=8, " in done.stderr and "supported: 1, 2, 4, 8" in done.stderr
 
 

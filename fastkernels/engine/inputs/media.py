@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkernels.core import local_files
 from fastkernels.engine.cache.media_cache import MediaItem
-from fastkernels.engine.inputs import local_files, videos
+from fastkernels.engine.inputs import videos
 from fastkernels.engine.inputs.images import decode, is_image, rgb
 from fastkernels.engine.speech import files
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkernels.engine.inputs import local_files
+from fastkernels.core import local_files
 
 FORMATS = "wav, w64, aiff, flac, mp3, aac, ogg, mov, mp4, m4a, matroska, webm"
 EXTENSIONS = "flac, m4a, mp3, mp4, mpeg, mpga, ogg, wav or webm"

@@ -311,6 +311,7 @@ SPEC = OpSpec(
         "residual": Axis.option(False),
     },
     constraints=("outer % num_groups == 0", "window % 2 == 1"),
+    mixed=True,
     flops="2 * samples * length * outer * channels * window",
     build=_build,
 )

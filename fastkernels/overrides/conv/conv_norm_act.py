@@ -543,6 +543,7 @@ SPEC = OpSpec(
     },
     build=_build,
     constraints=("inner * groups == channels",),
+    mixed=True,
     flops="2 * batch * outer * inner * window_rows * window_columns"
     f" * ({_SIZE.format(i=0, name='rows')}) * ({_SIZE.format(i=1, name='columns')})",
     activations=("x",),

@@ -276,6 +276,7 @@ SPEC = OpSpec(
         "output_padding": Axis((0, 0)),
     },
     constraints=("(outer if transposed else inner * groups) == channels",),
+    mixed=True,
     flops="2 * batch * outer * inner * window_rows * window_columns * "
     f"(rows * columns if transposed else ({_SIZE.format(i=0, name='rows')}) * ({_SIZE.format(i=1, name='columns')}))",
 )  # fmt: skip

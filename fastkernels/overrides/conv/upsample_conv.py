@@ -198,5 +198,6 @@ SPEC = OpSpec(
         "affine": Axis.option(True, stated=True),
     },
     build=_build,
+    mixed=True,
     flops="32 * batch * outer * channels * rows * columns",
 )

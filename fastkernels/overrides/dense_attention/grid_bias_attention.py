@@ -218,5 +218,6 @@ SPEC = OpSpec(
     flops="4 * batch * queries * rows * columns * heads * head_size",
     activations=("v",),  # the result is linear in the values
     contained="q",
+    bounded=("row_bias", "column_bias"),  # rounded to the queries' dtype, in which attention takes their sum
     calls=("attention_dense",),
 )  # fmt: skip

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from fk_bench import cli
-from fk_bench.core import early_checks, hub
+from fk_bench.core import hub
 from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.terminal import output
 from fk_bench.e2e import model_configs
+from fk_bench.early import checks
 from support.commands import fk_bench_here, last_json
 
 # runs the command lines of standard input, a list in JSON, and prints for each [status, output, errors, heavy imports]
@@ -141,7 +142,7 @@ def test_right_names_pass(tmp_path: Path) -> None:
         ("quality", []), ("quality", [str(tmp_path)]), ("capture", ["--host", "vllm"]),
         ("quality", ["vit_base_patch16_224", "--hosts", "timm"]), ("tune", ["linear", "--shape", "N=64,dtype=float16"]),
     ):  # fmt: skip
-        assert early_checks.problem(command, words) is None, command
+        assert checks.problem(command, words) is None, command
 
 
 def test_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

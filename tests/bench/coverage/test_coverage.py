@@ -198,7 +198,7 @@ def test_unknown_architecture_names_needs_and_command() -> None:
 
 def test_command_refuses_unknown_architecture() -> None:
     done = fk_bench_here("coverage", "--arch", "lama")
-    assert done.returncode == 2 and "did you mean 'llama'" in done.stderr
+    assert done.returncode == 2 and "Did you mean 'llama'" in done.stderr
 
 
 @pytest.mark.slow

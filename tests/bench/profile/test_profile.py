@@ -262,7 +262,7 @@ def test_run_of_the_judge_has_the_profile_that_agents_get(tmp_path):
         (["rms_norm", "--set", "all"], "--set 'all': give NAME=DIR"),
         (["rms_norm", "--set", "mine=x", "--candidate", "y.py"], "--set and --candidate exclude each other"),
         (["rms_norm", "--set", "mine=no-such-folder"], "no-such-folder"),
-        (["rms_norm", "--repeats", "0"], "--repeats 0: needs at least 1"),
+        (["rms_norm", "--repeats", "0"], "--repeats 0: 0 is less than 1"),
         (["rms_norm", "--device", "cuda"], "torch sees no GPU here"),
         (["no-such-thing"], "no-such-thing"),
         (["llama-3.1-8b", "--case", "x"], "--case and --candidate are for an op"),

@@ -74,7 +74,7 @@ def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[
     ("words", "message"),
     [
         (("m", "--hosts", "vlm"), "unknown host 'vlm'"),
-        (("/nowhere", "--hosts", "transformers"), "neither a folder, nor a public name"),
+        (("/nowhere", "--hosts", "transformers"), "neither a folder nor a hub id"),
         (("tests", "--hosts", "transformers"), "no config.json"),
         (("--hosts", "fastkernels"), "give candidates with --set"),
         (("--set", "a=/nowhere"), "there is no folder /nowhere"),

@@ -156,7 +156,7 @@ def test_unknown_names_are_errors(run: Path, uri: str, capsys: pytest.CaptureFix
     assert "no single digest" in track(["diff", "aaa", "zzz", "--uri", uri], capsys)["error"]
     assert "no right candidate of silu" in track(["best", "silu", "--uri", uri], capsys)["error"]
     assert "takes DIGEST DIGEST" in track(["diff", "aaa", "--uri", uri], capsys)["error"]
-    assert "there is no run nothing" in track(["nothing", "--uri", uri], capsys)["error"]
+    assert "no such run: nothing" in track(["nothing", "--uri", uri], capsys)["error"]
 
 
 def test_server_that_is_down_is_said_once(

@@ -221,7 +221,7 @@ BAD: list[tuple[Any, str]] = [
     (np.zeros((2, 8, 8), np.uint8), r"one of shape \[2, 8, 8\] and uint8, which must be \[n, H, W, 3\]"),
     ([WIDE, image(1, 8, 8)], "frames of several sizes"),
     ([(CLIP, 5)], "which must be a dict such as"),
-    ("cat.mp4", "one of a str: it must be the bytes of a file"),
+    ("cat.mp4", "cannot be read: 'cat.mp4'"),
     (np.zeros((2, 1, 900, 3), np.uint8), "cannot be processed: absolute aspect ratio"),
 ]
 

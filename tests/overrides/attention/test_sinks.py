@@ -107,7 +107,7 @@ def test_named_backend_without_sinks_is_refused(sample: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize(("name", "is_captured"), [("fa3", True), ("triton", True), ("flashinfer", False)])
 def test_mixed_batches_with_sinks_are_captured(
-    sample: dict[str, torch.Tensor], name: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+    sample: dict[str, torch.Tensor], name: str, is_captured: bool, request: pytest.FixtureRequest
 ) -> None:
     """By kernels that read all lengths on the device and need no separate call for decodes."""
     layer = VllmAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sinks=sample["sinks"])
@@ -115,13 +115,14 @@ def test_mixed_batches_with_sinks_are_captured(
     backend: Any = make_backend(None, [layer], torch.device("cpu"), torch.float32)
     (backend._prefill,) = (p for p in attention_prefill.providers if p.name == name)
     (backend._decode,) = (p for p in attention_decode.providers if p.name == "triton")
+    request.addfinalizer(lambda: attention_prefill.set_candidate(None))
     m = metadata(0, 3)
     inputs: Any = SimpleNamespace(
         decode_only=False, slot_mapping=m.slot_mapping, cu_seqlens_q=m.cu_seqlens_q, seq_lens=m.seq_lens,
         max_seqlen_q=3, max_seqlen_k=KEYS, num_decodes=0, max_decode_seqlen_k=KEYS,
     )  # fmt: skip
-    for candidate in (None, attention_prefill):
-        monkeypatch.setattr(attention_prefill, "candidate", candidate)
+    for candidate in (None, backend._prefill.fn):
+        attention_prefill.set_candidate(candidate)
         if is_captured and candidate is None:
             assert backend.plan_capture(inputs, m.block_table).num_decodes == 0
         else:

@@ -26,7 +26,7 @@ from support.kernels.declarations import contradictions
 from support.kernels.op_cases import mismatch
 
 from fastkernels.core import dispatch, parallel, registry
-from fastkernels.core.communicator import CollectiveError, Symmetric
+from fastkernels.core.communicator import CollectiveError, NotInAllRanks, Symmetric
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.overrides.expert_parallel import measure
 
@@ -172,7 +172,7 @@ def test_kernels_without_peer_access_say_so(monkeypatch: pytest.MonkeyPatch) -> 
 
     def refuse(*_: Any) -> None:
         asked.append(1)
-        raise RuntimeError("GPU 0 has no peer access to GPU 1\nat symm_mem.cpp")
+        raise NotInAllRanks("GPU 0 has no peer access to GPU 1")
 
     comm = parallel.join("apart", 0, 1)
     comm.size, comm.device = 2, torch.device("cuda")

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import fk_bench
 from fk_bench.e2e.pictures.measure import MOST_CALLS, SHORTEST, Measured, Settings
 from fk_bench.e2e.pictures.omni_process import PIPELINES, WARM_UP
 from fk_bench.e2e.pictures.report import file_name
@@ -42,7 +41,7 @@ class Place:
     def variables(self) -> dict[str, str]:
         """Variables of the process, whose own packages come before those next to `fk_bench`."""
         paths = self.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        ours = str(Path(fk_bench.__file__).parents[1])
+        ours = str(Path(__file__).parents[3])
         found = {"HF_HUB_OFFLINE": "1", **self.env}
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, (paths, ours)))}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from fastkernels.core import local_files
 from fastkernels.engine.http.requests.config import ServerConfig
 from fastkernels.engine.http.requests.errors import ApiError
-from fastkernels.engine.inputs import local_files
 from fastkernels.engine.inputs.images import decode_frames
 from fastkernels.engine.inputs.media import PLURALS, MediaPrompt, data_of
 

@@ -58,10 +58,9 @@ def test_attention_ops_contain_nan() -> None:
     assert {"mla_decode", "mla_prefill", "mla_expanded", "mla_sparse"} <= {*CONTAINED}
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf"])
 @pytest.mark.parametrize("name", [n for n in CONTAINED if registry.get(n).op is not None])
-def test_bad_query_changes_no_other_result(name: str, kind: str) -> None:
-    assert problems(name, kind) == []
+def test_bad_query_changes_no_other_result(name: str) -> None:
+    assert problems(name, "nan") == []
 
 
 def lost_in_fp8() -> list[str]:
@@ -91,7 +90,7 @@ def test_interpreted_kernels_contain_nan() -> None:
     code = (
         f"import sys\nsys.path[:0] = [{os.getcwd()!r}, {os.getcwd() + '/tests'!r}]\n"
         "from tests.bench.kernels.correctness.test_nonfinite import lost_in_fp8, problems\n"
-        f"found = [p for n in {names} for kind in ('nan', 'inf') for p in problems(n, kind)]\n"
+        f"found = [p for n in {names} for p in problems(n, 'nan')]\n"
         "raise SystemExit('\\n'.join(found + lost_in_fp8()) or 0)"
     )
     done = warm.run(["-c", code], {**os.environ, "TRITON_INTERPRET": "1"})

@@ -12,8 +12,8 @@ from support.live import live_server
 from support.tiny import IMAGE, make_tiny_vlm
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.core import local_files
 from fastkernels.engine.http.requests.config import ServerConfig
-from fastkernels.engine.inputs import local_files
 
 MOST = 1 << 16
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

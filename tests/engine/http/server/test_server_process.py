@@ -103,7 +103,7 @@ def test_bad_start_is_reported_without_traceback(tiny, tmp_path):
             ([str(tmp_path), "--port", "0"], "config.json"),
             (
                 [str(tiny), "--max-model-len", "0"],
-                "--max-model-len 0 is less than 1: give at least 1, or leave",
+                "--max-model-len 0: 0 is less than 1",
             ),
             ([str(tiny), "--dtype", "int3"], "--dtype 'int3' is not one of"),
             (

@@ -60,7 +60,7 @@ def kinds(spec: OpSpec) -> Iterator[Kind]:
     if not spec.arguments:
         return
     for i, argument in enumerate(spec.arguments):
-        if isinstance(argument, Tensor):
+        if isinstance(argument, Tensor) and i not in spec.bounded:
             # Several in a table or a weight are beyond what its op's numbers resolve
             most = PARTS if i in spec.activations else 1
             yield Kind(f"outlier_{argument.name}", _on(i, _outlier(most)), values=True)
@@ -127,7 +127,8 @@ def apply(kind: Kind, spec: OpSpec, case: Case, rng: random.Random) -> Case | No
 def fits(t: torch.Tensor) -> bool:
     """Whether the numbers of its dtype hold its values, and those of other draws of the same case."""
     largest = t.to(torch.float64).abs().nan_to_num(math.inf).amax() if t.numel() else 0.0
-    return bool(HEADROOM * largest <= torch.finfo(t.dtype).max)
+    room = HEADROOM if scalable(t) else 1  # 8-bit floats are scaled so that they use all of their range
+    return bool(room * largest <= torch.finfo(t.dtype).max)
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
@@ -223,8 +224,16 @@ def _heavy(t: torch.Tensor) -> None:
 
 
 def _nonfinite(spec: OpSpec) -> Iterator[Kind]:
-    """NaN and infinity of both signs in each activation; only in the argument whose NaN the op contains, if any."""
-    found = [*spec.activations] if spec.contained is None else [spec.contained]
+    """NaN and infinity of both signs in each activation; a NaN alone in an argument that contains it.
+
+    An infinite query can have no score but minus infinity, which references take for masked keys.
+    """
+    if spec.mixed:
+        return
+    if spec.contained is not None:
+        yield Kind("nan", _on(spec.contained, _put(float("nan"))), values=True, nonfinite=True)
+        return
+    found = [*spec.activations]
     for number, i in enumerate(found):
         of = f"_{spec.arguments[i].name}" if number else ""
         for name, value in (("nan", "nan"), ("inf", "inf"), ("minus_inf", "-inf")):

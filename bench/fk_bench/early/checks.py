@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from fk_bench.core import early_values
-from fk_bench.core.early_values import values
 from fk_bench.core.terminal.needs import NEEDS
+from fk_bench.early import values as given
+from fk_bench.early.values import values
 
 # what the words in front of the first option are
 OPS = ("kernels", "export")
@@ -46,7 +46,7 @@ def problem(command: str, words: Sequence[str]) -> str | None:
         return NEEDS[command]
     try:
         _check(command, words)
-        early_values.check(command, words)
+        given.check(command, words)
     except (UnknownName, ModelError, ConfigError) as error:
         return str(error)
     return None
