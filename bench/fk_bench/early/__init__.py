@@ -1,0 +1,1 @@
+"""Refusals of a command line before torch is imported."""
