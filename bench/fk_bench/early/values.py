@@ -92,8 +92,8 @@ def _check_sets(words: Sequence[str]) -> None:
 
     for text in values(words, "--set"):
         name, equals, folder = text.partition("=")
-        if not equals or not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith((".", "do-")):
-            continue  # a folder without a name, or a name that the command refuses
+        if not equals or not re.fullmatch(r"[\w.-]{1,64}", name) or name == "do-nothing":
+            continue  # a folder without a name, or a name that the command refuses, such as that of --selftest
         if folder not in LIBRARIES and not Path(folder).expanduser().exists():
             libraries = ", ".join(LIBRARIES)
             raise ConfigError(f"set {name}: there is no folder {folder}, and it is no library ({libraries})")
