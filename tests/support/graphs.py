@@ -34,6 +34,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, largest: int = LARGEST) -> list[in
         graph = SimpleNamespace(replay=lambda: output.copy_(function(*static)))
         return forward_graphs._Graph(graph, static, output, function)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(ForwardGraphs, "_capture", capture)
     return sizes

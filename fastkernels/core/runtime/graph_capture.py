@@ -37,3 +37,26 @@ def captured_on(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph, **option
                 yield
             finally:
                 graph.capture_end()
+
+
+class GraphPool:
+    """Memory that CUDA graphs share, which lives as long as this object.
+
+    PyTorch ends a pool with its last graph, and refuses captures into it while other code holds its memory. A graph of
+    one small kernel keeps it.
+    """
+
+    def __init__(self, device: torch.device | int | None):
+        self._device = device
+        self._held: tuple[Any, torch.cuda.CUDAGraph] | None = None
+
+    @property
+    def handle(self) -> Any:
+        """The value of a capture's `pool`. Not within a capture."""
+        if self._held is None:
+            with torch.cuda.device(self._device):
+                handle, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+                with captured_on(torch.cuda.Stream(), graph, pool=handle):
+                    torch.zeros(1, device="cuda")
+            self._held = handle, graph
+        return self._held[0]

@@ -23,7 +23,7 @@ import fastkernels
 from fastkernels.core import kept_files
 from fastkernels.core.env import Environment
 from fastkernels.core.runtime import ahead
-from fastkernels.core.runtime.graph_capture import captured_on
+from fastkernels.core.runtime.graph_capture import GraphPool, captured_on
 
 log = logging.getLogger("fastkernels")
 NAME = "measured"
@@ -43,7 +43,7 @@ def measuring() -> Iterator[None]:
     """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply."""
     before, _state.on = getattr(_state, "on", False), True
     if not before:
-        _state.begun, _state.pool, _state.left_out = _now(), None, 0
+        _state.begun, _state.pool, _state.left_out, _state.failed = _now(), None, 0, False
     try:
         yield
     finally:
@@ -56,6 +56,7 @@ def _end() -> None:
     for chip in list(_chips.values()):
         chip.write()
     if _state.pool is not None:  # memory of graphs that were timed
+        _state.pool = None
         torch.cuda.empty_cache()
     if _state.left_out:
         log.warning(
@@ -98,10 +99,13 @@ def slower(
     _state.on = False  # the calls that are timed decide nothing
     try:
         if times is None and chip.measures:
-            times = chip.times[name(batch)] = chip.new[name(batch)] = [_time(ours), _time(other)]
+            times = chip.times[name(batch)] = chip.new[name(batch)] = [
+                _time(call, x.device) for call in (ours, other)
+            ]
             chip.write(KEEP_S)
     except Exception as error:  # what cannot be captured, or has no memory
-        log.debug("%s: nothing measured for %s: %s", op, tuple(x.shape), error)
+        level, _state.failed = logging.DEBUG if _state.failed else logging.WARNING, True
+        log.log(level, "%s: ours runs for %s, which could not be measured: %s", op, tuple(x.shape), error)
         times = None
     finally:
         _state.on = True
@@ -200,10 +204,10 @@ def _is_times(given: Any) -> bool:
     )
 
 
-def _time(call: Callable[[], object]) -> float:
+def _time(call: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a call in a CUDA graph."""
     if _state.pool is None:
-        _state.pool = torch.cuda.graph_pool_handle()
+        _state.pool = GraphPool(device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -211,7 +215,9 @@ def _time(call: Callable[[], object]) -> float:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with captured_on(stream, graph, pool=_state.pool):  # which does not empty the allocator's cache each time
+    with captured_on(
+        stream, graph, pool=_state.pool.handle
+    ):  # which does not empty the allocator's cache each time
         for _ in range(CALLS):
             call()
     found = []

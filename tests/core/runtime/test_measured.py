@@ -33,7 +33,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str,
     monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
     compile_cache.folder.cache_clear()
 
-    def timed(call: Any) -> float:
+    def timed(call: Any, device: Any) -> float:
         assert measured.slower("inner", "", given(1), lambda: "ours", lambda: "other") is None
         found[f"{call()} calls"] = found.get(f"{call()} calls", 0) + 1
         return found[call()]
@@ -104,16 +104,45 @@ def test_faster_one_of_two_calls_runs(times: dict[str, float]) -> None:
     assert torch.equal(measured.faster(*calls), 2 * x)
 
 
-def test_what_cannot_be_measured_stays_ours(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(call: Any) -> float:
+def test_what_cannot_be_measured_stays_ours(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(call: Any, device: Any) -> float:
         raise RuntimeError("not permitted when stream is capturing")
 
     monkeypatch.setattr(measured, "_time", fails)
     with measured.measuring():
-        assert ask(3) is None
-        monkeypatch.setattr(measured, "_time", lambda call: times[call()])
+        assert ask(3) is None and ask(17) is None
+        monkeypatch.setattr(measured, "_time", lambda call, device: times[call()])
         assert ask(3) is None, "a shape is tried once"
         assert ask(5) is not None, "and the next one is measured"
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    assert warning == (
+        "op: ours runs for (3,), which could not be measured: not permitted when stream is capturing"
+    ), "one line for a step"
+
+
+@pytest.mark.gpu
+def test_times_of_a_gpu_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each step has a pool of its own, also while memory of the last one is held."""
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    compile_cache.folder.cache_clear()
+    measured.forget()
+    held: list[torch.Tensor] = []
+
+    def slow(x: torch.Tensor) -> None:
+        held.append(x @ x)
+
+    for size in (2048, 4096):
+        x = torch.randn(size, size, device="cuda")
+        with measured.measuring():
+            for key in ("a", "b"):
+                found = measured.slower("op", key, x, lambda x=x: slow(x), lambda x=x: x.sum())
+                assert found is not None and found.startswith("PyTorch's code takes"), found
+    (file,) = (tmp_path / "measured").glob("*.json")
+    assert len(json.loads(file.read_text())["entries"]) == 4
+    measured.forget()
+    compile_cache.folder.cache_clear()
 
 
 def test_shapes_are_measured_up_to_a_limit(times: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:

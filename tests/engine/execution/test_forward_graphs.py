@@ -76,7 +76,6 @@ def test_convolutions_are_compiled_and_chosen_in_a_first_run(captured: list[int]
 
 
 def test_benchmark_mode_of_the_process_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     graphs = ForwardGraphs(torch.device("cpu"), convolves=True)
     with pytest.raises(ZeroDivisionError):
         graphs("", lambda x: 1 // 0, [torch.ones(1)])
@@ -84,3 +83,15 @@ def test_benchmark_mode_of_the_process_survives_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     graphs("", lambda x: x, [torch.ones(2)])
     assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.gpu
+def test_graphs_follow_each_other_while_an_output_is_held() -> None:
+    """The only graph makes room for the next one, whose pool has memory that a caller still reads."""
+    graphs, held = ForwardGraphs(torch.device("cuda"), 1), []
+    for size in (64, 128, 256):
+        given = torch.randn(size, device="cuda")
+        for _ in range(2 + forward_graphs.GAIN + 2):
+            held.append(graphs("double", lambda x: 2 * x, [given]))
+            assert torch.equal(held[-1], 2 * given)
+        assert len(graphs) == 1 and not any(shape.eager for shape in graphs._shapes.values())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.runtime import ahead
-from fastkernels.core.runtime.graph_capture import captured
+from fastkernels.core.runtime.graph_capture import GraphPool, captured
 from fastkernels.core.runtime.measured import measuring
 
 SEEN = 1024  # shapes that are remembered
@@ -54,7 +54,7 @@ class ForwardGraphs:
 
     def __init__(self, device: torch.device, most: int = MOST, convolves: bool = False):
         self._device, self._most, self._convolves = device, most, convolves
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool(device)
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()  # the least recently used one first
         self._runs = 0
         self.replays = 0
@@ -126,7 +126,7 @@ class ForwardGraphs:
     def _capture(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> _Graph:
         static = tuple(t.clone(memory_format=torch.preserve_format) for t in inputs)
         graph = torch.cuda.CUDAGraph()
-        with captured(graph, pool=self._pool):
+        with captured(graph, pool=self._pool.handle):
             output = function(*static)
         log.info("captured a CUDA graph of inputs %s", tuple(inputs[0].shape))
         return _Graph(graph, static, output, function)
