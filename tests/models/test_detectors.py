@@ -23,8 +23,10 @@ from fastkernels.models.common.configs.ultralytics_config import Letterbox
 from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import model_class, models
 from fastkernels.models.common.interfaces.detector import Detector
+from fastkernels.models.common.layers import cnn
 from fastkernels.models.common.plans import build
 from fastkernels.models.vision.yolov10 import read_config
+from fastkernels.overrides.conv.spatial import channels_last
 
 SIZES = (80, 70), (64, 64), (100, 50)
 OPS = {
@@ -283,3 +285,22 @@ def test_graphs_on_a_gpu_give_the_boxes_of_the_cpu(
         assert same.mean() > 0.9  # near scores may change places
         near = np.abs(data[:, :4] - want[:, :4]).max(1) < 5e-3 * max(image.size)
         assert near.mean() > 0.9
+
+
+@pytest.mark.parametrize("make", [make_yolo, make_rtdetr])
+def test_images_keep_their_channels_last(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also parts of their channels: other convolutions take two to four times as long (H200)."""
+    make(tmp_path)
+    seen: list[bool] = []
+    convolve = cnn.convolve
+
+    def checked(x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        made = convolve(x, *rest, **more)
+        seen.extend(channels_last(t) or t.shape[2:] == (1, 1) for t in (x, made))
+        return made
+
+    monkeypatch.setattr(cnn, "convolve", checked)
+    images = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        loaded(tmp_path).detect(images)
+    assert len(seen) > 40 and all(seen)

@@ -194,11 +194,11 @@ class TransformersPatchMerger(PatchMerger):
         self.mlp = nn.Sequential(nn.Linear(wide, wide), nn.GELU(), nn.Linear(wide, dim))
 
     @staticmethod
-    def needs_host(module: nn.Module) -> str | None:
+    def supports(module: nn.Module) -> str | None:
         """Return why the activation, which ours does not call, has to run, or None."""
         return unlike(IN_MLP, module)
 
-    supports = needs_host
+    needs_host = supports
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return merge(self, IN_MLP, x)
@@ -228,11 +228,11 @@ class TransformersQwen3VLVisionPatchMerger(PatchMerger):
         self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
 
     @staticmethod
-    def needs_host(module: nn.Module) -> str | None:
+    def supports(module: nn.Module) -> str | None:
         """Return why the activation, which ours does not call, has to run, or None."""
         return unlike(NAMED, module)
 
-    supports = needs_host
+    needs_host = supports
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return merge(self, NAMED, x)

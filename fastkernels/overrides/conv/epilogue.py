@@ -170,7 +170,7 @@ class Norm:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """x without gaps in memory, in its format: channels last, or contiguous."""
-    return x if channels_last(x) else x.contiguous()
+    return x.contiguous(memory_format=torch.channels_last) if channels_last(x) else x.contiguous()
 
 
 def apply_epilogue(

@@ -41,8 +41,19 @@ def padded(values: Sequence[int], value: int) -> list[int]:
 
 
 def channels_last(x: torch.Tensor) -> bool:
-    """Whether x [B, C, H, W] has its channels last in memory, and could have them elsewhere."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    """Whether x [B, C, H, W] has its channels last in memory, as PyTorch's convolutions see it: also with gaps.
+
+    A part of the channels of such images has gaps. False where the order of the sizes could be the usual one.
+    """
+    if x.dim() != 4 or x.is_contiguous():
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        size, stride = x.shape[d], x.stride(d)
+        if size == 0 or stride < max(least, 1) or (d == 0 and least == x.stride(1)):
+            return False
+        least = stride * size
+    return True
 
 
 def unsupported(x: torch.Tensor) -> str | None:

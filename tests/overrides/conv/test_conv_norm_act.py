@@ -64,6 +64,13 @@ for form in forms:
     got = squeeze_excite(x, *weights)
     torch.testing.assert_close(got, excited(x, *weights))
     assert got.stride() == x.stride()
+    part = torch.randn(2, 9, 3, 4).to(memory_format=form)[:, 2:7]  # of the channels of images
+    assert squeeze_excite(part, *weights).is_contiguous(memory_format=form)
+    for op, (kernel, groups) in itertools.product((conv_norm_act, library), ((3, 5), (1, 1), (3, 1))):
+        given = part, torch.randn(5, 5 // groups, kernel, kernel), *[None] * 6, (1,), (kernel // 2,), (1,), groups
+        got = op(*given)
+        torch.testing.assert_close(got, reference(*given), rtol=1e-4, atol=1e-4)
+        assert got.is_contiguous(memory_format=form)
 x = torch.randn(1, 5, 3, 4)
 assert conv_norm_act(x[:0], torch.randn(5, 1, 3, 3), *[None] * 6, (1,), (0,), (1,), 5).shape == (0, 5, 1, 2)
 nan = conv_norm_act(x * torch.nan, torch.ones(5, 5, 1, 1), *[None] * 6, (1,), (0,), (1,), 1, "relu")

@@ -159,7 +159,8 @@ def convolve(
     what = *sizes, conv.bias is None, norm is None, residual is None, activation, add_first
     if not fused and _is_dense(conv, padding):
         return ahead.run(lambda: conv_norm_act(*given))
-    return faster("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: library()(*given))
+    other = library("conv_norm_act", "library")
+    return faster("conv_norm_act", what, x, lambda: conv_norm_act(*given), lambda: other(*given))
 
 
 def _is_dense(conv: Conv, padding: int) -> bool:
@@ -170,9 +171,9 @@ def _is_dense(conv: Conv, padding: int) -> bool:
 
 
 @cache
-def library() -> Callable[..., torch.Tensor]:
-    """The op `conv_norm_act` by cuDNN and cuBLAS."""
-    return next(p.fn for p in OPS["conv_norm_act"].providers if p.name == "library")
+def library(op: str, provider: str) -> Callable[..., torch.Tensor]:
+    """An op by PyTorch, with cuDNN and cuBLAS: the function of that provider."""
+    return next(p.fn for p in OPS[op].providers if p.name == provider)
 
 
 class Folded(nn.Module):
@@ -257,7 +258,11 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.conv_reduce, self.conv_expand
         weights = first.weight.flatten(1), second.weight.flatten(1), first.bias, second.bias
-        return ahead.run(lambda: squeeze_excite(x, *weights, self.style.activation, "sigmoid"))
+        given = x, *weights, self.style.activation, "sigmoid"
+        if OPS["squeeze_excite"].requested:
+            return squeeze_excite(*given)
+        what, other = (len(first.weight), self.style.activation), library("squeeze_excite", "torch")
+        return faster("squeeze_excite", what, x, lambda: squeeze_excite(*given), lambda: other(*given))
 
 
 class InvertedResidual(Folded):

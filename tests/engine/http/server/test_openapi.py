@@ -101,6 +101,8 @@ def test_every_route(document, server, method, path, mode):
 @pytest.mark.parametrize(("method", "path"), [r for r in ROUTES if r[0] == "POST"])
 def test_every_route_with_many_examples(document, server, method, path, mode):
     skip_what_cannot_be_wrong(method, path, mode)
+    if mode is GenerationMode.NEGATIVE and path.startswith("/v1/audio/"):
+        pytest.skip("schemathesis 4.32 fails on its own mutations of files: Unsupported type: 'Binary'")
     run(document, server, method, path, mode, 1000)
 
 
