@@ -32,6 +32,7 @@ MIXED = "32x512+256/8x2048+8"
         ("1x512+128", Kind.DECODE),
         ("8x16384@90+8", Kind.HITS),
         ("1x65536@100+64", Kind.CONTEXT),
+        ("1x16384+128", Kind.CONTEXT),
         (MIXED, Kind.MIXED),
     ],
 )
