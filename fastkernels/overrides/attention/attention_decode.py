@@ -419,10 +419,8 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
-_FP8: dict[str, Any] = {
-    "scales": (0.5, 0.75),
-    "queries": "float8_e4m3fn",
-}  # as vLLM's FlashAttention-3 has them
+# A cache in FP8 as vLLM's FlashAttention-3 has it
+_FP8: dict[str, Any] = {"scales": (0.5, 0.75), "queries": "float8_e4m3fn"}
 _GPT_OSS: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_size": 64}
 SPEC = OpSpec(
     name="attention_decode",
