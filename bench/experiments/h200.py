@@ -68,6 +68,7 @@ QUICK_CASES = (  # at least one of each op
     "ttt_1k", "ttt_8k", "ttt_3b", "gate_up_3b", "qwen3_vl_1024px",
 )  # fmt: skip
 EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
+LONG_LOADS = "1x16384+128", "8x16384@100+64", "1x65536@100+64"
 LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
 PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
@@ -358,7 +359,7 @@ def _hosts(a: Settings) -> list[Part]:
 
 
 def _many_models(python: str, a: Settings) -> list[Part]:
-    """Models that were never tuned, stock and patched; and six of them in our engine as well."""
+    """Models that were never tuned, stock and patched; six of them in our engine as well, one at long contexts."""
     way = ("--cycles", "1", "--model-seconds", "20" if a.quick else "45", "--python", python)
     tables: dict[str, tuple[float, tuple[str, ...]]] = {
         "models": (1300, ("--no-table", "--loads", "short", "--again", "0.98", "--side-by-side", "5")),
@@ -373,10 +374,15 @@ def _many_models(python: str, a: Settings) -> list[Part]:
         for name, (seconds, more) in tables.items()
     ]
     sparse = fk("patch-compare", "gpt-oss-20b", *way, "--with-engine", "--out", a.file("patch-gpt-oss"))
+    contexts = fk(
+        "patch-compare", "llama-3.1-8b", *way, "--with-engine", "--no-table", "--loads",
+        LONG_LOADS[0] if a.quick else ",".join(LONG_LOADS), "--out", a.file("patch-long"),
+    )  # fmt: skip
     formats = experiment(
         "checkpoints/formats", "--vllm", python, "--formats", "awq,gptq", "--layers", "0", "--out", a.file("formats")
     )  # fmt: skip
-    return [*made, Part("patch-gpt-oss", (sparse,), 300), Part("formats", (formats,), 260)]
+    made += [Part("patch-gpt-oss", (sparse,), 300), Part("patch-long", (contexts,), 300)]
+    return [*made, Part("formats", (formats,), 260)]
 
 
 def set_names(a: Settings) -> list[str]:

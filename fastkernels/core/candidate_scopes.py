@@ -25,6 +25,8 @@ class _Running(threading.local):
 
 _running = _Running()
 _alive: WeakSet[Scope] = WeakSet()
+# Ops with a candidate of one model. While there is none, callers on hot paths do not enter their scope.
+ops_with_scopes: set[str] = set()
 
 
 class Scope:
@@ -60,6 +62,14 @@ class Installed:
     provider: Provider
     file: str
     scope: Scope | None
+
+
+def note(op: str, installed: Sequence[Installed]) -> None:
+    """Note the candidates that an op has now."""
+    if any(one.scope is not None for one in installed):
+        ops_with_scopes.add(op)
+    else:
+        ops_with_scopes.discard(op)
 
 
 def of_call(op: str, installed: Sequence[Installed]) -> Installed | None:

@@ -165,15 +165,13 @@ class Choice(Counters):
     def install(self, found: Installed) -> None:
         """Run a candidate before our providers, in the calls of its scope that it supports."""
         with _changes:
-            self.installed = [*self.installed, found]
-            self.forget()
+            self._hold([*self.installed, found])
 
     def remove(self, found: Installed) -> None:
         """Undo `install`, before or after others of this op. Safe to repeat."""
         with _changes:
             if found in self.installed:
-                self.installed = [one for one in self.installed if one is not found]
-                self.forget()
+                self._hold([one for one in self.installed if one is not found])
 
     def set_candidate(
         self,
@@ -182,7 +180,12 @@ class Choice(Counters):
         supports: Callable[..., str | None] | None = None,
     ) -> None:
         """Run `fn` before our providers in all calls that `supports` accepts; None removes all candidates."""
-        self.installed = [] if fn is None else [self.installation(fn, label, supports)]
+        with _changes:
+            self._hold([] if fn is None else [self.installation(fn, label, supports)])
+
+    def _hold(self, installed: list[Installed]) -> None:
+        candidate_scopes.note(self.name, installed)
+        self.installed = installed
         self.forget()
 
     def _place(self, device: str) -> _Place:

@@ -184,7 +184,7 @@ class Environment:
     tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship;
                 0: no table, not even the shipped ones
     verify      FASTKERNELS_VERIFY=0     a patch and our engine measure nothing and use choices measured before.
-                1: they also measure linear_fp8, products of prompts, and on a CPU (default: linear, decode attention,
+                1: they also measure products of prompts, and on a CPU (default: products, decode attention, experts,
                 and first calls of pipelines, timm and transformers models, on a GPU)
     disable     FASTKERNELS_DISABLE      ops that are off, comma-separated
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error

@@ -78,6 +78,8 @@ class Key:
     of      of(*args) -> (values of shape, values of sizes), both tuples. Runs on every call: it reads sizes and dtypes,
             never values of tensors
     dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
+    longer  longer(**shape, **sizes) -> dims of a longer call of the same point, or None: a patch chooses no kernel that
+            is slower there than the host's
     module  module(m) -> values of shape for a module's calls, or None if they are unknown. With it, the op replaces a
             host's modules by default where a table lists it as faster, and only there
     propose what may be faster than the production kernel at a point without an entry. A patch measures it (verify/)
@@ -97,6 +99,7 @@ class Key:
     own: Callable[[Any, list[Any]], list[Any]] | None = None
     usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scratch: Callable[..., int] | None = None
+    longer: Callable[..., dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True)

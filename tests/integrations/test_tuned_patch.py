@@ -13,6 +13,7 @@ import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.patching import apply as apply_module
+from fk_integrations.patching import choose
 from fk_integrations.patching.apply import Patched, apply, plan
 from torch import nn
 
@@ -186,6 +187,17 @@ def fp8_layer(n: int, k: int, holder: str = "quant_method", padded: int = 0, per
     layer.weight_scale = nn.Parameter(scale[:1, 0] if per_tensor else scale, requires_grad=False)
     setattr(layer, holder, SimpleNamespace(fp8_linear=HostKernel(n, per_tensor)))
     return layer
+
+
+def test_fp8_layers_that_no_table_lists_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTKERNELS_VERIFY", raising=False)
+    model: Any = nn.Module()
+    model.first, model.second, model.wide = (fp8_layer(n, 64) for n in (48, 48, 80))
+    found = choose.points_of(Fp8Host(), model, Request("patch"), "cpu")
+    assert {(point.op, point.shape[0], len(point.modules)) for point in found} == {
+        ("linear_fp8", 48, 2), ("linear_fp8", 80, 1),
+    }  # fmt: skip
+    assert {point.sizes[0] for point in found} >= {1, 8, 32, 64}
 
 
 def test_a_kernel_object_is_replaced_where_the_table_says_so(table: Path) -> None:

@@ -340,3 +340,23 @@ def test_result_more_exact_than_production_is_right() -> None:
     assert measure.wrong(point, subject(0.0), host, args) is None
     assert measure.wrong(point, subject(-3.0), host, args) is not None
     assert measure.wrong(point, subject(0.0), subject(30.0), args) is not None  # neither is right
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_kernel_slower_in_longer_calls_is_not_chosen(linear: Any, other: bool) -> None:
+    def short_only(x: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+        CLOCK.now += 5e-4 if len(x) < 5 else 5e-3
+        return F.linear(x, weight, bias)
+
+    names = ["short", *(["quick"] if other else [])]
+    linear.providers = (*PROVIDERS, Provider("short", short_only, devices=("cpu",)))
+    linear.key = replace(
+        linear.key,
+        propose=lambda *args: [(name, {"tile": 4} if name == "quick" else {}) for name in names],
+        longer=lambda N, K, dtype, M: {"tokens": (64,)} if M == 3 else None,
+    )
+    points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3, 4)]
+    found = measure.measure(points, "r1", CPU, CHIP, 60.0)
+    assert [entry.provider for entry in found.entries] == ["quick" if other else "usual", "short"]
+    said, at_four = found.said.values()
+    assert ", longer 0." in said["short"] and "longer" not in at_four["short"]

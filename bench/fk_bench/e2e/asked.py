@@ -103,6 +103,11 @@ class Asked:
     def gpu(self) -> bool:
         return machine.machine().gpus > 0
 
+    @property
+    def copies(self) -> int:
+        """Processes of a model that share a memory: its engines, on a CPU with all ranks of each."""
+        return (1 + self.with_engine) * (1 if self.gpu else self.tensor_parallel)
+
     def case(self) -> dict[str, Any]:
         return {
             "before_construction": self.before_construction, "no_table": bool(self.env),
@@ -130,6 +135,7 @@ class Asked:
             model, self._folder_of(model), self.folder, self.extent.loads, self.task, self.media,
             self.load_format == "dummy",
         )  # fmt: skip
+        self._check_ranks(path)
         kept, skipped = list[Load](), dict[Load, str]()
         shared = at_once > 1 or self.with_engine
         limit = sharing.limit(self.gpu)  # of the memory, when nothing else runs
@@ -147,16 +153,13 @@ class Asked:
             if not kept:
                 raise ValueError("; ".join(skipped.values()))
             return Prepared(path, kept, place, None), skipped
-        copies = 1 + self.with_engine
         one = self._need(model, path, kept, place)
-        while copies * one.total > limit and (largest := self._largest(kept)) is not None:
-            skipped[largest] = f"{largest}: {sharing.too_large(one, limit, copies)}"
+        while self.copies * one.total > limit and (largest := self._largest(kept)) is not None:
+            skipped[largest] = f"{largest}: {self._needs_more(one, limit)}"
             kept.remove(largest)
             one = self._need(model, path, kept, place)
         if not kept or self._over(one, limit):
-            raise ValueError(
-                next(iter(skipped.values())) if skipped else sharing.too_large(one, limit, copies)
-            )
+            raise ValueError(next(iter(skipped.values())) if skipped else self._needs_more(one, limit))
         return Prepared(path, kept, place, one), skipped
 
     def _largest(self, loads: Sequence[Load]) -> Load | None:
@@ -170,7 +173,18 @@ class Asked:
         return sizes_of(model, self.folder) if self.load_format == "dummy" else model
 
     def _over(self, one: sharing.Need, room: int) -> bool:
-        return (1 + self.with_engine) * (one.weights + one.kv) > room
+        return self.copies * (one.weights + one.kv) > room
+
+    def _needs_more(self, one: sharing.Need, room: int) -> str:
+        return sharing.too_large(one, room, 1 + self.with_engine, self.tensor_parallel)
+
+    def _check_ranks(self, path: str) -> None:
+        """Raise ValueError if our engine cannot share the model between so many ranks."""
+        from fastkernels.models.common.configs import checks
+        from fastkernels.models.common.plans import build
+
+        if self.with_engine and self.tensor_parallel > 1:
+            checks.check_ranks(build.load_config(Path(path)), self.tensor_parallel)
 
     def _need(self, model: str, path: str, loads: Sequence[Load], place: MediaPlace) -> sharing.Need:
         most = most_requests(loads)
@@ -178,8 +192,9 @@ class Asked:
         block = 16 if self.gpu else BLOCK  # the hosts' blocks
         tokens = sharing.kv_tokens([(1, own)], _longest(loads, place), block)
         return sharing.need(
-            model, path, self.dtype, tokens, self.gpu, 1 if self.kv_cache_dtype == "fp8" else None, most
-        )
+            model, path, self.dtype, tokens, self.gpu, 1 if self.kv_cache_dtype == "fp8" else None, most,
+            self.tensor_parallel,
+        )  # fmt: skip
 
     def _too_large(self, model: str, path: str, loads: Sequence[Load], limit: int, place: MediaPlace) -> str:
         """Why the last of these loads does not fit into the KV cache of an engine that has the GPU alone, or ''."""
@@ -196,14 +211,15 @@ class Asked:
             1, longest * plan.kv_bytes_per_token
         )  # of what a sequence keeps
         share = (self.gpu_share or GPU_SHARE) if self.gpu else 1.0
-        room = int(limit * share) * self.tensor_parallel - one.weights - one.rest
+        room = int(limit * share) // self.copies - one.weights - one.rest
         wanted = int((one.kv - one.states) * min(1.0, windows)) + one.states
         if wanted <= room:
             return ""
+        each = f", on each of {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
         return (
             f"{loads[-1]}: {model} needs {wanted / sharing.GIB:.1f} GiB of keys and values for {one.tokens} tokens, and"
             f" {max(0, room) / sharing.GIB:.1f} GiB are left for them next to {one.weights / sharing.GIB:.1f} GiB of"
-            " weights: give shorter or fewer --loads"
+            f" weights{each}: give shorter or fewer --loads"
         )
 
     def measure(
@@ -253,14 +269,15 @@ class Asked:
     ) -> tuple[list[dict[str, Prepared]], dict[str, str]]:
         """The models in groups that share the GPU, and why others do not fit."""
         needs = [one.need for one in ready.values() if one.need is not None]
-        copies = 1 + self.with_engine
-        room = sharing.room(needs, copies, self.gpu)
+        room = sharing.room(needs, self.copies, self.gpu)
         large = [n for n in needs if self._over(n, room)]
-        refused = {n.model: sharing.too_large(n, room, copies) for n in large}
-        found = sharing.waves([n for n in needs if n not in large], room, at_once, copies)
+        refused = {n.model: self._needs_more(n, room) for n in large}
+        found = sharing.waves([n for n in needs if n not in large], room, at_once, self.copies)
         for group in found:
             each = "; ".join(f"{one.model} {one}" for one in group)
-            print(f"together, {copies} x: {each}; {room / sharing.GIB:.1f} GiB are free", file=sys.stderr)
+            print(
+                f"together, {self.copies} x: {each}; {room / sharing.GIB:.1f} GiB are free", file=sys.stderr
+            )
         return [{one.model: ready[one.model] for one in group} for group in found], refused
 
     def _measure_group(
@@ -270,7 +287,7 @@ class Asked:
         ready: list[Comparison] = []
         try:
             if needs := [one.need for one in group.values() if one.need is not None]:
-                sharing.room([reduce(add, needs)], 1 + self.with_engine, self.gpu)
+                sharing.room([reduce(add, needs)], self.copies, self.gpu)
             began = time.monotonic()
             for model, one in group.items():
                 started.append(self._comparison(model, one))

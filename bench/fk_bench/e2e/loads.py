@@ -1,6 +1,7 @@
 """The loads of `fk-bench patch-compare`: requests, their lengths, what the prefix cache holds, and late arrivals.
 
     8x2048+8                8 requests start together: prompts of 2,048 tokens, outputs of 8
+    1x16384+128             a decode at a long context, after its prompt
     8x65536@100+64          the same prompts in every run, of which the prefix cache holds 100 percent
     8x16384@90+8            90 percent of each prompt are the same in every run, the other tokens are new
     32x512+256/8x2048+8     while 32 requests decode, 8 prompts arrive one after the other, evenly over their outputs
@@ -21,6 +22,7 @@ from enum import Enum
 from fk_bench.core.terminal.flags import ConfigError, comma_list
 
 DECODES = 32  # output tokens from which a load measures decoding; shorter ones measure prompts
+LONG = 16384  # tokens of a prompt from which these decodes are at a long context
 BLOCK = 128  # tokens, the largest block of a KV cache
 FORM = re.compile(r"(\d+)x(\d+)(?:(?:@(\d+))?\+(\d+)(?:/(\d+)x(\d+)\+(\d+))?)?")
 SYNTAX = "REQUESTSxINPUT[@PERCENT]+OUTPUT[/ARRIVINGxINPUT+OUTPUT], as in 8x512+128, 8x16384@90+8 or 32x512+256/8x2048+8"
@@ -30,7 +32,8 @@ TASKS = GENERATE, EMBED
 PRESETS = {
     "decode": "1x512+128,8x512+128,32x512+128,64x512+128",
     "prompts": "8x2048+8,4x8192+8,1x32768+8",
-    "long": "8x131072@100+64,1x131072@100+64,8x65536@100+64,1x65536@100+64,8x16384@100+64,1x16384@100+64,8x16384@90+8",
+    "long": "8x131072@100+64,1x131072@100+64,8x65536@100+64,1x65536@100+64,8x16384@100+64,1x16384@100+64,8x16384@90+8,"
+    "1x16384+128",
     "mixed": "32x512+256/8x2048+8",
     # Decoding at several sizes of a batch, then prompts with few outputs: a patch must slow down neither.
     "short": "1x512+64,8x512+64,32x512+64,64x512+64,1x600+8,8x512+8,4x1920+8",
@@ -43,7 +46,7 @@ PRESETS["embed"] = "1x512,32x512,256x512"
 class Kind(str, Enum):
     DECODE = "decode"
     PROMPTS = "prompts"
-    CONTEXT = "long context"  # decoding; the cache holds the prompts
+    CONTEXT = "long context"  # decoding after long prompts, or after prompts that the cache holds
     HITS = "prefix hits"  # prompts that the cache holds in part
     MIXED = "mixed"
     EMBED = "embeddings"  # no outputs
@@ -99,7 +102,7 @@ class Load:
             return Kind.MIXED
         if self.output_len < DECODES:
             return Kind.HITS if self.cached else Kind.PROMPTS
-        return Kind.CONTEXT if self.cached else Kind.DECODE
+        return Kind.CONTEXT if self.cached or self.input_len >= LONG else Kind.DECODE
 
     @property
     def gap(self) -> int:

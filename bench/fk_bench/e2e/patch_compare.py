@@ -140,7 +140,7 @@ def patch_compare_command(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto: the host's default; fp8: float8_e4m3, in our engine as well")
     ] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs of the host, and of our engine")] = 1,
     gpus: Annotated[
         str, typer.Option(help="all, or entries of CUDA_VISIBLE_DEVICES: a model at a time on each of them")
     ] = "",
@@ -226,10 +226,8 @@ def patch_compare_command(
             raise ConfigError(
                 "--before-construction starts a process for each state: it excludes --side-by-side and --with-engine"
             )
-        if tensor_parallel > 1 and (side_by_side > 1 or with_engine):
-            raise ConfigError(
-                "--tensor-parallel excludes --side-by-side and --with-engine: they share one GPU"
-            )
+        if tensor_parallel > 1 and side_by_side > 1:
+            raise ConfigError("--tensor-parallel excludes --side-by-side, whose models share one GPU")
         check_ranks("--tensor-parallel", tensor_parallel, machine.machine().gpus)
         if gpus and (side_by_side > 1 or tensor_parallel > 1):
             raise ConfigError(

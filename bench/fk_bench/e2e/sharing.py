@@ -1,4 +1,6 @@
-"""Engines that share the memory of one GPU: the memory that each needs, and which of them start together."""
+"""Engines that share the memory of a GPU, or of each GPU of a tensor-parallel group: what each needs, and which start
+together.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ WAIT_SECONDS = 120.0  # for a GPU's memory after the process that held it has en
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of one engine in bytes. tokens: those that its KV cache holds; states: recurrent ones, part of kv."""
+    """The memory of one engine in bytes, on each of its GPUs.
+
+    tokens  those that its KV cache holds; states: recurrent ones, part of kv
+    """
 
     model: str
     weights: int
@@ -55,13 +60,15 @@ class Need:
 
 
 def need(
-    model: str, path: str, dtype: str, tokens: int, gpu: bool, kv_bytes: int | None = None, sequences: int = 1
+    model: str, path: str, dtype: str, tokens: int, gpu: bool, kv_bytes: int | None = None, sequences: int = 1,
+    ranks: int = 1,
 ) -> Need:  # fmt: skip
-    """The memory that an engine of the model needs with a KV cache of so many tokens.
+    """The memory that each rank of an engine of the model needs with a KV cache of so many tokens.
 
     model      its name; path: a folder with its config.json
     kv_bytes   of a number in the KV cache (default: those of `dtype`)
     sequences  that run at once: each has a recurrent state, if the model has any
+    ranks      that share the model: weights with a layout, heads of keys and values, and states
 
     Raises ValueError for an unknown architecture.
     """
@@ -79,13 +86,19 @@ def need(
         blank = build.skeleton(Path(path), config, getattr(torch, dtype))
         return Need(model, build.weight_bytes(blank), tokens, NO_CACHE, rest)
     plan = fastkernels.plan(path, dtype)
-    states = int(STATES * (sequences + 2) * plan.state_bytes)
+    states = int(STATES * (sequences + 2) * plan.state_bytes / ranks)
     if states:  # hosts round a sequence up to blocks as large as a state, and keep snapshots of states
         tokens = int(SNAPSHOTS * (tokens + sequences * LARGE_BLOCK))
-    kv = tokens * plan.kv_bytes_per_token
-    if kv_bytes is not None:
-        kv = kv * kv_bytes // SIZES[plan.dtype]
-    return Need(model, plan.weight_bytes, tokens, kv + states, rest, states)
+    number = SIZES[plan.dtype] if kv_bytes is None else kv_bytes
+    kv = tokens * sum(_kv_channels(mixer, ranks) for mixer in plan.attentions) * number
+    weights = sum(item.weight_bytes(plan.dtype) // (ranks if item.layout else 1) for item in plan)
+    return Need(model, weights, tokens, kv + states, rest, states)
+
+
+def _kv_channels(mixer: Any, ranks: int) -> int:
+    """Numbers that a rank caches for a token. Ranks share heads; more ranks than heads have copies of them."""
+    heads = getattr(mixer, "kv_heads", 1)  # latents are the same on all ranks
+    return int(mixer.kv_channels) // heads * -(-heads // ranks)
 
 
 def is_recurrent(path: str, dtype: str) -> bool:
@@ -132,10 +145,11 @@ def waves(needs: Sequence[Need], capacity: int, at_once: int, copies: int = 1) -
     return found
 
 
-def too_large(one: Need, room: int, copies: int) -> str:
-    """Why so many engines of a model do not fit into `room` bytes, and what to do."""
+def too_large(one: Need, room: int, copies: int, ranks: int = 1) -> str:
+    """Why so many engines of a model do not fit into `room` bytes, and what to do. ranks: of each engine."""
     engines = "two engines" if copies > 1 else "an engine"
     each = f"{one.weights / GIB:.1f} GiB of weights and {one.kv / GIB:.1f} GiB of keys and values each"
+    each += f" on each of {ranks} ranks" if ranks > 1 else ""
     fewer = "without --with-engine, or " if copies > 1 else ""
     return (
         f"{engines} with {each} need more than the {room / GIB:.1f} GiB that are free: run it {fewer}with smaller "

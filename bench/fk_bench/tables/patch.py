@@ -51,7 +51,7 @@ def prompts(files: Files) -> Iterator[Table]:
 
 def contexts(files: Files) -> Iterator[Table]:
     """Decodes at long contexts: the time per output token."""
-    yield from _kinds(files, "Decodes whose prompts the prefix cache holds", (Kind.CONTEXT,), (TPOT, OUTPUT))
+    yield from _kinds(files, "Decodes at long contexts", (Kind.CONTEXT,), (TPOT, OUTPUT))
 
 
 def mixed(files: Files) -> Iterator[Table]:

@@ -92,6 +92,8 @@ def reference(
 
 
 ALIBI = 12  # position of the argument alibi_slopes
+# Keys of the longer calls of a patch's measurement: at most, at least, and bytes that a call reads at most
+LONGER, LONGER_LEAST, LONGER_BYTES = 131072, 8192, 1 << 30
 MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 
 
@@ -332,6 +334,15 @@ def _key_dims(
     }  # fmt: skip
 
 
+def _key_longer(
+    heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
+    context: int,
+) -> dict[str, Any] | None:  # fmt: skip
+    of_key = 2 * kv_heads * head_size * dtype.itemsize
+    keys = min(context, LONGER, LONGER_BYTES // (of_key * batch))
+    return {"seq_lens": [keys] * batch} if min(keys, window or keys) >= LONGER_LEAST else None
+
+
 def _own(module: Any, args: list[Any]) -> list[Any]:
     """With the soft cap of a host's layer; keys and values stay, since a host's cache may not be there yet."""
     layer = getattr(module, "impl", module)
@@ -392,6 +403,7 @@ attention_decode = define(
         sizes=("batch", "context"),
         of=_key,
         dims=_key_dims,
+        longer=_key_longer,
         propose=propose_decode,
         own=_own,
         usual={"block_size": (16, 1)},  # vLLM's and SGLang's
@@ -407,6 +419,8 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+# A cache in FP8 as vLLM's FlashAttention-3 has it
+_FP8: dict[str, Any] = {"scales": (0.5, 0.75), "queries": "float8_e4m3fn"}
 _GPT_OSS: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_size": 64}
 SPEC = OpSpec(
     name="attention_decode",
@@ -416,6 +430,10 @@ SPEC = OpSpec(
     cases=(
         _case("decode_1", [4096], "model", weight=32),
         _case("decode_1_long", [131072], "model"),
+        _case("decode_4_32k", [32768] * 4, "model"),
+        _case("fp8_8_32k", [32768] * 8, "model", "float8_e4m3fn", **_FP8),
+        # Qwen3-235B-A22B on four GPUs
+        _case("group_16_long", [131072], "model", heads=16, kv_heads=1),
         _case("decode_32", [1024] * 32, "model", weight=32),
         # GPT-OSS-20b: half of its 24 layers have a window
         _case("sinks_32", [1024] * 32, "model", weight=12, sinks=True, **_GPT_OSS),

@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
-from fastkernels.core.candidate_scopes import Scope
+from fastkernels.core.candidate_scopes import Scope, ops_with_scopes
 from fastkernels.core.counters import Counters
 from fastkernels.core.dispatch import Op, begin_direct_calls, end_direct_calls, fusions_of, proving
 from fk_integrations.core.adapter import Adapter
@@ -96,6 +96,8 @@ class EngineCounts(Counts):
             self._running = True
             direct = eager and begin_direct_calls()
             try:
+                if not ops_with_scopes:
+                    return method(*args, **kwargs)
                 with self.scope:
                     return method(*args, **kwargs)
             finally:

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.comptime import comptime
 
 from fastkernels.core import registry
-from fastkernels.core.candidate_scopes import Scope
+from fastkernels.core.candidate_scopes import Scope, ops_with_scopes
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
 from fk_integrations.live.asleep import TALLY as ATTRIBUTE
@@ -127,6 +127,8 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         before = tally.begin()
         try:
+            if not ops_with_scopes:
+                return method(self, *args, **kwargs)
             with tally.scope:
                 return method(self, *args, **kwargs)
         finally:
@@ -174,6 +176,8 @@ def counted_function(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         before = tally.begin()
         try:
+            if not ops_with_scopes:
+                return function(*args, **kwargs)
             with tally.scope:
                 return function(*args, **kwargs)
         finally:

@@ -28,8 +28,6 @@ from fk_integrations.core.ranks import agree
 from fk_integrations.patching import gated_products, seam_interface
 
 log = logging.getLogger("fastkernels")
-# Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
-TRIED = "linear", "linear_silu_and_mul", "attention_decode", "fused_experts", "fused_experts_fp8"
 OF_TOKENS = ("M",), ("tokens",)  # Key.sizes of ops whose size is the number of tokens of a step
 SECONDS = 85.0  # of a measurement, with compiling
 WAIT_S = SECONDS + 60  # that other ranks wait for it
@@ -100,8 +98,6 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
         spec = registry.get(name)
         op = spec.tuned_by
         if op is None or op.key is None or op.key.propose is None or settled(adapter, request, spec):
-            continue
-        if op.name not in TRIED and not Environment.read().verify:
             continue
         with _only_this_op(op.name):
             own = modules_of(adapter, model, spec)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fastkernels.core import candidate, registry
-from fastkernels.core.candidate_scopes import Scope
+from fastkernels.core.candidate_scopes import Scope, ops_with_scopes
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
@@ -47,7 +47,10 @@ class Swapped:
         @functools.wraps(self.theirs)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self.scope:
+                if ops_with_scopes:
+                    with self.scope:
+                        found = ours(*args, **kwargs)
+                else:
                     found = ours(*args, **kwargs)
             except UnsupportedArgument as refused:
                 if self.strict:

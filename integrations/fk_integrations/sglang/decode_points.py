@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastkernels.core import registry
 from fastkernels.core.case import Case
 from fastkernels.core.dispatch import Provider
-from fastkernels.verify.measure import Calls, Point, leave_room, several
+from fastkernels.verify.measure import Calls, Point, case_of, leave_room, several
 from fk_integrations.sglang import attention
 
 CHECKED_KEYS = 1 << 13  # of all sequences together, on which results are compared
@@ -84,7 +84,7 @@ def _calls(
     block, (batch, context) = point.shape[3], point.sizes
     spec = registry.get(point.op)
     key = spec.op.key
-    dims = key.dims(**dict(zip(key.shape, point.shape, strict=True)), batch=batch, context=context)
+    dims = dict(case_of(point).dims)
     keys, pages = dims["seq_lens"][0], _slots(pool) // block
     needed = batch * -(-keys // block)  # pages
     layers = _layers(point, pool)

@@ -32,6 +32,7 @@ MIXED = "32x512+256/8x2048+8"
         ("1x512+128", Kind.DECODE),
         ("8x16384@90+8", Kind.HITS),
         ("1x65536@100+64", Kind.CONTEXT),
+        ("1x16384+128", Kind.CONTEXT),
         (MIXED, Kind.MIXED),
     ],
 )
@@ -282,6 +283,42 @@ def test_loads_of_a_preset_that_do_not_fit_are_skipped(
     monkeypatch.setattr(sharing, "limit", lambda gpu: int(8.6 * sharing.GIB))
     both, skipped = of_model("prompts", tmp_path, with_engine=True, kv_cache_dtype="fp8").prepared(model)
     assert both.need is not None and both.loads and Load.parse("4x8192+8") in skipped
+
+
+def test_engine_next_to_a_host_has_the_same_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "limit", lambda gpu: 40 * sharing.GIB)
+    monkeypatch.setattr(asked.machine, "interpreter", lambda python: asked.machine.Interpreter(python))
+    model = str(config(tmp_path / "m", 4096))
+    found = {}
+    for ranks in (1, 2):
+        one = of_model("1x2048+8", tmp_path, with_engine=True, tensor_parallel=ranks)
+        found[ranks] = one._comparison(model, one.prepared(model)[0])
+    for ranks, comparison in found.items():
+        engine = comparison.engine_settings
+        assert engine is not None and engine["tensor_parallel"] == ranks
+        assert comparison.settings["tensor_parallel"] == ranks
+        assert engine["kv_bytes"] == comparison.settings["kv_bytes"]
+    assert found[2].settings["kv_bytes"] == found[1].settings["kv_bytes"] / 2
+    with pytest.raises(ValueError, match=r"num_attention_heads=\d+.* cannot be shared by 3 ranks"):
+        of_model("1x2048+8", tmp_path, with_engine=True, tensor_parallel=3).prepared(model)
+
+
+def test_memory_of_a_rank_decides_which_loads_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asked, "gpu", True)
+    model = str(config(tmp_path / "m", 1 << 20))
+
+    def refusal(gib: float, **more: Any) -> str:
+        monkeypatch.setattr(sharing, "limit", lambda gpu: int(gib * sharing.GIB))
+        try:
+            of_model("1x100000+8", tmp_path, **more).prepared(model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for engine in (False, True):
+        least = next(gib for gib in range(1, 99) if not refusal(gib, with_engine=engine))
+        assert not refusal(least - 1, with_engine=engine, tensor_parallel=2)
+        assert "on each of 2 ranks" in refusal(2, with_engine=engine, tensor_parallel=2)
 
 
 def test_measurement_is_the_same_in_another_process(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
         (["--loads", "8"], "8x512+128"),
         (["--engine-args", "[1]"], "object"),
         (["--before-construction", "--side-by-side", "2"], "--side-by-side"),
+        (["--tensor-parallel", "2", "--side-by-side", "2"], "--side-by-side"),
     ):
         done = fk_bench_here(COMMAND, "qwen2.5-0.5b", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
@@ -210,6 +211,32 @@ def test_real_vllm_is_patched_and_undone_in_turn(tmp_path: Path, before: bool) -
     }  # fmt: skip
     again = fk_bench(*command)  # shown from its rows
     assert again.returncode == 0 and len(read(out / "rows.jsonl")[0]) == len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_ranks_of_vllm_are_compared_with_as_many_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.tiny import make_tiny_llama
+
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-vllm: run `make setup`")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    model, out = make_tiny_llama(tmp_path / "tiny"), tmp_path / "run"
+    done = fk_bench(
+        COMMAND, model, "--python", python, "--tensor-parallel", "2", "--with-engine", "--loads", "2x16+8", "--cycles",
+        "1", "--repeats", "1", "--load-seconds", "0", "--load-format", "auto", "--ops", "rms_norm", "--out", out,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, _ = read(out / "rows.jsonl")
+    assert {row.case["tensor_parallel"] for row in rows} == {2}
+    assert {"stock", "patched", "fastkernels", "end"} < {row.case["state"] for row in rows}
+    (line,) = last_json(done)["results"]
+    assert line["tpot_ms_ratio"] > 0 and line["output_tokens_per_s_fastkernels_ratio"] > 0
 
 
 @pytest.mark.slow

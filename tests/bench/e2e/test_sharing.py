@@ -47,6 +47,20 @@ def test_default_models_have_sizes_and_fit_on_one_gpu(models: tuple[str, ...], t
     assert len(groups) < len(models)
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "share"),
+    [("qwen2.5-7b", 2, 1 / 2), ("qwen2.5-7b", 28, 1 / 4), ("deepseek-v2-lite", 2, 1.0), ("mamba2-2.7b", 2, 1 / 2)],
+)  # fmt: skip
+def test_ranks_share_weights_and_heads_but_no_latents(
+    model: str, ranks: int, share: float, tmp_path: Path
+) -> None:
+    """28 ranks have copies of 4 heads of keys and values."""
+    path = sizes_of(model, tmp_path)
+    whole, part = (need(model, path, "bfloat16", 40000, gpu=True, ranks=n) for n in (1, ranks))
+    assert part.tokens == whole.tokens and part.kv == pytest.approx(share * whole.kv, rel=1e-3)
+    assert whole.weights / ranks < part.weights < 1.02 * whole.weights / ranks
+
+
 def test_memory_is_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

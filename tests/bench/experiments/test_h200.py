@@ -14,6 +14,7 @@ import pytest
 import typer
 from fk_bench.cli import app
 from fk_bench.core.rows import read
+from fk_bench.e2e.loads import Kind, Load
 from fk_bench.e2e.pictures.measure import LANES
 from fk_bench.serving.config import CompareConfig
 from fk_bench.tables.results import GROUPS
@@ -124,6 +125,14 @@ def test_every_server_load_has_a_part(tmp_path: Path) -> None:
     assert after(lines["servers-vllm"], "--rounds") == ["5"]
     quick = commands(planned(tmp_path, QUICK="1"))
     assert all(after(quick[name][0], "--rounds") == ["3"] for name in SERVERS)
+
+
+def test_one_model_is_measured_at_long_contexts(tmp_path: Path) -> None:
+    for quick, most in (("0", 65536), ("1", 16384)):
+        (line,) = commands(planned(tmp_path, ONLY="patch-long", QUICK=quick))["patch-long"]
+        loads = [Load.parse(text) for text in after(line, "--loads")[0].split(",")]
+        assert {load.kind for load in loads} == {Kind.CONTEXT} and "--with-engine" in line
+        assert "1x16384+128" in map(str, loads) and max(load.input_len for load in loads) == most
 
 
 def test_image_models_are_measured_with_their_hosts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fk_integrations.patching.module_host import ModuleAdapter
 import fastkernels
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import registry
-from fastkernels.core.candidate_scopes import AmbiguousCall
+from fastkernels.core.candidate_scopes import AmbiguousCall, Scope
 from fastkernels.core.dispatch import Provider
 from fastkernels.patch import Report, Request
 
@@ -103,6 +103,23 @@ def test_models_keep_their_own_candidates_in_any_order(
         factors[place] = 1
         assert all(near(m, results[f]) for m, f in zip(models, factors, strict=True)), undone
     assert not OP.installed
+
+
+def test_calls_cost_no_scope_while_no_model_has_a_candidate(
+    norms: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, enter = list[Scope](), Scope.__enter__
+    monkeypatch.setattr(Scope, "__enter__", lambda scope: entered.append(scope) or enter(scope))
+    model, other = llama(), llama()
+    with patched(model) as report:
+        run(model)
+        assert not entered and report.refresh().active[0].calls == 3
+        with patched(other, norms(2)):
+            run(model)
+            assert len(entered) == 3, "the model could run the other one's candidate"
+        entered.clear()
+        run(model)
+        assert not entered
 
 
 def test_candidate_of_a_model_that_is_gone_is_removed(norms: Callable[[int], str]) -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from fk_integrations.vllm.host import ENDED
 from support.hosts import ray_on_cpu
@@ -51,6 +52,12 @@ def ray_ids(*nodes):
     return [f"Ray node {node.node_id[:12]}" for node in nodes]
 
 
+def wait_until_ended(pid, seconds=60.0):
+    """A worker outlives its node until it notices: meanwhile it still answers, and a patch succeeds."""
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=seconds)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_workers_of_both_nodes_are_patched_and_undone(cluster, monkeypatch):
     second = add_node(cluster)
     monkeypatch.setenv("FASTKERNELS", "1")
@@ -78,6 +85,7 @@ def test_workers_of_both_nodes_are_patched_and_undone(cluster, monkeypatch):
         assert generate(llm, 4) == stock
 
         cluster.remove_node(second, allow_graceful=False)
+        wait_until_ended(report.pids[1])
         with pytest.raises(PatchError) as error:
             fastkernels.patch(llm, ops=OPS)
         # vLLM may have noticed first, and ended the engine; its log has the rank
