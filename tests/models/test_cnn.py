@@ -11,10 +11,12 @@ import pytest
 import torch
 from fk_bench.info.verified import ENCODINGS
 from PIL import Image
+from support.detectors import make_yolo
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
 from fastkernels.core.registry import UnknownName
+from fastkernels.engine.inputs.pixels import Scale
 from fastkernels.engine.inputs.timm_images import TimmProcessor
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.configs.timm_config import Preprocessing
@@ -135,6 +137,22 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert output.outputs.data @ expected(model, images)["embed"][0] > 0.999
 
 
+@pytest.mark.parametrize("name", ["mobilenetv4_conv_small_035", "yolov10"])
+def test_images_reach_the_device_as_bytes(tmp_path: Path, name: str) -> None:
+    if name == "yolov10":
+        make_yolo(tmp_path)
+    else:
+        made(tmp_path, name)
+    llm, (image,) = LLM(str(tmp_path), device="cpu"), pictures((64, 64))
+    steps = []
+    runner = llm.llm_engine.runner
+    launch = runner.launch
+    runner.launch = lambda step: steps.append(step) or launch(step)
+    llm.detect(image, use_tqdm=False) if name == "yolov10" else llm.embed(image, use_tqdm=False)
+    ((patches,),) = [step.patches for step in steps]
+    assert patches.dtype == np.uint8 and patches.shape == (4, 3 * 32 * 32)
+
+
 @pytest.mark.parametrize("mode", ["center", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_preprocessing_equals_timms(mode: str, interpolation: str) -> None:
@@ -144,7 +162,9 @@ def test_preprocessing_equals_timms(mode: str, interpolation: str) -> None:
     )
     processor = TimmProcessor(Preprocessing(48, 0.875, mode, interpolation, mean, std))
     for image in pictures((80, 70), (48, 48), (33, 91), (54, 54)):
-        found = processor(images=image, return_tensors="pt")["pixel_values"][0]
+        pixels = processor(images=image, return_tensors="pt")["pixel_values"][0]
+        assert pixels.dtype == torch.uint8
+        found = Scale(mean, std)(pixels.reshape(1, -1)).view(pixels.shape)
         torch.testing.assert_close(found, transform(image), rtol=0, atol=1e-6)
 
 

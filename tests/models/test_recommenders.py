@@ -228,6 +228,86 @@ def test_inputs_of_graphs_have_few_sizes(tmp_path: Path) -> None:
     assert rows == 8 and ends == 8 * 4 + 1 and ids.bit_count() == 1
 
 
+class Shared:
+    """Runs functions as ForwardGraphs does: outputs of all keys share memory, and the next call overwrites them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self._outputs: list[torch.Tensor] = []
+
+    def __call__(self, key: Any, function: Any, inputs: Any) -> Any:
+        self.seen.append((key, [len(t) for t in inputs]))
+        for output in self._outputs:
+            output.fill_(7)
+        made = function(*inputs)
+        self._outputs = [made] if isinstance(made, torch.Tensor) else list(made)
+        return made
+
+
+NODES: dict[str, list[dict[str, Any]]] = {
+    "items": [{"user": 1, "items": [3, 0, 39, 4, 4]}],
+    "users": [
+        {"user": [1, 2, 5], "items": [[3, 0, 39], [5, 6, 7], [1, 1, 2]]},
+        {"user": 4, "items": [8, 9, 1]},
+    ],
+    "ragged": [{"user": 1, "items": [3, 0]}, {"user": 2, "items": [8]}],
+    "best": [{"user": 1, "k": 7}, {"user": 2, "k": 40}, {"user": 3, "exclude_seen": False}],
+    "all": [{"user": 3, "k": 4, "exclude_seen": False}],
+    "both": [{"user": 3, "items": [1, 2, 3]}, {"user": 3, "k": 4}, {"user": 1, "items": [9, 8, 7]}],
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_lightgcn_scores_alike_in_graphs(tmp_path: Path, name: str) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [o.outputs for o in llm.score(NODES[name], use_tqdm=False)]
+        graphs = llm.llm_engine.runner.model.graphs = Shared()
+        found = [o.outputs for o in llm.score(NODES[name], use_tqdm=False)]
+    for one, other in zip(found, want, strict=True):
+        assert one.item_ids == other.item_ids
+        assert one.scores == pytest.approx(other.scores, abs=1e-6)
+    assert len(graphs.seen) == {"ragged": 0, "both": 2}.get(name, 1)
+
+
+def test_requests_of_lightgcn_need_few_graphs(tmp_path: Path) -> None:
+    """A graph serves many numbers of items, and of items that a user has seen. New weights need others."""
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        model = llm.llm_engine.runner.model
+        graphs = model.graphs = Shared()
+        for n in (17, 20, 32):
+            llm.score([{"user": 1, "items": list(range(n))}], use_tqdm=False)
+        assert len({str(one) for one in graphs.seen}) == 1
+        for user in range(12):
+            llm.score([{"user": user, "k": 3}], use_tqdm=False)
+        assert len({str(one) for one in graphs.seen}) == 2
+        kept = model.final
+        model.refresh()
+        llm.score([{"user": 1, "k": 3}], use_tqdm=False)
+        assert len({str(one) for one in graphs.seen}) == 3
+        for n in (3, 4):
+            llm.score([{"user": [1, 2], "items": [[*range(n)]] * 2}], use_tqdm=False)
+        assert len({str(key) for key, _ in graphs.seen}) == 5
+        assert torch.equal(model.final, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NODES)
+def test_graphs_of_lightgcn_leave_scores(tmp_path: Path, name: str) -> None:
+    recommenders.lightgcn(tmp_path)
+    with LLM(str(tmp_path), device="cpu") as llm:
+        want = [o.outputs for o in llm.score(NODES[name], use_tqdm=False)]
+    with LLM(str(tmp_path), device="cuda") as llm:
+        for _ in range(4):
+            found = [o.outputs for o in llm.score(NODES[name], use_tqdm=False)]
+            for one, other in zip(found, want, strict=True):
+                assert one.item_ids == other.item_ids
+                assert one.scores == pytest.approx(other.scores, abs=1e-4)
+        replays = llm.llm_engine.runner.model.graphs.replays
+        assert replays == 3 * {"ragged": 0, "both": 2}.get(name, 1)
+
+
 @pytest.mark.gpu
 def test_graphs_of_recommenders_leave_scores(tmp_path: Path) -> None:
     """The first call of a size is eager, the second captures, and the third replays."""

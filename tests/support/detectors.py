@@ -128,8 +128,9 @@ class Yolo:
         first, y = self.conv("model.10.cv1", x).chunk(2, 1)
         heads, (rows, columns) = y.shape[1] // 64, y.shape[2:]
         qkv = self.conv("model.10.attn.qkv", y, act=False).unflatten(1, (heads, -1)).flatten(3)
-        q, k, v = qkv.split((32, 32, 64), 2)
-        mixed = (v @ (q.transpose(2, 3) @ k / math.sqrt(32)).softmax(-1).transpose(2, 3)).flatten(1, 2)
+        wide = y.shape[1] // heads  # of a head; queries and keys have half as many
+        q, k, v = qkv.split((wide // 2, wide // 2, wide), 2)
+        mixed = (v @ (q.transpose(2, 3) @ k / math.sqrt(wide // 2)).softmax(-1).transpose(2, 3)).flatten(1, 2)
         mixed, v = (t.unflatten(2, (rows, columns)) for t in (mixed, v.flatten(1, 2)))
         y = y + self.conv(
             "model.10.attn.proj", mixed + self.conv("model.10.attn.pe", v, act=False), act=False

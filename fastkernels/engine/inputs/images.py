@@ -30,7 +30,8 @@ _OPENED = [threading.Lock() for _ in range(64)]  # by id: Pillow reads an opened
 class Patches:
     """One image or video as a model takes it.
 
-    values    [patches, C * p * p] float32, row by row; of a video [patches, C * t * p * p], one step after the other
+    values    [patches, C * p * p], row by row: float32, or bytes that the runner scales (pixels.Scale); of a video
+              [patches, C * t * p * p], one step after the other
     grid      (rows, columns); of a video (steps, rows, columns)
     tokens    of the model's sequence: patches and prefix tokens
     features  hidden states that the model returns
@@ -136,13 +137,16 @@ class ImageReader:
         return cut.permute(0, 3, 5, 2, 1, 4, 6).flatten(3).flatten(0, 2), (steps, rows, columns)
 
     def _made(self, values: Any, grid: tuple[int, ...]) -> Patches:
+        import torch
+
         if not len(values):
             raise ValueError(f"the prompt is smaller than one patch of {self._patch_size} pixels")
         if (check := getattr(self._model, "check_grid", None)) is not None:
             check(grid)
         tokens = self._model.prefix_tokens + len(values)
         features = getattr(self._model, "features", None)
-        return Patches(values.float().numpy(), grid, tokens, features(grid) if features else tokens)
+        values = values if values.dtype == torch.uint8 else values.float()
+        return Patches(values.numpy(), grid, tokens, features(grid) if features else tokens)
 
 
 class VideoReader(ImageReader):

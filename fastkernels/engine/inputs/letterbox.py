@@ -19,7 +19,7 @@ class LetterboxProcessor:
         self.settings = settings
 
     def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
-        """{"pixel_values": [1, 3, rows, columns] float32, "view": see images.Patches}"""
+        """{"pixel_values": [1, 3, rows, columns] uint8, "view": see images.Patches}; pixels.Scale has the numbers."""
         import torch
         import torch.nn.functional as F
 
@@ -34,6 +34,6 @@ class LetterboxProcessor:
             pixels = F.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False)
         spare_x, spare_y = -columns % s.stride, -rows % s.stride
         left, top = (round(n / 2 - 0.1) for n in (spare_x, spare_y))
-        pixels = F.pad(pixels.float(), (left, spare_x - left, top, spare_y - top), value=float(s.fill))
+        pixels = F.pad(pixels, (left, spare_x - left, top, spare_y - top), value=s.fill)
         view = (-left / scale, -top / scale, (columns + spare_x) / scale, (rows + spare_y) / scale)
-        return {"pixel_values": pixels / 255, "view": view}
+        return {"pixel_values": pixels, "view": view}

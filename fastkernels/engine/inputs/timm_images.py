@@ -1,4 +1,4 @@
-"""Prepare images as timm's checkpoints have it: resized, cropped at the center, normalized."""
+"""Prepare images as timm's checkpoints have it: resized, cropped at the center."""
 
 from __future__ import annotations
 
@@ -22,16 +22,11 @@ class TimmProcessor:
         return math.floor(self.settings.size / self.settings.crop_pct)
 
     def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
-        """{"pixel_values": [1, 3, size, size]} in float32."""
+        """{"pixel_values": [1, 3, size, size]} in uint8, channels last in memory; pixels.Scale has the numbers."""
         import torch
 
-        s = self.settings
-        values = np.array(self._cropped(images), np.uint8).transpose(2, 0, 1).astype(np.float32, order="C")
-        values /= 255
-        mean, std = (np.array(numbers, np.float32)[:, None, None] for numbers in (s.mean, s.std))
-        values -= mean
-        values /= std
-        return {"pixel_values": torch.from_numpy(values)[None]}
+        values = torch.from_numpy(np.array(self._cropped(images), np.uint8))
+        return {"pixel_values": values.permute(2, 0, 1)[None]}
 
     def _cropped(self, image: Any) -> Any:
         from PIL import Image

@@ -28,6 +28,7 @@ from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
 from fastkernels.models.common.descriptions.architecture import Architecture
 from fastkernels.models.common.interfaces.samples import (
     Best,
+    Graphs,
     Place,
     Scores,
     Together,
@@ -37,6 +38,7 @@ from fastkernels.models.common.interfaces.samples import (
     rows_of,
 )
 from fastkernels.models.recsys.dlrm_v2 import positive
+from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.recsys.cases import bipartite
 from fastkernels.overrides.recsys.graph_propagate import Graph, graph_of, graph_propagate
 from fastkernels.overrides.recsys.top_k_scores import top_k_scores
@@ -46,6 +48,8 @@ NUMBERS = ("num_users", "num_items", "embedding_dim", "num_layers")
 DEFAULTS = {"num_users": 29_858, "num_items": 40_981, "embedding_dim": 64, "num_layers": 3}
 MOST = 1000  # recommendations of one request
 LARGE = 1 << 16  # ids: joining them takes longer than one more copy to the device
+GRAPHED, SCORES = 1 << 16, 1 << 24  # products, and scores of all items, that a CUDA graph computes at most
+LEAST = 64  # seen items that a graph has room for
 FIELDS = ("user", "k", "exclude_seen", "items")
 
 
@@ -88,6 +92,7 @@ class LightGCN(nn.Module):
         super().__init__()
         self.num_users, self.num_items = config.num_users, config.num_items
         nodes = config.num_users + config.num_items
+        self.graphs: Graphs | None = None
         self._random = config.num_edges
         self._ids = np.int32 if nodes < 1 << 31 else np.int64
         self.alpha = nn.Parameter(torch.empty(config.num_layers + 1, dtype=torch.float32))
@@ -156,7 +161,8 @@ class LightGCN(nn.Module):
             return self._best(samples, place)
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = [(self.final[:0, 0], None)] * len(samples)
         parts = self._products([samples[i] for i in given], place)
-        for i, part in zip(given, parts.scores.split(list(parts.sizes)), strict=True):
+        # A copy: the next graph may use the memory again
+        for i, part in zip(given, parts.scores.clone().split(list(parts.sizes)), strict=True):
             found[i] = part, None
         wanted = [i for i, sample in enumerate(samples) if sample.items is None]
         best = self._best([samples[i] for i in wanted], place)
@@ -167,17 +173,25 @@ class LightGCN(nn.Module):
     def _products(self, samples: Sequence[Sample], place: Place) -> Together:
         """The products of users and their items."""
         each = _joined([s.counts for s in samples])
-        counts: list[Sequence[Any]] = [] if (each == each[0]).all() else [[each]]
-        users, items, *own = self._placed(
-            place, [s.users for s in samples], [s.items for s in samples], *counts
-        )
-        vectors = self.final.index_select(0, users).float()
-        rows = self.items.index_select(0, items).float()
-        if own:
-            scores = (rows * vectors.repeat_interleave(own[0], 0, output_size=len(rows))).sum(-1)
-        else:
-            scores = (rows.view(len(vectors), int(each[0]), -1) * vectors[:, None]).sum(-1).view(-1)
-        return Together(scores, [len(s.items) for s in samples])  # type: ignore[arg-type]
+        users, items = [s.users for s in samples], [s.items for s in samples]
+        sizes: list[int] = [len(ids) for ids in items]  # type: ignore[arg-type]
+        if len(each) > 1 and (each != each[0]).any():
+            at, rows, own = self._placed(place, users, items, [each])
+            vectors = self.final.index_select(0, at).float().repeat_interleave(own, 0, output_size=len(rows))
+            return Together((self.items.index_select(0, rows).float() * vectors).sum(-1), sizes)
+        if self.graphs is None or sum(sizes) > GRAPHED:
+            return Together(_dots(self.final, self.items, *self._placed(place, users, items)), sizes)
+        count = int(each[0])
+        # One user's items are padded, so that few graphs serve any number of them
+        wide = len(each) * count if len(each) > 1 else next_power_of_2(count)
+        ids, places = self._packed([users, items], [len(each), wide])
+        final, of_items = self.final, self.items
+
+        def compute(ids: torch.Tensor) -> torch.Tensor:
+            return _dots(final, of_items, *(ids[part] for part in places))
+
+        made = self.graphs(("products", len(each), wide, final.data_ptr()), compute, [place(ids)])
+        return Together(made[: sum(sizes)], sizes)
 
     def _best(self, samples: Sequence[Sample], place: Place) -> Best:
         starts, users = self._seen_starts, _joined([s.users for s in samples])
@@ -185,27 +199,61 @@ class LightGCN(nn.Module):
             self._seen[starts[user] : starts[user + 1]] if s.exclude else self._seen[:0]
             for s, user in zip(samples, users, strict=True)
         ]
-        counts = [len(part) for part in parts]
-        hidden: list[Sequence[Any]] = [[np.cumsum([0, *counts])], parts] if any(counts) else []
-        at, *rest = self._placed(place, [users], *hidden)
-        scores, ids = top_k_scores(
-            self.final.index_select(0, at), self.items, max(s.k for s in samples), *rest
-        )
+        counts, k = [len(part) for part in parts], max(s.k for s in samples)
+        groups: list[Sequence[Any]] = [[users]]
+        if any(counts):
+            groups += [[np.cumsum([0, *counts])], parts]
         left = [min(s.k, self.num_items - n) for s, n in zip(samples, counts, strict=True)]
-        return Best(scores, ids, left)
+        final, items = self.final, self.items
+        if self.graphs is None or len(users) * self.num_items > SCORES:
+            at, *hidden = self._placed(place, *groups)
+            best, found = top_k_scores(final.index_select(0, at), items, k, *hidden)
+            return Best(best, found, left)
+        # No user has the ids behind the last one's: seen items are padded, too
+        wide = [len(users), len(users) + 1, next_power_of_2(max(sum(counts), LEAST))][: len(groups)]
+        ids, places = self._packed(groups, wide)
+
+        def compute(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            at, *hidden = (ids[part] for part in places)
+            return top_k_scores(final.index_select(0, at), items, k, *hidden)
+
+        key = "best", k, len(users), len(groups), final.data_ptr()
+        best, found = self.graphs(key, compute, [place(ids)])
+        return Best(best, found, left)
 
     def _placed(self, place: Place, *groups: Sequence[Any]) -> list[torch.Tensor]:
         """The arrays of each group as one tensor of ids on the device. Small ones are copied there at once."""
         sizes = [sum(map(len, arrays)) for arrays in groups]
         if sum(sizes) >= LARGE and all(len(arrays) == 1 for arrays in groups):
             return [place(array.astype(self._ids, copy=False)) for (array,) in groups]
+        ids, places = self._packed(groups, sizes)
+        placed = place(ids)
+        return [placed[part] for part in places]
+
+    def _packed(
+        self, groups: Sequence[Sequence[Any]], sizes: Sequence[int]
+    ) -> tuple[np.ndarray, list[slice]]:
+        """All groups as one array, and where each is in it. sizes: of the groups, those with zeros behind included."""
         # 16 bytes are 4 ids at most: kernels are compiled anew for tensors that begin elsewhere
-        starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
-        joined = np.zeros(starts[-1], self._ids)
-        for start, size, arrays in zip(starts, sizes, groups, strict=False):
-            np.concatenate(arrays, out=joined[start : start + size], casting="same_kind")
-        placed = place(joined)
-        return [placed[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        places, at = list[slice](), 0
+        for size in sizes:
+            places.append(slice(at, at + size))
+            at += -(-size // 4) * 4
+        ids = np.zeros(at, self._ids)
+        for part, arrays in zip(places, groups, strict=True):
+            joined = _joined(arrays)
+            ids[part.start : part.start + len(joined)] = joined
+        return ids, places
+
+
+def _dots(users: torch.Tensor, items: torch.Tensor, of: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The products of users[of] with as many items[rows] each, in float32, one user's after the other's.
+
+    users: [U, D]; items: [M, D]; of: [n]; rows: [n * items of a user]
+    """
+    vectors = users.index_select(0, of).float()
+    found = items.index_select(0, rows).float().view(len(of), -1, items.shape[1])
+    return (found * vectors[:, None]).sum(-1).view(-1)
 
 
 def _joined(arrays: Sequence[Any]) -> np.ndarray:

@@ -26,6 +26,7 @@ from fastkernels.engine.execution.runners.segmenting import (
     Wanted,
 )
 from fastkernels.engine.inputs.images import READERS
+from fastkernels.engine.inputs.pixels import Scale
 from fastkernels.engine.options.config import EngineConfig
 from fastkernels.models.common.descriptions import registry
 from fastkernels.models.common.interfaces.detector import Detector
@@ -51,8 +52,8 @@ class EncodeInput:
     """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
     query_lens counts hidden states. tasks [B]: of PoolingParams, and whether their activation applies. Instead of
-    input_ids, a model of images or videos has the patches [P, C * p * p] float32 of each image, and their grids
-    (engine.inputs.images.Patches).
+    input_ids, a model of images or videos has the patches [P, C * p * p] of each image, in float32 or, for some
+    checkpoints, as bytes, and their grids (engine.inputs.images.Patches).
 
     token_type_ids  [T]; None: all 0
     seen            [B]: the first tokens of each sequence, which all its tokens attend to; None: all
@@ -116,6 +117,8 @@ class Encode(Runner):
     segmenting: Segmenting | None = None
 
     def _loaded(self) -> None:
+        settings = getattr(self.hf_config, "preprocessing", None)
+        self.scale = None if settings is None else Scale.of(settings, self.device)
         self.capture()
         if self.pooling.mode == "own" and not isinstance(self.model, (Detector, ImageSegmenter)):
             self.pooling = replace(self.pooling, own=self.model.pool)
@@ -181,10 +184,12 @@ class Encode(Runner):
         metadata, cu_seqlens = self._images[key]
         self._images.move_to_end(key)
         tasks, grids = tuple(dict.fromkeys(step.tasks)), tuple(step.grids)
-        patches = transfer.joined(step.patches, self.device, np.float32)
+        patches = transfer.joined(step.patches, self.device)
         bare = replace(step, patches=None)  # a graph keeps it
 
         def compute(patches: torch.Tensor) -> list[torch.Tensor]:
+            if self.scale is not None and patches.dtype == torch.uint8:
+                patches = self.scale(patches)
             with forward_context(metadata):
                 hidden = self.model(patches, grids)
                 return [self._head(bare, task, hidden, cu_seqlens) for task in tasks]
