@@ -141,7 +141,9 @@ def test_candidate_folder_is_live_at_every_level(llm, tmp_path):
         assert "candidates inside: rms_norm" in str(report)
     assert run(llm) == before
     file = folder / "silu_and_mul.py"  # called only by the MLP
-    file.write_text(file.read_text().replace("return ours.reference(x)", "return 3 * ours.reference(x)"))
+    file.write_text(
+        file.read_text().replace("return ours_op.reference(x)", "return 3 * ours_op.reference(x)")
+    )
     with fastkernels.patch(llm, candidates=str(folder)):
         assert run(llm) != before
     file = folder / "rms_norm.py"  # its class runs the final norm, its function those of the layers

@@ -52,7 +52,7 @@ def board_command(
             columns = ["", "set", "agent", *ranked, "cases"]
             lines = [
                 [
-                    n,
+                    _rank(n, one.ranges.get(e.name)),
                     e.name + " (refused)" * bool(e.refused),
                     e.agent,
                     *_figures(e, bool(one.declared)),
@@ -65,6 +65,13 @@ def board_command(
         "command": "board", "ok": True, "leagues": len(found), "sets": sum(len(s.entries) for s in found),
         "index": str(index), "warnings": warnings,
     })  # fmt: skip
+
+
+def _rank(place: int, possible: tuple[int, int] | None) -> str:
+    """The rank of a set; behind it the ranks that its times allow, if they are several."""
+    if possible is None or possible[0] == possible[1]:
+        return str(place)
+    return f"{place} ({possible[0]}-{possible[1]})"
 
 
 def _figures(entry: standings.Entry, scored: bool) -> list[str]:

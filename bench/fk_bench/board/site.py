@@ -102,6 +102,7 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "gap": {k.replace("_", " "): v for k, v in entry.gap.items()}, "cost": _cost(entry),
         "half": standing.thresholds.get("half", {}).get(entry.name),
         "double": standing.thresholds.get("double", {}).get(entry.name),
+        "measured": entry.measured, "ranks": standing.ranges.get(entry.name),
         "provisional": printable(provisional([*entry.cases, *entry.ops])),
         "refused": [printable(w, 500) for w in entry.refused], "warnings": [printable(w) for w in entry.warnings],
     }  # fmt: skip
@@ -238,6 +239,8 @@ def _plain(standing: Standing) -> dict[str, Any]:
         "cases",
         "half",
         "double",
+        "measured",
+        "ranks",
     )
     sets = []
     for n, entry in enumerate(standing.entries, 1):

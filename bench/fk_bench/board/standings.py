@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from fk_bench.evaluate.suites import SuiteError, load, of_model
 from fk_bench.quality.calibration import correctness
 
 KERNELS_ONLY = "kernels only"
+MOST_LOG = 50.0  # of a factor that is shown
 AGREES = 1e-6  # of a score in a row and the score of its items
 
 
@@ -65,6 +67,7 @@ class Entry:
     refused: tuple[str, ...] = ()  # why submit-check refuses it
     macro: MacroEval | None = None
     as_is: MacroEval | None = None
+    measured: tuple[float, float] | None = None  # the score's interval by the times of its items
 
     @property
     def slug(self) -> str:
@@ -135,6 +138,8 @@ class Standing:
     declared: tuple[Item, ...] | None
     categories: tuple[str, ...]
     thresholds: dict[str, dict[str, int]] = field(default_factory=dict)  # {threshold: {entry's name: rank}}
+    # {entry's name: the first and the last rank that its times allow}; see `measured`
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def slug(text: str) -> str:
@@ -262,6 +267,9 @@ def standings(found: Sequence[Entry]) -> list[Standing]:
         if declared:
             for what, scale in (("half", 0.5), ("double", 2.0)):
                 standing.thresholds[what] = _ranks_at(mine, declared, categories, scale)
+            for entry in mine:
+                entry.measured = measured(entry, declared, categories)
+            standing.ranges = _ranges(mine)
         made.append(standing)
     return sorted(made, key=lambda s: (s.league.suite == KERNELS_ONLY, not s.league.gpu, s.league.title))
 
@@ -336,6 +344,48 @@ def _ranks_at(
         scores[entry.name] = macro.macro_eval(declared, scaled, categories, Rules(), draws=0).overall.score
     order = sorted(scores, key=lambda n: (-scores[n], n))
     return {name: order.index(name) + 1 for name in order}
+
+
+def measured(entry: Entry, declared: Sequence[Item], categories: Sequence[str]) -> tuple[float, float] | None:
+    """The 95% interval of a score by the intervals of its items' speedups alone; None without them.
+
+    The bootstrap's interval shows how much a score depends on single items, and has nothing to say about one item.
+    The logarithm of S is a weighted sum of those of the speedups, which are taken as independent.
+    """
+    overall, rules = part(entry), macro.DEFAULT
+    if overall is None:
+        return None
+    sizes = Counter(i.category for i in declared)
+    names = {*categories, *sizes}
+    variance, known = 0.0, False
+    for item, outcome in entry.outcomes.items():
+        found, valid = entry.items[item].ci95, outcome.correctness >= rules.threshold
+        if item not in set(declared) or not valid:
+            continue  # its part of S is the floor
+        for metric, weight in (("throughput_speedup", rules.weight), ("latency_speedup", 1 - rules.weight)):
+            low, high = found.get(metric, (0.0, 0.0))
+            if 0 < low <= high < math.inf:
+                known = True
+                half = math.log(high / low) / 2
+                variance += (weight * half / (len(names) * sizes[item.category])) ** 2
+    if not known:
+        return (overall.score, overall.score) if overall.score == 0 else None
+    factor = math.exp(min(math.sqrt(variance), MOST_LOG))
+    return overall.score / factor, overall.score * factor
+
+
+def _ranges(mine: Sequence[Entry]) -> dict[str, tuple[int, int]]:
+    """Ranks that the intervals of `measured` allow: two sets whose intervals overlap may be in either order."""
+    known = {e.name: e.measured for e in mine if e.measured is not None}
+    if len(known) < len(mine):
+        return {}
+    return {
+        name: (
+            1 + sum(other[0] > high for other in known.values()),
+            len(mine) - sum(other[1] < low for other in known.values()),
+        )
+        for name, (low, high) in known.items()
+    }
 
 
 def _scaled(row: Row, outcome: ItemOutcome, scale: float) -> ItemOutcome:

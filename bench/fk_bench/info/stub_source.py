@@ -22,6 +22,7 @@ from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
 
 WIDTH = 110
+_OP = "ours_op"  # the op's module in the file; no copied function has a variable of that name
 _TYPES = {
     "Tensor": "torch.Tensor", "int": "int", "SymInt": "int", "float": "float", "bool": "bool", "str": "str",
     "ScalarType": "torch.dtype", "Device": "torch.device",
@@ -105,16 +106,16 @@ class Stub:
     def _body(self, schema: Any) -> list[str]:
         arguments = [a.name for a in schema.arguments]
         mutated = [a for a in schema.arguments if _is_mutated(a)]
-        self.imports["ours"] = _import_module(self.module.__name__, "ours")
+        self.imports[_OP] = _import_module(self.module.__name__, _OP)
         gathers, mine = self._gathered(schema) if self.spec.ranks else ([], "")
         if self.spec.ranks:
             arguments = [self._of_all_ranks(a) for a in schema.arguments]
         if not mutated:
-            return [*gathers, fold("return ours.reference(", arguments, f"){mine}", "    ")]
+            return [*gathers, fold(f"return {_OP}.reference(", arguments, f"){mine}", "    ")]
         outs = ["out"] if len(schema.returns) == 1 else [f"out{i}" for i in range(len(schema.returns))]
         news = [f"new_{a.name}" for a in mutated]
         left = ", ".join([*outs, *news])
-        lines = [*gathers, fold(f"{left} = ours.reference(", arguments, f"){mine}", "    ")]
+        lines = [*gathers, fold(f"{left} = {_OP}.reference(", arguments, f"){mine}", "    ")]
         for argument, new in zip(mutated, news, strict=True):
             copy = f"{argument.name}.copy_({new})"
             if str(argument.type).startswith("Optional"):
@@ -163,8 +164,10 @@ class Stub:
         for argument, value in zip(schema.arguments, given, strict=True):
             mark = ", written in place" if _is_mutated(argument) and value is not None else ""
             lines.append(f"    {argument.name:<{width}}{describe(value)}{mark}")
-        lines.append(f"    {'returns':<{width}}{', '.join(map(describe, outs)) or 'None'}")
-        return lines
+        head = f"    {'returns':<{width}}"
+        below = " " * len(head)
+        returned = ", ".join(map(describe, outs)) or "None"
+        return lines + textwrap.wrap(head + returned, WIDTH - 4, subsequent_indent=below)
 
     def cls(self, ours: type) -> str:
         """A subclass of our class, which keeps its weights and loaders and has a call of its own."""
@@ -175,9 +178,9 @@ class Stub:
         return f"{head}\n{doc}\n\n" + "\n\n".join(filter(None, methods))
 
     def _base(self, ours: type) -> str:
-        """The name of our class in the file: in `ours`, the op's module, or in `ours_HOST`, a host file."""
+        """The name of our class in the file: in `ours_op`, the op's module, or in `ours_HOST`, a host file."""
         host = ours.__module__.rpartition(".")[2]
-        alias = "ours" if ours.__module__ == self.module.__name__ else f"ours_{host}"
+        alias = _OP if ours.__module__ == self.module.__name__ else f"ours_{host}"
         self.imports[alias] = _import_module(ours.__module__, alias)
         return f"{alias}.{ours.__name__}"
 

@@ -137,7 +137,7 @@ def text(op: str, model: str, cases: Sequence[Case], file: str) -> str:
         raise NoTask(f"the reference of {op} needs {wide[0].removeprefix('from ').partition(' import')[0]}")
     about = (registry.op_module(op).__doc__ or op).strip().partition("\n\n")[0]
     shown = dataclasses.replace(spec, cases=tuple(_tagged(c) for c in cases))
-    function = Stub(shown, registry.op_module(op)).function().replace("ours.reference(", "reference(")
+    function = Stub(shown, registry.op_module(op)).function().replace("ours_op.reference(", "reference(")
     reference = "\n\n\n".join(parts)
     if spec.reference.__name__ != "reference":
         reference += f"\n\n\nreference = {spec.reference.__name__}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +17,12 @@ from fastkernels.overrides.collective import words as small
 from fastkernels.overrides.collective.all_reduce import SMALL, all_reduce
 from fastkernels.overrides.collective.exchange import buffer_of, meet
 from fastkernels.overrides.collective.words import packed, summed_words, unpacked
+from fastkernels.overrides.kit.fp8 import MIN_ABSMAX, empty_outputs, fp8_inverse, fp8_scale, to_fp8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.norm import rms_norm as norms
 
 WIDEST = 16384  # channels of a row, which one program holds
+LEAST = tl.constexpr(MIN_ABSMAX)
 
 
 def reference(
@@ -48,10 +52,23 @@ def _composed(
     return norms.rms_norm(all_reduce(x, group), weight, eps, residual)
 
 
+@triton.jit
+def _row_scale(absmax, row, scale_ptr, s_ptr, STATIC: tl.constexpr):
+    """The scale that a row is quantized with, which is stored: the given one, or the row's own."""
+    if STATIC:
+        scale = tl.load(scale_ptr).to(tl.float32)
+        tl.store(s_ptr, scale, mask=row == 0)
+    else:
+        scale = fp8_scale(absmax, LEAST, False)
+        tl.store(s_ptr + row, scale)
+    return scale
+
+
 @triton.jit(do_not_specialize=["rows", "each", "polls"])
 def _all_reduce_rms_norm_kernel(
-    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, counter_ptr, failed_ptr, rows, each, H, eps, region, flags_at, polls,
-    RANK: tl.constexpr, SIZE: tl.constexpr, HAS_RES: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, res_ptr, w_ptr, scale_ptr, out_ptr, s_ptr, table_ptr, counter_ptr, failed_ptr, rows, each, H, eps, region,
+    flags_at, polls, RANK: tl.constexpr, SIZE: tl.constexpr, HAS_RES: tl.constexpr, QUANT: tl.constexpr,
+    STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Program b passes `each` whole rows through its own region, as in exchange._exchange_kernel, and norms them.
     b = tl.program_id(0).to(tl.int64)
@@ -75,17 +92,22 @@ def _all_reduce_rms_norm_kernel(
             h += tl.load(res_ptr + row, mask=cols < H, other=0.0).to(tl.float32)
             tl.store(res_ptr + row, h.to(res_ptr.dtype.element_ty), mask=cols < H)
         y = h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps) * w
-        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=cols < H)
+        if QUANT:
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            scale = _row_scale(tl.max(tl.abs(y), axis=0), b * each + i, scale_ptr, s_ptr, STATIC)
+            tl.store(out_ptr + row, to_fp8(y * fp8_inverse(scale)), mask=cols < H)
+        else:
+            tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=cols < H)
     tl.store(counter_ptr + b, count)
 
 
 @triton.jit(do_not_specialize=["polls"])
 def _words_rms_norm_kernel(
-    x_ptr, res_ptr, w_ptr, out_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, H, eps,
+    x_ptr, res_ptr, w_ptr, scale_ptr, out_ptr, s_ptr, table_ptr, calls_ptr, failed_ptr, words_at, polls, H, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, HAS_RES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    QUANT: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A program has a row of H words, of one number (float32) or two.
+    # A program has a row of H words, of one number (float32) or two. Quantized, out has the bytes of a word's numbers.
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -106,7 +128,19 @@ def _words_rms_norm_kernel(
         norm = tl.rsqrt(tl.sum(low * low, axis=0) / H + eps)
     else:
         norm = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * H) + eps)
-    tl.store(out_ptr + at, packed(low * norm * w_low, high * norm * w_high, KIND), mask=inside)
+    normed = packed(low * norm * w_low, high * norm * w_high, KIND)
+    if QUANT:
+        low, high = unpacked(normed, KIND)  # rounded as the norm would be
+        absmax = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=0)
+        inverse = fp8_inverse(_row_scale(absmax, row, scale_ptr, s_ptr, STATIC))
+        code = to_fp8(low * inverse).to(tl.uint8, bitcast=True)
+        if KIND == 0:
+            tl.store(out_ptr + at, code, mask=inside)
+        else:
+            upper = to_fp8(high * inverse).to(tl.uint8, bitcast=True).to(tl.int16) << 8
+            tl.store(out_ptr + at, code.to(tl.int16) | upper, mask=inside)
+    else:
+        tl.store(out_ptr + at, normed, mask=inside)
 
 
 def _small(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, group: str) -> bool:
@@ -121,42 +155,66 @@ def _triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp",
     words: int = -1,
 ) -> torch.Tensor:  # fmt: skip
-    symmetric = exchange.symmetric_of("all_reduce_rms_norm", x, group)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    hidden = x.shape[-1]
-    rows = x.numel() // max(hidden, 1)
-    if rows == 0:
-        return out
-    if words < 0:
-        words = _small(x, weight, residual, group) and x.nbytes * (symmetric.size - 1) <= SMALL
-    if words:
-        of_row = hidden * x.element_size() // 4
-        block = next_power_of_2(of_row)
-        _words_rms_norm_kernel[(rows,)](
-            *(None if t is None else t.view(torch.int32) for t in (x.contiguous(), residual, weight, out)),
-            *small.state_of(symmetric), of_row, eps,
-            KIND=exchange.SUMS.index(x.dtype), HAS_RES=residual is not None, BLOCK=block,
-            num_warps=min(max(block // 256, 1), 8), **small.words_of(symmetric),
-        )  # fmt: skip
-        return out
-    each = cdiv(rows, Symmetric.BLOCKS)
-    _all_reduce_rms_norm_kernel[(cdiv(rows, each),)](
-        x.contiguous(), residual, weight, out, symmetric.table, symmetric.counters, symmetric.failed, rows, each,
-        hidden, eps, symmetric.room // Symmetric.BLOCKS // x.element_size(), 2 * symmetric.room // 4, symmetric.polls,
-        RANK=symmetric.rank, SIZE=symmetric.size, HAS_RES=residual is not None, BLOCK=next_power_of_2(hidden),
-        num_warps=8,
-    )  # fmt: skip
+    _launch("all_reduce_rms_norm", x, weight, eps, residual, group, words, out, None, None)
     return out
 
 
-def _fits(
+def launch_quantized(
+    op: str, x: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None,
+    residual: torch.Tensor | None, group: str, words: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same in float8 e4m3, with its scales. words: 1 as words, 0 through the buffer, -1 by size."""
+    out, scales = empty_outputs(x.shape, x.device, scale is not None, -1)
+    if x.numel() == 0:
+        return out, scales if scale is None else scales.copy_(scale)
+    _launch(op, x, weight, eps, residual, group, words, out, scale, scales)
+    return out, scales
+
+
+def _launch(
+    op: str, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, group: str, words: int,
+    out: torch.Tensor, scale: torch.Tensor | None, scales: torch.Tensor | None,
+) -> None:  # fmt: skip
+    symmetric = exchange.symmetric_of(op, x, group)
+    hidden = x.shape[-1]
+    rows = x.numel() // max(hidden, 1)
+    if rows == 0:
+        return
+    if words < 0:
+        words = _small(x, weight, residual, group) and x.nbytes * (symmetric.size - 1) <= SMALL
+    how: dict[str, Any] = {
+        "HAS_RES": residual is not None, "QUANT": scales is not None, "STATIC": scale is not None
+    }  # fmt: skip
+    if words:
+        of_row = hidden * x.element_size() // 4
+        block = next_power_of_2(of_row)
+        # Of a word, two numbers are quantized to two bytes, or one to one.
+        result = out.view(
+            torch.int32 if scales is None else torch.int16 if x.element_size() == 2 else torch.uint8
+        )
+        given = (None if t is None else t.view(torch.int32) for t in (x.contiguous(), residual, weight))
+        _words_rms_norm_kernel[(rows,)](
+            *given, scale, result, scales, *small.state_of(symmetric), of_row, eps, KIND=exchange.SUMS.index(x.dtype),
+            BLOCK=block, num_warps=min(max(block // 256, 1), 8), **how, **small.words_of(symmetric),
+        )  # fmt: skip
+        return
+    each = cdiv(rows, Symmetric.BLOCKS)
+    _all_reduce_rms_norm_kernel[(cdiv(rows, each),)](
+        x.contiguous(), residual, weight, scale, out, scales, symmetric.table, symmetric.counters, symmetric.failed,
+        rows, each, hidden, eps, symmetric.room // Symmetric.BLOCKS // x.element_size(), 2 * symmetric.room // 4,
+        symmetric.polls, RANK=symmetric.rank, SIZE=symmetric.size, BLOCK=next_power_of_2(hidden), num_warps=8, **how,
+    )  # fmt: skip
+
+
+def fits(
     params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None,
     group: str = "tp",
 ) -> bool:  # fmt: skip
     return params["words"] == 0 or _small(x, weight, residual, group)
 
 
-def _unsupported(
+def unsupported(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
 ) -> str | None:
     if (reason := exchange.unsupported(x[:0], group, 1, True)) is not None:
@@ -173,13 +231,13 @@ def _unsupported(
     return None
 
 
-def _measured(
+def measured(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, group: str = "tp"
 ) -> str | None:
     """For messages of which the all-reduce was measured to be faster: its norm is nearly free."""
     if x.nbytes > parallel.communicator(group).faster.get("all_reduce", -1):
         return ForOthers("not measured to be faster in this group")
-    return _unsupported(x, weight, eps, residual, group)
+    return unsupported(x, weight, eps, residual, group)
 
 
 def _reference(
@@ -196,9 +254,9 @@ all_reduce_rms_norm = define(
     'all_reduce_rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!)? residual=None, str group="tp") -> Tensor',
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("measured", _triton, supports=_measured),
+        Provider("measured", _triton, supports=measured),
         Provider("composed", _composed, devices=exchange.BOTH),
-        Provider("triton", _triton, supports=_unsupported, params=({"words": 0}, {"words": 1}), fits=_fits),
+        Provider("triton", _triton, supports=unsupported, params=({"words": 0}, {"words": 1}), fits=fits),
         Provider("reference", _reference, devices=exchange.BOTH),
     ),
 )  # fmt: skip

@@ -13,13 +13,18 @@ from fastkernels.core.baseline import (
     Baseline,
     Function,
     aligned,
+    first,
+    half,
     inductor_compiled,
     provider,
     refusing,
+    same,
 )
 from fastkernels.core.communicator import Communicator
+from fastkernels.overrides.kit.fp8 import empty_outputs
 from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T, empty_as, pynccl_of, vllm_ops
 
+NO_FLASHINFER = "its fused all-reduce sets up multicast over NVLink, which is off here"
 MOST_SHOT = 8 << 20  # bytes of the buffer that PyTorch's symmetric memory has here
 
 
@@ -130,6 +135,44 @@ def _then_norm(
     return make
 
 
+def _then_quantized(reduce: Callable[[], Function]) -> Callable[[], Function]:
+    """A host's all-reduce, then vLLM's kernel: residual, norm and float8 values with their scales."""
+
+    def make() -> Function:
+        all_reduce, ops = reduce(), vllm_ops()
+
+        def all_reduce_rms_norm_quant_fp8(
+            x: T,
+            weight: T,
+            eps: float,
+            scale: T | None = None,
+            residual: T | None = None,
+            group: str = parallel.TP,
+        ) -> tuple[T, T]:
+            summed = all_reduce(x, group)
+            q, scales = empty_outputs(x.shape, x.device, scale is not None, -1)
+            if scale is None:
+                ops.rms_norm_dynamic_per_token_quant(q, summed, weight, scales, eps, None, residual)
+                return q, scales
+            if residual is None:
+                ops.rms_norm_static_fp8_quant(q, summed, weight, scale, eps)
+            else:
+                ops.fused_add_rms_norm_static_fp8_quant(q, summed, residual, weight, scale, eps)
+            return q, scales.copy_(scale)
+
+        if (capturing := getattr(all_reduce, "capturing", None)) is not None:
+            all_reduce_rms_norm_quant_fp8.capturing = capturing  # type: ignore[attr-defined]
+        return all_reduce_rms_norm_quant_fp8
+
+    return make
+
+
+def _not_quantized(
+    x: T, weight: T, eps: float, scale: T | None = None, residual: T | None = None, *_: Any
+) -> str | None:
+    return first(_too_large(x), half(x), same(x, weight, residual))
+
+
 def _custom(module: str) -> Any:
     """A host's custom all-reduce, in a group of its own: it exchanges addresses over gloo."""
 
@@ -217,7 +260,12 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         Baseline(
             "sglang_then_inductor", "host", _then_norm(_SGLANG, _compiled_norm), ("sglang",), refuses=_too_large
         ),
-        refusing("flashinfer", "its fused all-reduce sets up multicast over NVLink, which is off here"),
+        refusing("flashinfer", NO_FLASHINFER),
+    ),
+    "all_reduce_rms_norm_quant_fp8": (
+        *_composed("all_reduce_rms_norm_quant_fp8"),
+        Baseline("vllm", "host", _then_quantized(_VLLM), ("vllm",), refuses=_not_quantized),
+        refusing("flashinfer", NO_FLASHINFER),
     ),
     "all_to_all": _group("all_to_all"),
     "linear_all_reduce": _composed("linear_all_reduce"),

@@ -9,11 +9,14 @@ from __future__ import annotations
 from functools import partial
 
 from fastkernels.core import parallel
-from fastkernels.core.baseline import Baseline, Function, provider
+from fastkernels.core.baseline import Baseline, Function, provider, refusing
 from fastkernels.overrides.expert_parallel.ep_combine import placed
 from fastkernels.overrides.expert_parallel.ep_dispatch import Dispatched, own_part
 from fastkernels.overrides.kit.libraries import GPU_AND_CPU, T, pynccl_of
 
+NO_DEEPEP = (
+    "its calls have another result, such as padded rows in an order of experts, and it was not tried here"
+)
 OPS = (
     "ep_combine",
     "ep_combine_batched",
@@ -60,6 +63,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     op: (
         Baseline("composed", "host", partial(provider, op, "composed"), devices=GPU_AND_CPU),
         *((Baseline("vllm", "host", _VLLM[op], ("vllm",)),) if op in _VLLM else ()),
+        refusing("deepep", NO_DEEPEP),
     )
     for op in OPS
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +16,9 @@ from bench.agents.conftest import CASE
 from fk_bench.agents import tasks
 from fk_bench.agents.mcp_server import Tasks, server_of
 from fk_bench.agents.session import INDEPENDENT, SEQUENTIAL, Session, Settings
-from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.core.rows import Row, Status, Subject, read
 from fk_bench.core.small_model import small_model
+from fk_bench.info import stubs
 from mcp import Client
 
 from fastkernels.core import registry
@@ -119,3 +123,70 @@ def test_level_4_needs_a_model() -> None:
         tasks.chosen((), 4, "")
     with pytest.raises(UnknownName):
         tasks.chosen(("no_such_op",), None, "")
+
+
+# The agent sees its task folder alone: it tries a wrong result, and then computes once.
+SCRIPT = r"""
+import json, pathlib, re, subprocess
+
+def check(text):
+    file.write_text(text)
+    return json.loads(subprocess.run(["./check"], capture_output=True, text=True).stdout)
+
+(file,) = [f for f in pathlib.Path(".").glob("*.py") if f.stem != "reference"]
+slow = file.read_text()
+wrong = check(slow.replace("return out ", "return out * 1.5 "))
+assert wrong["verdict"] == "wrong" and "expected" in wrong["first_failure"], wrong
+right = check(re.sub(r"PASSES = \d+", "PASSES = 1", slow))
+assert right["verdict"] == "ok" and right["cases"] == 1, right
+"""
+SLOW = """
+
+    def forward(self, {arguments}):
+        for _ in range(PASSES):
+            out = self.once({arguments})
+        return out  # of the last pass
+
+
+PASSES = 8
+"""
+LOWER, UPPER = "llama.mlp", "llama.model"
+ARGUMENTS = {LOWER: "x", UPPER: "input_ids, positions"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_block_and_a_whole_model_are_judged_end_to_end(tmp_path: Path) -> None:
+    """Levels 2 and 4 of a tiny Llama: slow stubs, a wrong attempt, a fast one, and the final score."""
+    begin, out = tmp_path / "begin", tmp_path / "run"
+    begin.mkdir()
+    tasks.chosen((), 4, str(small_model()))
+    for op, arguments in ARGUMENTS.items():
+        text = stubs.source(op).replace("def forward(", "def once(").rstrip()
+        (begin / f"{op}.py").write_text(text + SLOW.format(arguments=arguments))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "fk_bench.cli", "agent-loop", "--command", f"python3 -c {shlex.quote(SCRIPT)}",
+            "--model", str(small_model()), "--ops", ",".join(ARGUMENTS), "--begin", str(begin), "--attempts", "2",
+            "--case", "small_7", "--case", "small_decode", "--final", "held-out", "--rounds", "3", "--mode", SEQUENTIAL,
+            "--device", "cpu", "--out", str(out), "--json",
+        ],
+        capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, _ = read(out / "rows.jsonl")
+    for op in ARGUMENTS:
+        own = [r for r in rows if r.subject.op == op]
+        tried = [r for r in own if r.kind == "attempt"]
+        assert [r.status for r in tried] == [Status.OK, Status.WRONG, Status.OK], [r.reason for r in tried]
+        (task,) = [r for r in own if r.kind == "task"]
+        assert task.status is Status.OK and task.case["exit_code"] == 0, task.reason
+        assert task.case["level"] == registry.get(op).level
+        final = [r for r in own if r.command == "kernels" and r.kind == "case"]
+        if not all("speedup_geomean" in tried[i].metrics for i in (0, 2)):
+            continue  # a busy machine may leave a case without a time
+        assert tried[2].metrics["speedup_geomean"] > tried[0].metrics["speedup_geomean"]
+        assert task.case["best"] == 2 and "PASSES = 1\n" in (out / "set" / f"{op}.py").read_text()
+        assert final and all(r.status is Status.OK and r.case["source"] == "held-out" for r in final)
+    won = (out / "set" / f"{LOWER}.py").is_file()
+    assert (out / "tasks" / UPPER / "work" / "below" / f"{LOWER}.py").is_file() is won

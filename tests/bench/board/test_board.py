@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -59,6 +60,24 @@ def test_ranks_at_other_bounds_follow_the_discrepancies(run: Run) -> None:
     assert [e.name for e in found.entries] == ["near", "exact"]
     assert found.thresholds["half"] == {"exact": 1, "near": 2}
     assert found.thresholds["double"] == {"near": 1, "exact": 2}
+
+
+def test_ranks_are_those_that_the_times_allow(run: Run) -> None:
+    """Sets whose intervals overlap may be in either order; one without intervals leaves the ranks open."""
+    rows = []
+    for name, speed, factor in (("a", 2.0, 1.1), ("b", 1.9, 1.2), ("c", 1.0, 1.05)):
+        for one in rows_of(name, [(speed, speed, 1.0)] * 3):
+            for metric in ("throughput_speedup", "latency_speedup"):
+                one.ci95[metric] = (speed / factor, speed * factor)
+            rows.append(one)
+    (found,) = read(run("all", rows))
+    assert found.ranges == {"a": (1, 2), "b": (1, 2), "c": (3, 3)}
+    low, high = found.entries[2].measured or (0.0, 0.0)
+    # Two texts and an image: a text has a quarter of the score's logarithm, the image half of it.
+    half = math.log(1.05) * math.sqrt((2 * 0.25**2 + 0.5**2) / 2)
+    assert (low, high) == pytest.approx((math.exp(-half), math.exp(half)))
+    (bare,) = read(run("bare", [*rows, *rows_of("d", [(1.5, 1.5, 1.0)] * 3)]))
+    assert bare.ranges == {} and bare.entries[1].measured is not None
 
 
 def test_forged_score_row_is_not_believed(run: Run) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench import cli
-from fk_bench.info import stub_source, stubs
+from fk_bench.info import model_blocks, stub_source, stubs
 from fk_bench.kernels.judge.scan import scan
 from fk_integrations.signatures import diff as signature_diff
 from support.commands import fk_bench, fk_bench_here, last_json
@@ -21,10 +21,12 @@ from support.kernels.op_cases import call, make_args, mutated
 from torch import nn
 
 from fastkernels.core import candidate, registry
+from fastkernels.models.common.descriptions.description import Unsupported
 from fastkernels.models.common.descriptions.registry import models
 from fastkernels.models.common.plans.ops import ops_of_model
 
 NAMES = registry.op_names()
+COLLECTIVES = registry.collective_names()
 FUNCTIONS = [n for n in NAMES if registry.get(n).op is not None]
 HOSTS = signature_diff.hosts()
 
@@ -32,7 +34,7 @@ HOSTS = signature_diff.hosts()
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("candidates")
-    for name in NAMES:
+    for name in (*NAMES, *COLLECTIVES):
         (folder / f"{name}.py").write_text(stubs.source(name))
     return folder
 
@@ -41,7 +43,7 @@ def load(folder: Path, name: str) -> candidate.Candidate:
     return candidate.load(name, str(folder / f"{name}.py"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *COLLECTIVES])
 def test_stub_offers_function_and_host_classes(name: str, written: Path) -> None:
     found, spec = load(written, name), registry.get(name)
     assert (found.function is not None) == (spec.op is not None)
@@ -149,10 +151,23 @@ def test_class_calls_function_of_its_file(
     assert runs == {name: 1}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *COLLECTIVES])
 def test_stub_passes_the_scan(name: str, written: Path) -> None:
     """The static scan finds nothing, so an author starts from a passing candidate."""
     assert not scan.rejections(scan.scan(written / f"{name}.py", name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", models())
+def test_stubs_of_blocks_pass_the_scan(model: str, tmp_path: Path) -> None:
+    try:
+        _, blocks = model_blocks.register(model)
+    except Unsupported:
+        pytest.skip("no block of it can be judged")
+    for block in blocks:
+        file = tmp_path / f"{block}.py"
+        file.write_text(stubs.source(block))
+        assert not scan.rejections(scan.scan(file, block)), block
 
 
 @pytest.mark.parametrize(
@@ -178,10 +193,25 @@ def test_subclass_that_inherits_the_call_is_rejected(body: str, pattern: str, tm
     assert re.search(pattern, scan.rejections(scan.scan(file, "rms_norm")))
 
 
+def test_live_method_of_the_op_is_not_inherited(tmp_path: Path) -> None:
+    """A subclass of a communicator may have a sum of its own, and neither inherits nor calls ours."""
+    file, head = (
+        tmp_path / "all_reduce.py",
+        "from fastkernels.overrides.collective import vllm as ours_vllm\n",
+    )
+    method = "    def all_reduce(self, x):\n        return {}\n"
+    found = []
+    for body in ("    pass\n", method.format("super().all_reduce(x)"), method.format("x.clone()")):
+        file.write_text(f"{head}class VllmCudaCommunicator(ours_vllm.VllmCudaCommunicator):\n{body}")
+        found.append(scan.rejections(scan.scan(file, "all_reduce")))
+    assert re.match(r"line 2: \S+VllmCudaCommunicator is the op", found[0])
+    assert found[1:] == ["line 4: super().all_reduce is what the candidate replaces (own-op)", ""]
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_stubs_for_every_host(host: str, tmp_path: Path) -> None:
     some = 0
-    for name in NAMES:
+    for name in (*NAMES, *COLLECTIVES):
         chosen, classes = stubs.host_classes(name, host)
         if not classes:
             continue

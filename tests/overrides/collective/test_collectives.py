@@ -130,7 +130,10 @@ def _strided_and_large(rank: int) -> dict[str, int]:
 
 
 def _compiled(rank: int) -> None:
-    for name in ("all_reduce", "all_reduce_rms_norm", "ep_dispatch", "ep_dispatch_fp8", "linear_all_reduce"):
+    for name in (
+        "all_reduce", "all_reduce_rms_norm", "all_reduce_rms_norm_quant_fp8", "ep_dispatch", "ep_dispatch_fp8",
+        "linear_all_reduce",
+    ):  # fmt: skip
         spec = registry.get(name)
         case = next(c for c in spec.cases if c.name == "odd_257")
         (args, want) = arguments(spec, case, 2)[rank], wanted(spec, arguments(spec, case, 2), rank)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fk_bench.core.baselines import baselines
 from support import ranks
 
-from fastkernels.core import parallel
+from fastkernels.core import parallel, registry
 from fastkernels.overrides.collective import all_reduce_rms_norm, production
 from fastkernels.overrides.expert_parallel.production import BASELINES
 
@@ -20,25 +20,32 @@ GPU = {
     "all_reduce_rms_norm": {"vllm_then_inductor", "sglang_then_inductor", "flashinfer"},
     "all_gather_linear": {"symm_mem"},
     "linear_reduce_scatter": {"symm_mem"},
-    "ep_dispatch": {"vllm"},
-    "ep_combine": {"vllm"},
+    "all_reduce_rms_norm_quant_fp8": {"vllm", "flashinfer"},
+    "ep_dispatch": {"vllm", "deepep"},
+    "ep_combine": {"vllm", "deepep"},
 }
+
+
+# Rivals that take no call, and what they say
+DECLARED = {"flashinfer": "multicast", "deepep": "was not tried"}
 
 
 @pytest.mark.parametrize(("op", "names"), GPU.items())
 def test_rivals_of_collectives_are_baselines(op: str, names: set[str]) -> None:
     found = {b.name: b for b in baselines(op, "production", "cuda")}
     assert names <= found.keys()
-    for name in names - {"symm_mem", "flashinfer"}:
+    for name in names - {"symm_mem", *DECLARED}:
         said = found[name].available()
         assert said is None or f"needs {name.partition('_')[0]}, which is not installed" in said
 
 
-def test_flashinfer_declines_because_of_multicast() -> None:
-    x = torch.ones(2, 8)
-    every = baselines("all_reduce_rms_norm", "production", "cuda")
-    said = next(b for b in every if b.name == "flashinfer").supports(x, x[0], 1e-5, x)
-    assert "multicast" in str(said)
+@pytest.mark.parametrize("op", registry.collective_names())
+def test_declared_rivals_give_their_reason(op: str) -> None:
+    found = [b for b in baselines(op, "production", "cuda") if b.name in DECLARED]
+    for one in found:
+        assert DECLARED[one.name] in str(one.supports(torch.ones(2, 8)))
+    of = {"expert_parallel": ["deepep"], "collective": ["flashinfer"] * ("norm" in op and "all_reduce" in op)}
+    assert [b.name for b in found] == of[registry.family(op)]
 
 
 @pytest.mark.parametrize("residual", [False, True])

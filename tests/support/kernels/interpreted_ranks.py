@@ -76,7 +76,9 @@ def check(rank: int, size: int, turns: int) -> None:
                         for args in every[1:]:
                             args[i] = every[0][i].clone()
                 lists = [
-                    [t.clone() for t in values] if isinstance(values[0], torch.Tensor) else values[0]
+                    [t.to(torch.float64, copy=True) for t in values]
+                    if isinstance(values[0], torch.Tensor)
+                    else values[0]
                     for values in zip(*every, strict=True)
                 ]
                 want = spec.reference(*lists)[rank]
@@ -96,7 +98,7 @@ def check(rank: int, size: int, turns: int) -> None:
                     ]
                     label = f"{name} {case.name} {params}"
                     for a, b in zip(got, want, strict=True):
-                        limit = spec.tolerance_for(case, b.dtype)
+                        limit = spec.tolerance_for(case, a.dtype)
                         a, b = a.double(), b.double()
                         near = torch.allclose(a, b, atol=limit.atol, rtol=limit.rtol)
                         assert near, f"{label}: {(a - b).abs().max()}"

@@ -11,6 +11,7 @@ from functools import cache
 from fastkernels.core import registry
 
 _OVERRIDES = registry.OPS_PACKAGE.split(".")
+MODULE_CALLS = frozenset(("forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"))
 
 
 class PlaceKind(Enum):
@@ -57,11 +58,19 @@ class Place:
     @property
     def is_record(self) -> bool:
         """Whether the name is a dataclass, such as what a host's class returns."""
+        return (found := self._class()) is not None and dataclasses.is_dataclass(found)
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """The methods that make a module's call; those that replace a live object's are named by its class."""
+        return MODULE_CALLS | set(getattr(self._class(), "live_methods", ()))
+
+    def _class(self) -> type | None:
         if self.kind not in (PlaceKind.OP, PlaceKind.HOST) or not self.name:
-            return False
+            return None
         module = importlib.import_module(".".join((*_OVERRIDES, self.family, self.module)))
         found = getattr(module, self.name, None)
-        return isinstance(found, type) and dataclasses.is_dataclass(found)
+        return found if isinstance(found, type) else None
 
 
 @cache

@@ -22,8 +22,6 @@ from fk_bench.kernels.judge.scan.unused import without_unused
 
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
-# the methods that make a module's call
-_CALLS = {"forward", "apply", "apply_scaled_mm", "apply_weights", "embedding", "__call__"}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, *FUNCTIONS)
 _MAX_NAME = 200  # characters of a dotted name; no entry of the rules is as long
 _MAX_REASONS = 20
@@ -82,7 +80,7 @@ class _Visitor(ast.NodeVisitor):
         self.in_function = 0
         # A module of several ops has no kernel of its own: the ops that it calls are judged with it.
         self.composed = registry.known(op) and registry.get(op).op is None
-        self.inherits = False
+        self.inherited: set[str] = set()  # calls of our classes whose subclasses here have calls of their own
         self.bound = _bound(tree)
         self.names: dict[str, str] = {}  # name in the file: its dotted name
         self.known: dict[int, str] = {}  # id(node): its dotted name
@@ -313,7 +311,7 @@ class _Visitor(ast.NodeVisitor):
             if not isinstance(first, ast.Constant) or first.value == self.op:
                 self.note(node, "own-op", f"{self.tree.text(node)} gives the op that the candidate replaces")
         method = node.func if isinstance(node.func, ast.Attribute) else None
-        if self.inherits and method is not None and method.attr in _CALLS and _is_super(method.value):
+        if method is not None and method.attr in self.inherited and _is_super(method.value):
             self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
         self._downcast(node)
         self.generic_visit(node)
@@ -404,12 +402,14 @@ class _Visitor(ast.NodeVisitor):
                 ("DispatchMode", "FunctionMode")
             ):
                 self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(f"{node.name}({base})"))
-        own = {item.name for item in node.body if isinstance(item, FUNCTIONS)} & _CALLS
+        own = {item.name for item in node.body if isinstance(item, FUNCTIONS)}
         bases = set(map(id, node.bases))
         for part in children(node):
             # A subclass of ours may inherit weights and loaders if it has its own call.
-            if own and id(part) in bases and self._is_own_op(self.dotted(part)):
-                self.inherits = True
+            name = self.dotted(part) if id(part) in bases else ""
+            calls = locate(name).calls if name and self._is_own_op(name) else frozenset()
+            if own & calls:
+                self.inherited |= calls
             else:
                 self.visit(part)
 
