@@ -22,6 +22,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.core.terminal.text import NAME, NAME_RULE
+from fk_bench.evaluate import own_model
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
@@ -38,7 +39,13 @@ def eval_command(
         list[str] | None,
         typer.Option("--set", metavar="NAME=DIR", help="a folder of candidates OP.py; repeatable"),
     ] = None,
-    model: Annotated[str, typer.Option(help="only the suite's items of this model")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="only the suite's items of this model; or a checkpoint's folder or hub id, which gets the hosts and"
+            " workloads that the suite has for its kind"
+        ),
+    ] = "",
     host: Annotated[
         str, typer.Option(help="only the suite's items in this host; the others count as not run")
     ] = "",
@@ -94,7 +101,7 @@ def eval_command(
         try:
             chosen = load(suite)
             if model:
-                chosen = of_model(chosen, model)
+                chosen = _of_model(chosen, model, not no_cage)
             if host and host not in {e.item.host for e in chosen.entries}:
                 raise UnknownName("host of the suite", host, sorted({e.item.host for e in chosen.entries}))
             if item and item not in (items := [e.name for e in chosen.entries]):
@@ -142,7 +149,7 @@ def eval_command(
         except ConfigError as error:
             fail(str(error))
         try:
-            evaluation.run(wanted, cluster, suite, model)
+            evaluation.run(wanted, cluster, suite, _everywhere(model, chosen))
         except ConfigError as error:
             fail(str(error))
         except KeyboardInterrupt:
@@ -153,6 +160,29 @@ def eval_command(
             store.track(run)
     if not ok:
         raise SystemExit(1)
+
+
+def _of_model(suite: Suite, model: str, caged: bool) -> Suite:
+    """The items of one model: of the suite, else of a checkpoint. Raises SuiteError, UnknownName, ConfigError."""
+    if any(e.item.model == model for e in suite.entries):
+        return of_model(suite, model)
+    if not own_model.is_checkpoint(model):
+        known = sorted({e.item.model for e in suite.entries})
+        hint = own_model.elsewhere(model, suite.name) or "A checkpoint is given by its folder or hub id."
+        raise UnknownName("model of the suite", model, known, hint)
+    made = own_model.of_checkpoint(suite, model)
+    folder = Path(made.entries[0].model.path)
+    if caged and (closed := own_model.unreadable(folder)):
+        raise ConfigError(
+            f"--model {model}: the user of the cage cannot read {closed}: chmod -R o+rX {folder}, or give --no-cage"
+        )
+    return made
+
+
+def _everywhere(model: str, suite: Suite) -> str:
+    """`--model` for a process that runs in another folder."""
+    own = model and suite.entries[0].model.path and Path(model).expanduser().is_dir()
+    return str(Path(model).expanduser().resolve()) if own else model
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
