@@ -30,7 +30,7 @@ from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
 from fk_bench.track import store
 
-SELFTEST = "do-nothing"
+SELFTEST = selftest.NAME
 
 
 def eval_command(
@@ -53,7 +53,8 @@ def eval_command(
     self_test: Annotated[
         bool,
         typer.Option(
-            "--selftest", help="a set of trivial subclasses: every item must be 1 within its interval"
+            "--selftest",
+            help="first a set of trivial subclasses: every item must be 1 within its interval; alone without --set",
         ),
     ] = False,
     best: Annotated[
@@ -117,8 +118,6 @@ def eval_command(
             if estimate:
                 _estimate(chosen, wanted, [_read_set(t) for t in sets or ()], not no_kernels, json_only)
                 return
-            if self_test and sets:
-                raise ConfigError("--selftest makes its own set: give no --set")
             if not self_test and not sets:
                 raise ConfigError(
                     "give --set NAME=DIR, or --selftest; `fk-bench stubs` makes a folder of candidates"
@@ -135,15 +134,13 @@ def eval_command(
         if self_test:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fk-selftest-")))
             folder.chmod(0o755)
-            found = [CandidateSet(SELFTEST, folder, ())]
+            found = [CandidateSet(SELFTEST, folder, ()), *found]
         run = out or Path("fk-bench-runs") / time.strftime("eval-%Y%m%d-%H%M%S")
         try:
             run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fail(f"--out {run}: {error.strerror}; give a folder")
-        evaluation = Evaluation(
-            chosen, found, run, pythons, not no_cage, not no_kernels and not self_test, best
-        )
+        evaluation = Evaluation(chosen, found, run, pythons, not no_cage, not no_kernels, best)
         try:
             evaluation.resume(force)
         except ConfigError as error:
@@ -308,7 +305,7 @@ class Evaluation:
             self.folder / "logs",
         ) as launcher:
             for one in self.sets:
-                if self.kernels:
+                if self.kernels and one.name != SELFTEST:
                     self._kernels(one)
                 for entry in () if apart else entries:
                     self._item(launcher, one, entry)
@@ -418,11 +415,12 @@ class Evaluation:
         from fk_bench.evaluate.run import report
 
         scored, lines = {}, []
+        selftests = results.selftest_of(self.suite, self.rows)
         for one in self.sets:
             found = results.scores(self.suite, self.rows, one.name)
             scored[one.name] = found
             gap = results.gap_of(self.rows, one.name)
-            row = results.score_row(self.context, one.name, found, gap)
+            row = results.score_row(self.context, one.name, found, gap, selftests)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
             unscored = {
@@ -442,12 +440,13 @@ class Evaluation:
         wanted = [results.items_done(self.rows, s.name).get(e.item) for s in self.sets for e in entries]
         ok = all(r is not None and r.status in (Status.OK, Status.SKIPPED) for r in wanted)
         if self_test:
-            outside = selftest.outside([r for r in wanted if r is not None])
+            done = results.items_done(self.rows, SELFTEST)
+            outside = selftest.outside([done[e.item] for e in entries if e.item in done])
             for text in outside:
                 print(f"selftest: {text}", file=sys.stderr)
             ok = ok and not outside
         last_line({
             "command": results.COMMAND, "ok": ok, "suite": self.suite.name, "digest": self.suite.digest,
-            "results": lines, "rows": str(self.path), "report": str(page),
+            "results": lines, "selftest": selftests, "rows": str(self.path), "report": str(page),
         })  # fmt: skip
         return ok
