@@ -91,7 +91,7 @@ def of_checkpoint(suite: Suite, model: str) -> Suite:
 
 def unreadable(folder: Path) -> Path | None:
     """The first file or folder of a checkpoint that the user of a cage cannot read."""
-    for path in (folder, *sorted(folder.rglob("*"))):
+    for path in filter(Path.exists, (folder, *sorted(folder.rglob("*")))):  # not links to nothing
         mode = path.stat().st_mode
         if not mode & 0o004 or (path.is_dir() and not mode & 0o001):
             return path
@@ -178,7 +178,7 @@ def _weights(folder: Path) -> list[Path]:
 def _digest(folder: Path, weights: list[Path]) -> str:
     """Of the configuration, and of the names, the sizes, the beginnings and the ends of the files of weights."""
     made = hashlib.sha256()
-    for file in sorted({*folder.rglob("*.json"), *weights}):
+    for file in sorted({*filter(Path.is_file, folder.rglob("*.json")), *weights}):
         made.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
         with file.open("rb") as read:
             made.update(read.read(SAMPLED))

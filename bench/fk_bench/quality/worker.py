@@ -65,7 +65,7 @@ class Worker:
         """[op, state, reason] of each op. Blocks of other models, and in other hosts than our engine, are left out."""
         import fastkernels
         from fastkernels.core.candidate import is_block
-        from fk_bench.evaluate.run.hosts.placed import place
+        from fk_bench.evaluate.placed import place
 
         left = {
             op: why[1] for op in filter(is_block, files or ()) if (why := place(op, self.host, self.model))

@@ -158,6 +158,9 @@ def test_folder_that_a_cage_cannot_read_is_refused(capsys, tmp_path):
     status, found = run(capsys, "smoke", "--model", path, "--estimate")
     assert status == 2 and f"chmod -R o+rX {path}" in found["error"] and "model.safetensors" in found["error"]
     assert run(capsys, "smoke", "--model", path, "--estimate", "--no-cage")[0] == 0
+    (path / "model.safetensors").chmod(0o644)
+    (path / "old.json").symlink_to("nowhere")
+    assert run(capsys, "smoke", "--model", path, "--estimate")[0] == 0
 
 
 def test_model_of_another_suite_is_named(capsys):

@@ -11,8 +11,8 @@ from fk_integrations.patching import compilations
 import fastkernels
 from fastkernels.core import candidate, registry
 from fastkernels.patch import PatchError, Report, Request, find_host
+from fk_bench.evaluate import placed
 from fk_bench.evaluate.reasons import Reason, described
-from fk_bench.evaluate.run.hosts import placed
 from fk_bench.kernels.judge.processes import deployment
 
 
