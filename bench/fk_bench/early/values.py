@@ -38,7 +38,7 @@ def check(command: str, words: Sequence[str]) -> None:
             _check_numbers(flag, value)
     if command in GPUS:
         _check_gpu(words)
-    if command in SETS and "--selftest" not in words:
+    if command in SETS:
         _check_sets(words)
     if command in RUNS and not (command == "track" and first and first[0] in VERBS):
         _check_runs(first)

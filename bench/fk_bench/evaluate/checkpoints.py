@@ -16,9 +16,14 @@ FORMAT = 2  # of the folders; another number makes all of them again
 
 
 def folder(model: Model, kind: str) -> Path:
-    """The folder of a model's configuration and, unless each host draws them, weights. Made once, in the cache."""
+    """The folder of a model's configuration and, unless each host draws them, weights. Made once, in the cache.
+
+    A checkpoint of a user is its own folder, unless only its first layers are wanted.
+    """
     from fastkernels.core.env import Environment
 
+    if model.path and not model.layers:
+        return Path(model.path)
     config = config_of(model)
     saved = model.weights == "saved" and kind == "text"
     content = [FORMAT, saved, config, *filter(None, (dict(model.files), dict(model.tokenizers)))]
@@ -68,6 +73,11 @@ def _tokenizer(longest: int, tokens: Mapping[str, int] | None = None) -> Any:
 
 
 def config_of(model: Model) -> dict[str, Any]:
+    if model.path:
+        found = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        if isinstance(text := found.get("text_config"), dict):
+            return {**found, "text_config": _cut(text, text, model.layers)}
+        return _cut(found, found, model.layers)
     if not model.public:
         return dict(model.config)
     from fk_bench.e2e.model_configs import load_config

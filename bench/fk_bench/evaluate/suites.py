@@ -79,6 +79,7 @@ class Model:
     timm      a name of timm instead; arguments: of its constructor
     named     a pipeline of diffusers instead, by its name in e2e.pictures.named; steps: of denoising
     library   a model of a library instead, by its name in LIBRARIES; arguments: of it
+    path      the folder of a checkpoint instead, which no suite names; see own_model
     layers    at most so many are kept; 0: all
     files     {file of JSON: its content} of the checkpoint's folder: a processor's, or those of a pipeline's parts
     tokenizers  {folder in it: most tokens, or {longest, tokens = {special token: its id}}}: tokenizers of bytes
@@ -94,6 +95,7 @@ class Model:
     timm: str = ""
     named: str = ""
     library: str = ""
+    path: str = ""
     steps: int = 1
     layers: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +121,8 @@ class Model:
             probe = dict(self.probe)
             request = _merged(self.request, probe.pop("request", {}))
             return replace(self, arguments=_merged(self.arguments, probe), request=request)
+        if self.path:
+            return replace(self, layers=self.probe["layers"], weights="dummy") if self.probe else self
         if self.named:
             return replace(self, image_size=int(self.probe.get("image_size", self.image_size)))
         probe = dict(self.probe)
@@ -464,6 +468,8 @@ def _with_tuples(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _model(name: str, given: Mapping[str, Any]) -> Model:
+    if isinstance(given, Mapping) and "path" in given:
+        raise SuiteError(f"model {name}: a suite names no folder; give one with --model")
     made = _made(f"model {name}", Model, given)
     given_by = made.config or made.public or made.files, made.timm, made.named, made.library
     if sum(map(bool, given_by)) != 1:

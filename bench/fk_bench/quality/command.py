@@ -265,7 +265,7 @@ def _candidates(sets: list[str]) -> dict[str, Mapping[str, str]]:
         if name in found:
             raise ConfigError(f"--set: two sets have the name {name!r}; give another one as NAME=DIR")
         try:
-            found[name] = read_set(name, path).files
+            found[name] = read_set(name, path, blocks=True).files
         except SetError as error:
             raise ConfigError(str(error)) from error
     return found

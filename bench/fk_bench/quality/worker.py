@@ -31,6 +31,7 @@ class Worker:
         self.folder, self.family = Path(options["folder"]), options["family"]
         self.inputs = json.loads((self.folder / "inputs.json").read_text())
         self.report: Any = None
+        self.host, self.model = options["host"], options["model"]
         name = "pictures" if options["host"] in ("timm", "diffusers") else options["host"]
         name = "requests" if options["requests"] else name
         engine = importlib.import_module(f"fk_bench.quality.engines.{name}").Engine
@@ -42,12 +43,7 @@ class Worker:
             self.forced(work) if self.family == "text" else self.encoded(work)
             return {"seconds": time.perf_counter() - start}
         if "patch" in work:
-            import fastkernels
-
-            self.report = fastkernels.patch(
-                self.engine.target, ops=work["patch"], candidates=work["candidates"]
-            )
-            return {"rows": [[row.op, row.state, row.reason] for row in self.report.rows]}
+            return {"rows": self.patched(work["patch"], work["candidates"])}
         if "fault" in work:
             from fk_bench.quality.faults import CannotPlant, NoHeads
 
@@ -56,12 +52,34 @@ class Worker:
             except CannotPlant as error:
                 return {"planted": False, "concerns": not isinstance(error, NoHeads), "reason": str(error)}
             return {"planted": True}
+        if self.report is None:
+            return {"calls": {}}
         self.report.refresh()
         calls: dict[str, int] = {}
         for row in self.report.rows:
             if row.state == "active":
                 calls[row.op] = max(calls.get(row.op, 0), row.calls)
         return {"calls": {**calls, **self.report.candidates}}
+
+    def patched(self, ops: list[str] | None, files: dict[str, str] | None) -> list[list[str]]:
+        """[op, state, reason] of each op. Blocks of other models, and in other hosts than our engine, are left out."""
+        import fastkernels
+        from fastkernels.core.candidate import is_block
+        from fk_bench.evaluate.placed import place
+
+        left = {
+            op: why[1] for op in filter(is_block, files or ()) if (why := place(op, self.host, self.model))
+        }
+        if files is not None:
+            files = {op: file for op, file in files.items() if op not in left}
+            ops = list(files)
+        if files is None or files:
+            self.report = fastkernels.patch(self.engine.target, ops=ops, candidates=files)
+        rows = [] if self.report is None else self.report.rows
+        return [
+            *([row.op, row.state, row.reason] for row in rows),
+            *([op, "left", why] for op, why in left.items()),
+        ]
 
     def forced(self, work: dict[str, Any]) -> None:
         total = sum(len(s["tokens"]) for s in self.inputs)

@@ -10,7 +10,10 @@ from fk_bench.cli import main
 from fk_bench.core import machine, rows
 from fk_bench.evaluate import suites
 from fk_bench.evaluate.adapters.sets import read_set
+from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import command, results
+from fk_bench.evaluate.run.items import Measured
+from fk_bench.info.stubs import source
 
 SUITE = suites.load("smoke")
 
@@ -46,6 +49,14 @@ def test_estimate_counts_the_kernels_of_a_set(capsys, candidates):
     ]
 
 
+def test_smoke_suite_takes_under_ten_minutes_by_its_estimate(capsys, tmp_path):
+    for op in ("gelu", "layer_norm", "linear", "rms_norm", "silu_and_mul"):
+        (tmp_path / f"{op}.py").write_text(source(op))
+    found = run(capsys, "smoke", "--estimate", "--set", f"mine={tmp_path}")[1]
+    assert found["minutes_of_kernels"]["mine"] > 0
+    assert sum(found["minutes"].values()) + found["minutes_of_kernels"]["mine"] < 10
+
+
 def test_estimate_is_of_the_chosen_items(capsys):
     timm = {e.name: e.minutes for e in SUITE.entries if e.item.host == "timm"}
     one = next(iter(timm))
@@ -67,7 +78,7 @@ def test_estimate_is_of_the_chosen_items(capsys):
         (["smoke", "--python", "vlm=python", "--estimate"], "vllm"),
         (["smoke", "--python", "timm=/no/such/python", "--estimate"], "no such interpreter: /no/such/python"),
         (["smoke", "--python", f"vllm={sys.executable}", "--estimate"], "vllm is not installed"),
-        (["smoke", "--selftest", "--set", "a=b"], "--selftest"),
+        (["smoke", "--selftest", "--set", "a=/no/such/folder"], "/no/such/folder"),
         (["smoke", "--set", "../mine=folder"], "at most 64 letters"),
         (["smoke", "--set", f"{'a' * 65}=folder"], "at most 64 letters"),
         (["smoke", "--set", "do-nothing=folder"], "choose another name"),
@@ -101,6 +112,34 @@ def test_selftest_gives_its_files_to_the_cage(tmp_path, monkeypatch):
         main(["eval", "smoke", "--selftest", "--out", str(tmp_path)])
     ((files, readable),) = given
     assert files and files <= readable
+
+
+def test_selftest_is_measured_before_the_sets(capsys, candidates, tmp_path, monkeypatch):
+    class ItemRun:
+        def __init__(self, entry, *_):
+            self.entry = entry
+
+        def measure(self, files, readable):
+            return Measured(self.entry, reason=Reason.UNUSED)
+
+    monkeypatch.setattr("fk_bench.evaluate.run.items.ItemRun", ItemRun)
+    words = [
+        "smoke",
+        "--selftest",
+        "--set",
+        f"a={candidates}",
+        "--host",
+        "timm",
+        "--no-kernels",
+        "--out",
+        tmp_path,
+    ]
+    status, found = run(capsys, *words)
+    made, _ = rows.read(tmp_path / "rows.jsonl")
+    assert [r.case["set"] for r in made if r.kind == results.ITEM] == ["do-nothing", "a"]
+    verdicts = next(r.case["selftest"] for r in made if r.kind == results.SCORE and r.case["set"] == "a")
+    assert verdicts == found["selftest"] and verdicts["timm"].startswith("failed") and status == 1
+    assert verdicts["transformers"] == "not run"
 
 
 def test_interrupted_run_says_how_to_continue(candidates, tmp_path, monkeypatch, capsys):

@@ -65,6 +65,30 @@ def test_selftest_sees_speed_and_wrong_outputs(speed, apart):
     assert selftest.outside([row])
 
 
+def test_score_has_the_verdict_of_the_selftest_for_each_host(tmp_path, capsys):
+    entries = {e.item.host: e for e in SUITE.entries if e.item.host != "fastkernels"}
+    both = [e for e in SUITE.entries if e.item.host == "fastkernels"]
+    context = replace(CONTEXT, sets={**CONTEXT.sets, selftest.NAME: "0"})
+
+    def of(*found: Measured):
+        return [row for f in found for row in results.item_rows(context, selftest.NAME, f, "record", {})]
+
+    rows = [*of(measured(entries["timm"]), measured(both[0])), *rows_of(measured(both[0]))]
+    verdicts = results.selftest_of(SUITE, rows)
+    assert verdicts == {"fastkernels": "1 of 2 items run", "transformers": "not run", "timm": "passed"}
+    rows += of(measured(both[1], 1.2))
+    verdicts = results.selftest_of(SUITE, rows)
+    assert verdicts["fastkernels"].startswith(
+        "failed: smollm2-135m in fastkernels: throughput_speedup in [1."
+    )
+    found = score(rows)
+    assert results.score_row(CONTEXT, "mine", found, {}, verdicts).case["selftest"] == verdicts
+    page = report.write(tmp_path, SUITE, rows, {"mine": found}).read_text()
+    report.show(SUITE, rows, {"mine": found})
+    for output in (capsys.readouterr().out, page):
+        assert "timm passed" in output and "transformers not run" in output
+
+
 def test_slower_set_keeps_its_candidates_in_the_score():
     rows = rows_of(*(measured(e, 0.8) for e in SUITE.entries))
     assert score(rows).kept.overall.score == pytest.approx(0.8, rel=0.01)
@@ -238,7 +262,7 @@ def test_parts_have_intervals_in_rows_tables_and_page(tmp_path, capsys):
     rows = rows_of(*(measured(e, speed) for e, speed in zip(SUITE.entries, (1.5, 1.1, 1.3), strict=False)))
     found = score(rows)
     whole = found.kept.by["category"]["text"]
-    text = results.score_row(CONTEXT, "mine", found, {}).case["parts"]["category"]["text"]
+    text = results.score_row(CONTEXT, "mine", found, {}, {}).case["parts"]["category"]["text"]
     assert text["ci95"] == whole.ci95 and text["ci95"]["score"][0] < text["score"] < text["ci95"]["score"][1]
     page = report.write(tmp_path, SUITE, rows, {"mine": found}).read_text()
     report.show(SUITE, rows, {"mine": found})

@@ -15,6 +15,7 @@ from fk_bench.core.rows import Status, read
 from fk_bench.quality.calibration import Calibration, Quality
 from fk_bench.quality.command import row_of, show
 from fk_bench.quality.metrics.metric import Value
+from fk_bench.quality.worker import Worker
 from support.tiny import make_tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +63,45 @@ def test_row_says_whether_the_item_is_valid() -> None:
         replace(GOOD, values={"kl": Value("kl", float("nan"), "nats", float("nan"))}), "m", "h", "s", "r", {}
     )
     assert broken.status == Status.WRONG and broken.metrics["c"] == 0 and "kl" not in broken.metrics
+
+
+BLOCK = """
+from fastkernels.overrides.block import vllm as ours
+
+
+class VllmLlamaMLP(ours.VllmLlamaMLP):
+    def forward(self, x):
+        return super().forward(x) * FACTOR
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "block", "told"),
+    [
+        ("vllm", "llama.mlp", "vllm runs its own classes"),
+        ("fastkernels", "mixtral.mixture", "it is a block of mixtral, and this item runs llama"),
+        ("fastkernels", "llama.mixture", "llama has the blocks llama."),
+    ],
+)
+def test_block_without_a_place_is_left_with_a_reason(host, block, told, tmp_path) -> None:
+    model = make_tiny_llama(tmp_path / "model")
+    made = Worker.__new__(Worker)
+    made.report, made.host, made.model = None, host, str(model)
+    ((op, state, why),) = made.patched([block], {block: "no-such-file.py"})  # is not imported
+    assert (op, state) == (block, "left") and told in why
+    assert made.answer({"calls": True}) == {"calls": {}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "status"), [("1.0", "ok"), ("1.3", "wrong")])
+def test_set_of_a_block_is_measured_in_our_engine(factor: str, status: str, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "llama.mlp.py").write_text(BLOCK.replace("FACTOR", factor))
+    small = ("--sequences", 4, "--batch", 2, "--prompts", "9,17", "--new", 8)
+    _, found, _ = command(
+        "--set", f"mine={tmp_path / 'set'}", "--hosts", "fastkernels", *small, "--out", tmp_path
+    )
+    assert found["results"][0]["status"] == status, found
 
 
 def test_table_shows_the_last_line_of_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

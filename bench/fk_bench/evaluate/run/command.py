@@ -22,6 +22,7 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.core.terminal.text import NAME, NAME_RULE
+from fk_bench.evaluate import own_model
 from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.run import results, selftest
@@ -29,7 +30,7 @@ from fk_bench.evaluate.run.results import Context
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
 from fk_bench.track import store
 
-SELFTEST = "do-nothing"
+SELFTEST = selftest.NAME
 
 
 def eval_command(
@@ -38,7 +39,13 @@ def eval_command(
         list[str] | None,
         typer.Option("--set", metavar="NAME=DIR", help="a folder of candidates OP.py; repeatable"),
     ] = None,
-    model: Annotated[str, typer.Option(help="only the suite's items of this model")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="only the suite's items of this model; or a checkpoint's folder or hub id, which gets the hosts and"
+            " workloads that the suite has for its kind"
+        ),
+    ] = "",
     host: Annotated[
         str, typer.Option(help="only the suite's items in this host; the others count as not run")
     ] = "",
@@ -46,7 +53,8 @@ def eval_command(
     self_test: Annotated[
         bool,
         typer.Option(
-            "--selftest", help="a set of trivial subclasses: every item must be 1 within its interval"
+            "--selftest",
+            help="first a set of trivial subclasses: every item must be 1 within its interval; alone without --set",
         ),
     ] = False,
     best: Annotated[
@@ -94,7 +102,7 @@ def eval_command(
         try:
             chosen = load(suite)
             if model:
-                chosen = of_model(chosen, model)
+                chosen = _of_model(chosen, model, not no_cage)
             if host and host not in {e.item.host for e in chosen.entries}:
                 raise UnknownName("host of the suite", host, sorted({e.item.host for e in chosen.entries}))
             if item and item not in (items := [e.name for e in chosen.entries]):
@@ -110,8 +118,6 @@ def eval_command(
             if estimate:
                 _estimate(chosen, wanted, [_read_set(t) for t in sets or ()], not no_kernels, json_only)
                 return
-            if self_test and sets:
-                raise ConfigError("--selftest makes its own set: give no --set")
             if not self_test and not sets:
                 raise ConfigError(
                     "give --set NAME=DIR, or --selftest; `fk-bench stubs` makes a folder of candidates"
@@ -128,21 +134,19 @@ def eval_command(
         if self_test:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fk-selftest-")))
             folder.chmod(0o755)
-            found = [CandidateSet(SELFTEST, folder, ())]
+            found = [CandidateSet(SELFTEST, folder, ()), *found]
         run = out or Path("fk-bench-runs") / time.strftime("eval-%Y%m%d-%H%M%S")
         try:
             run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fail(f"--out {run}: {error.strerror}; give a folder")
-        evaluation = Evaluation(
-            chosen, found, run, pythons, not no_cage, not no_kernels and not self_test, best
-        )
+        evaluation = Evaluation(chosen, found, run, pythons, not no_cage, not no_kernels, best)
         try:
             evaluation.resume(force)
         except ConfigError as error:
             fail(str(error))
         try:
-            evaluation.run(wanted, cluster, suite, model)
+            evaluation.run(wanted, cluster, suite, _everywhere(model, chosen))
         except ConfigError as error:
             fail(str(error))
         except KeyboardInterrupt:
@@ -153,6 +157,29 @@ def eval_command(
             store.track(run)
     if not ok:
         raise SystemExit(1)
+
+
+def _of_model(suite: Suite, model: str, caged: bool) -> Suite:
+    """The items of one model: of the suite, else of a checkpoint. Raises SuiteError, UnknownName, ConfigError."""
+    if any(e.item.model == model for e in suite.entries):
+        return of_model(suite, model)
+    if not own_model.is_checkpoint(model):
+        known = sorted({e.item.model for e in suite.entries})
+        hint = own_model.elsewhere(model, suite.name) or "A checkpoint is given by its folder or hub id."
+        raise UnknownName("model of the suite", model, known, hint)
+    made = own_model.of_checkpoint(suite, model)
+    folder = Path(made.entries[0].model.path)
+    if caged and (closed := own_model.unreadable(folder)):
+        raise ConfigError(
+            f"--model {model}: the user of the cage cannot read {closed}: chmod -R o+rX {folder}, or give --no-cage"
+        )
+    return made
+
+
+def _everywhere(model: str, suite: Suite) -> str:
+    """`--model` for a process that runs in another folder."""
+    own = model and suite.entries[0].model.path and Path(model).expanduser().is_dir()
+    return str(Path(model).expanduser().resolve()) if own else model
 
 
 def _pythons(given: Sequence[str]) -> dict[str, str]:
@@ -278,7 +305,7 @@ class Evaluation:
             self.folder / "logs",
         ) as launcher:
             for one in self.sets:
-                if self.kernels:
+                if self.kernels and one.name != SELFTEST:
                     self._kernels(one)
                 for entry in () if apart else entries:
                     self._item(launcher, one, entry)
@@ -388,11 +415,12 @@ class Evaluation:
         from fk_bench.evaluate.run import report
 
         scored, lines = {}, []
+        selftests = results.selftest_of(self.suite, self.rows)
         for one in self.sets:
             found = results.scores(self.suite, self.rows, one.name)
             scored[one.name] = found
             gap = results.gap_of(self.rows, one.name)
-            row = results.score_row(self.context, one.name, found, gap)
+            row = results.score_row(self.context, one.name, found, gap, selftests)
             self.add([row])
             declined = {str(d.path): d.reason for d in one.declined}
             unscored = {
@@ -412,12 +440,13 @@ class Evaluation:
         wanted = [results.items_done(self.rows, s.name).get(e.item) for s in self.sets for e in entries]
         ok = all(r is not None and r.status in (Status.OK, Status.SKIPPED) for r in wanted)
         if self_test:
-            outside = selftest.outside([r for r in wanted if r is not None])
+            done = results.items_done(self.rows, SELFTEST)
+            outside = selftest.outside([done[e.item] for e in entries if e.item in done])
             for text in outside:
                 print(f"selftest: {text}", file=sys.stderr)
             ok = ok and not outside
         last_line({
             "command": results.COMMAND, "ok": ok, "suite": self.suite.name, "digest": self.suite.digest,
-            "results": lines, "rows": str(self.path), "report": str(page),
+            "results": lines, "selftest": selftests, "rows": str(self.path), "report": str(page),
         })  # fmt: skip
         return ok

@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
     count = max(work.throughput, work.latency, *SERVED)
     by_name = model.timm or model.named or model.library
     where = by_name or str(checkpoints.folder(model, work.kind))
-    dummy = model.weights == "dummy" or work.kind != "text"
+    dummy = model.weights == "dummy" or (work.kind != "text" and not model.path)
     engine_args = dict(entry.engine_args)
     if model.draft:
         draft = str(
@@ -283,7 +284,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
             "model": draft,
             "num_speculative_tokens": DRAFTED,
         }
-    if work.kind == "requests":
+    if work.kind == "requests" and not model.path:
         dtype = str(model.config.get("dtype", dtype))
     share = ONLY_CHECKED if gpu and entry.item.host == "vllm" else round(0.85 / sides, 3)
     return {
@@ -363,7 +364,13 @@ class ItemRun:
     ) -> Callable[[], Side]:
         """A process with the model loaded, started now or when it is taken. trusted: see `Launcher.spawn`."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
-        seen = [*readable, *([] if model.timm or model.named or model.library else [options["model"]])]
+        seen = [*readable]
+        if not (model.timm or model.named or model.library):
+            folder = Path(options["model"])  # a snapshot of the hub has links to files outside of it
+            seen += [
+                str(folder),
+                *sorted({str(f.resolve().parent) for f in folder.rglob("*") if f.is_symlink()}),
+            ]
         seen += [options["engine_args"]["speculative_config"]["model"]] if model.draft else []
         return starts.plan(
             partial(self.launcher.spawn, self.entry.item.host, seen, self.entry.timeout, trusted),

@@ -9,7 +9,7 @@ from typing import Any
 from fk_bench.core import pages
 from fk_bench.core.rows import Row, provisional
 from fk_bench.core.terminal.output import table
-from fk_bench.evaluate.run import results
+from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.results import Scores
 from fk_bench.evaluate.suites import Suite
 
@@ -75,7 +75,15 @@ def notes(rows: Sequence[Row], name: str, found: Scores) -> list[str]:
     return lines
 
 
+def selftest_line(suite: Suite, rows: Sequence[Row]) -> str:
+    """Whether the hosts of a suite measure 1 for a set that changes nothing."""
+    found = results.selftest_of(suite, rows)
+    line = "selftest: " + "; ".join(f"{host} {verdict}" for host, verdict in found.items())
+    return line + ("" if all(v == selftest.PASSED for v in found.values()) else " (--selftest measures it)")
+
+
 def show(suite: Suite, rows: Sequence[Row], scored: Mapping[str, Scores]) -> None:
+    print(selftest_line(suite, rows))
     for name, found in scored.items():
         if ops := op_lines(rows, name):
             table(f"{name}: ops, judged against production", ["op", "", "speedup", "status", "reason"], ops)
@@ -98,7 +106,7 @@ def write(folder: Path, suite: Suite, rows: Sequence[Row], scored: Mapping[str, 
     ]  # fmt: skip
     text = pages.render(
         "eval.html", suite=suite, first=rows[0], when=pages.period(rows), columns=COLUMNS, sections=sections,
-        part_columns=results.PART_COLUMNS,
+        part_columns=results.PART_COLUMNS, selftest=selftest_line(suite, rows),
         cpu=rows[0].machine.gpus == 0,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ from fk_bench.core.rows import Machine, Row, Status, Subject
 from fk_bench.core.stats import geometric_mean
 from fk_bench.evaluate.macro_eval import DEFAULT, Item, ItemOutcome, MacroEval, Part, macro_eval
 from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.run import selftest
 from fk_bench.evaluate.run.items import PHASES, Measured
 from fk_bench.evaluate.suites import Entry, Suite
 
@@ -190,7 +191,14 @@ def scores(suite: Suite, rows: Sequence[Row], name: str) -> Scores:
     )
 
 
-def score_row(context: Context, name: str, found: Scores, gap: Mapping[str, float]) -> Row:
+def selftest_of(suite: Suite, rows: Iterable[Row]) -> dict[str, str]:
+    """The verdict of the do-nothing set for each host of a suite; see selftest.verdicts."""
+    return selftest.verdicts([e.item for e in suite.entries], items_done(rows, selftest.NAME))
+
+
+def score_row(
+    context: Context, name: str, found: Scores, gap: Mapping[str, float], selftests: Mapping[str, str]
+) -> Row:
     whole = found.kept.overall
     metrics = {
         "score": whole.score, "S": whole.S or 0.0, "C": whole.C, "coverage": whole.coverage, "declared": whole.declared,
@@ -200,7 +208,7 @@ def score_row(context: Context, name: str, found: Scores, gap: Mapping[str, floa
         metrics["S_valid"] = whole.S_valid
     if found.best is not None:
         metrics["best_score"] = found.best.overall.score
-    case = {"kind": SCORE, "parts": parts_of(found.kept)}
+    case = {"kind": SCORE, "parts": parts_of(found.kept), "selftest": dict(selftests)}
     return context.row(name, case, Subject(), metrics=metrics, ci95=dict(whole.ci95))
 
 

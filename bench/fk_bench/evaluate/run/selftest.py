@@ -7,12 +7,15 @@ shipped providers.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fastkernels.core import registry
 from fk_bench.core.rows import Row
+from fk_bench.evaluate.macro_eval import Item
 
+NAME = "do-nothing"  # of the set
+PASSED = "passed"
 SEAMS = ("leaf", "module")  # whose classes can be subclassed as they are
 OURS = "fastkernels"
 _FILE = '''"""A candidate that does nothing: the host's own classes under the names of an op's."""
@@ -85,6 +88,20 @@ def _classes(host: str, op: str) -> list[tuple[str, str, str]]:
                 found.append((target.cls, target.module, target.cls))
         elif host != OURS and target.host in (host, "torch") and target.seam in SEAMS:
             found.append((target.cls, module, name))
+    return found
+
+
+def verdicts(items: Sequence[Item], done: Mapping[Item, Row]) -> dict[str, str]:
+    """{host: 'passed', 'failed: ...' or 'not run'} for these items, with the rows that the do-nothing set has."""
+    found = {}
+    for host in dict.fromkeys(i.host for i in items):
+        mine = [i for i in items if i.host == host]
+        rows = [done[i] for i in mine if i in done]
+        wrong = outside(rows)
+        missing = "not run" if not rows else f"{len(rows)} of {len(mine)} items run"
+        found[host] = (
+            f"failed: {'; '.join(wrong)}" if wrong else PASSED if len(rows) == len(mine) else missing
+        )
     return found
 
 

@@ -132,7 +132,7 @@ def of(text: str) -> Blocks:
     full = _structure(config)
     reasons = {path: _unsupported(full, path) for path in full.made}
     if all(reasons.values()):
-        raise Unsupported(f"{given['name']} has no block that can be judged: {reasons}")
+        raise Unsupported(f"{given['name']} has no block that can be judged: {_said(reasons)}")
     small = _structure(shrunk.config_of(shrunk.small(given["config"])))
     short = small
     if reasons[""] is None:
@@ -171,8 +171,16 @@ def of(text: str) -> Blocks:
     else:
         declined["model"] = why
     if not blocks:
-        raise Unsupported(f"{name} has no block that can be judged: {declined}")
+        raise Unsupported(f"{name} has no block that can be judged: {_said(declined)}")
     return Blocks(name, tuple(blocks), declined)
+
+
+def _said(reasons: Mapping[str, str | None]) -> str:
+    """The reasons of modules by their paths, each reason once: 'why (a, b); why else (the model)'."""
+    paths: dict[str, list[str]] = {}
+    for path, why in reasons.items():
+        paths.setdefault(str(why), []).append(path or "the model")
+    return "; ".join(f"{why} ({', '.join(found)})" for why, found in paths.items())
 
 
 def of_tower(path: str) -> str:

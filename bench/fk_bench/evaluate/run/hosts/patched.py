@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,25 +11,13 @@ from fk_integrations.patching import compilations
 import fastkernels
 from fastkernels.core import candidate, registry
 from fastkernels.patch import PatchError, Report, Request, find_host
+from fk_bench.evaluate import placed
 from fk_bench.evaluate.reasons import Reason, described
 from fk_bench.kernels.judge.processes import deployment
 
 
 def _failure(reason: Reason, text: str) -> dict[str, Any]:
     return {"reason": reason.value, "text": text[:500], "files": []}
-
-
-def model_of(folder: str) -> tuple[str, Any]:
-    """(our name of a checkpoint's model, its config); '' and None if we have none, as for models of timm."""
-    from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
-    from fastkernels.models.common.descriptions import registry as architectures
-    from fastkernels.models.common.plans import build
-
-    try:
-        config = build.load_config(Path(folder))
-        return architectures.find(build.architecture_of(config, Path(folder)), config).name, config
-    except (CheckpointError, LookupError, OSError, ValueError):
-        return "", None
 
 
 class Patched:
@@ -93,28 +80,8 @@ class Patched:
     def placed(self, op: str) -> tuple[Reason, str] | None:
         """Why a candidate for a block of a model has no place in this host; None for ops, and for blocks that have."""
         if candidate.is_block(op) and op not in self._placed:
-            self._placed[op] = self._place(op)
+            self._placed[op] = placed.place(op, self.options["host"], self.options["model"])
         return self._placed.get(op)
-
-    def _place(self, op: str) -> tuple[Reason, str] | None:
-        host, model = self.options["host"], op.partition(".")[0]
-        own, config = model_of(self.options["model"])
-        if own != model:
-            runs = own or Path(self.options["model"]).name
-            return Reason.UNUSED, f"it is a block of {model}, and this item runs {runs}"
-        if host != "fastkernels":
-            return (
-                Reason.NOT_DEPLOYED,
-                f"it is a block of our engine's {model}; {host} runs its own classes there",
-            )
-        from fastkernels.models.common.descriptions.description import Unsupported
-        from fastkernels.models.common.plans import block_tasks
-
-        try:
-            _, names = block_tasks.register_model(config)
-        except Unsupported as error:
-            return Reason.UNUSED, str(error)
-        return None if op in names else (Reason.UNUSED, f"{model} has the blocks {', '.join(names)}")
 
     def _alone(self, op: str, path: str) -> dict[str, Any] | None:
         """Why the candidate cannot be put in by itself. Ours decides whether the model has a place for the op."""

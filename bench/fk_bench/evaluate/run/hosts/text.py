@@ -170,7 +170,7 @@ class Transformers(Patched):
 
     def __init__(self, options: dict[str, Any]):
         super().__init__(options)
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
         dtype = getattr(torch, options["dtype"])
         if options["load_format"] == "dummy":
@@ -179,6 +179,7 @@ class Transformers(Patched):
             weights.redraw(model)
         else:
             model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
+        model.generation_config = GenerationConfig()  # without a checkpoint's penalties and ends
         self.target = model.eval().to("cuda" if options["gpu"] else "cpu")
 
     def _padded(self, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
