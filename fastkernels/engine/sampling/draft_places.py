@@ -19,7 +19,7 @@ class DraftPlaces(NamedTuple):
     parents: torch.Tensor
     depth: int
 
-    def count(self, counts: torch.Tensor, first: int) -> None:
+    def add_drafts(self, counts: torch.Tensor, first: int) -> None:
         """Add the drafts before places to their counts [n, V] int32, those of the places first, first + 1, ..."""
         at = torch.arange(first, first + len(counts), device=counts.device)
         for _ in range(self.depth):

@@ -213,7 +213,7 @@ class Sampler:
             floats = self.floats.index_select(1, own)
             counts = self.output_counts.index_select(0, own)
             if places is not None:
-                places.count(counts, first)
+                places.add_drafts(counts, first)
             generated = counts > 0
             seen = self.prompt_mask.index_select(0, own) | generated
             repetition = floats[REPETITION][:, None]
