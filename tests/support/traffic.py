@@ -105,8 +105,8 @@ class Reference:
         return self._known[key]
 
 
-def malformed(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
-    """(path, body, headers) of a request that must get a 4xx."""
+def all_malformed(stream: bool = False) -> list[tuple[str, bytes, dict[str, str]]]:
+    """(path, body, headers) of requests that must get a 4xx."""
     wrong: list[dict[str, Any]] = [
         {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "no_such_field": 1}, {"prompt": []}, {"prompt": [10**6]},
         {"prompt": [5] * CONTEXT}, {"prompt": "a", "temperature": -1}, {"prompt": "a", "temperature": "hot"},
@@ -114,14 +114,12 @@ def malformed(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
         {"prompt": "a", "seed": 2**80}, {"prompt": "a" * 10**6}, {"messages": []}, {},
     ]  # fmt: skip
     raw = [b'{"prompt": "a"', b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"", b"[" * 10000]
-    at = rng.randrange(len(wrong) + len(raw) + 1)
-    path, headers = rng.choice((COMPLETIONS, CHAT)), {"content-type": "application/json"}
-    if at < len(wrong):
-        body = wrong[at] | {"stream": rng.random() < 0.5}
-        return (CHAT if "messages" in body else COMPLETIONS), json.dumps(body).encode(), headers
-    if at < len(wrong) + len(raw):
-        return path, raw[at - len(wrong)], headers
-    return path, b'{"prompt": "a"}', {"content-type": "text/plain"}
+    headers = {"content-type": "application/json"}
+    bodies = [json.dumps(body | {"stream": stream}).encode() for body in wrong]
+    paths = [CHAT if "messages" in body else COMPLETIONS for body in wrong]
+    found = [(path, body, headers) for path, body in zip(paths, bodies, strict=True)]
+    found += [(path, body, headers) for body in raw for path in (COMPLETIONS, CHAT)]
+    return [*found, (COMPLETIONS, b'{"prompt": "a"}', {"content-type": "text/plain"})]
 
 
 class Clients:
@@ -174,10 +172,19 @@ class Clients:
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
 
+    async def start_threads(self, times: int = 3) -> None:
+        """Send all malformed requests at once, `times` times, so that the server's pools have all of their threads."""
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=self.url, timeout=self.timeout, limits=limits) as client:
+            ends = await asyncio.gather(
+                *(self._malformed(client, *given) for given in times * all_malformed())
+            )
+        assert set(ends) == {"bad"}, ends
+
     def _job(self, rng: random.Random) -> Callable[[httpx.AsyncClient], Any]:
         ask, stream, roll = rng.choice(self.pool), rng.random() < 0.6, rng.random()
         if roll < 0.02:
-            path, body, headers = malformed(rng)
+            path, body, headers = rng.choice(all_malformed(stream=rng.random() < 0.5))
             return lambda client: self._malformed(client, path, body, headers)
         after = rng.randint(0, 6) if roll < 0.07 else None
         return lambda client: self.stream(client, ask, after) if stream else self.whole(client, ask, after)

@@ -121,9 +121,12 @@ def sizes_of(subject: Subject, case: Case, tiny: bool) -> dict[str, Any]:
     """The fields of a request."""
     model = model_of(subject, tiny)
     own = {k: v for k, v in case.items() if k != "batch"}
-    return {**own, **TINY_TEXT, **model.request} if tiny else {**model.request, **own}
+    others = OF_SOUNDS if "width" in case else OF_IMAGES if "seconds" in case else ()
+    given = {k: v for k, v in model.request.items() if k not in others}  # of a model that reads several media
+    return {**own, **TINY_TEXT, **given} if tiny else {**given, **own}
 
 
+OF_SOUNDS, OF_IMAGES = ("seconds",), ("width", "height", "frames")
 TINY_TEXT = {"tokens": 12, "new": 4}  # of a prompt of a small model, and of its answer
 
 
@@ -178,57 +181,6 @@ def _library(name: str, *lanes: str) -> tuple[Lane, ...]:
         for lane in lanes
     ]  # fmt: skip
     return (*made, *(lane.with_ours for lane in made if lane.name != KEPT))
-
-
-QWEN3_VL = suites.Model(
-    category="multimodal", public="Qwen3-VL-8B-Instruct", weights="dummy",
-    request={"width": 1024, "height": 1024, "tokens": 1200},
-    files={
-        "preprocessor_config.json": {
-            "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", "patch_size": 16,
-            "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-        },
-        "video_preprocessor_config.json": {
-            "video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16, "merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-    },
-    tokenizers={
-        ".": {
-            "longest": 4096,
-            "tokens": {
-                "<|vision_start|>": 151652, "<|vision_end|>": 151653, "<|image_pad|>": 151655,
-                "<|video_pad|>": 151656,
-            },
-        }
-    },
-    probe={
-        "image_token_id": 514, "video_token_id": 515, "vision_start_token_id": 512, "vision_end_token_id": 513,
-        "text_config": {
-            "vocab_size": 520, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True,
-            },
-        },
-        "vision_config": {
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
-            "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
-        },
-        "files": {
-            "preprocessor_config.json": {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}},
-            "video_preprocessor_config.json": {
-                "patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096},
-            },
-        },
-        "tokenizers": {
-            ".": {
-                "tokens": {"<|vision_start|>": 512, "<|vision_end|>": 513, "<|image_pad|>": 514, "<|video_pad|>": 515}
-            }
-        },
-        "request": {"width": 24, "height": 32, "tokens": 80},
-    },
-)  # fmt: skip
 
 
 def subjects() -> dict[str, Subject]:
@@ -335,8 +287,20 @@ def subjects() -> dict[str, Subject]:
             (Lane("vllm", "vllm", "vllm"),), dtype="bfloat16", limit=2.0,
         ),
         "qwen3-vl": Subject(
-            QWEN3_VL, [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
+            "qwen3-vl-8b", [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
             (Lane("vllm", "vllm", "vllm"),), dtype="bfloat16", limit=2.0,
+        ),
+        "qwen3-vl-moe": Subject(
+            "qwen3-vl-30b", [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
+            (Lane("vllm", "vllm", "vllm"),), dtype="bfloat16", limit=2.0,
+        ),
+        "qwen2.5-omni": Subject(
+            "qwen2_5-omni-7b", [{"batch": n, "new": 128, **picture, "text": 64} for n in (1, 8, 32)],
+            (), dtype="bfloat16", limit=2.0,
+        ),
+        "qwen2.5-omni-audio": Subject(
+            "qwen2_5-omni-7b", [{"batch": n, "new": 128, "seconds": 30, "text": 64} for n in (1, 8, 32)],
+            (), dtype="bfloat16", limit=2.0,
         ),
         "ttt-e2e": Subject(
             "ttt_e2e", _texts((1, 2048, 128), (8, 2048, 128)), (), {"mini_batch_size": 1024}, "bfloat16", {

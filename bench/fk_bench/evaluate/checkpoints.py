@@ -51,8 +51,14 @@ def folder(model: Model, kind: str) -> Path:
     return path
 
 
-def _tokenizer(longest: int, tokens: Mapping[str, int] | None = None) -> Any:
-    """One token for each byte, without merges. tokens: {special token: its id}, such as placeholders of images."""
+def _tokenizer(
+    longest: int, tokens: Mapping[str, int] | None = None, roles: Mapping[str, str] | None = None
+) -> Any:
+    """One token for each byte, without merges.
+
+    tokens  {special token: its id}, such as placeholders of images
+    roles   {name that a processor has for one: the special token}
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +73,7 @@ def _tokenizer(longest: int, tokens: Mapping[str, int] | None = None) -> Any:
     made.add_special_tokens(list(special))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **named)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **named, **(roles or {}))
     fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     return fast
 

@@ -21,9 +21,9 @@ PAPER = {
     "bge-m3": 1.06, "colbertv2": 3.08, "convnextv2": 0.99, "cosyvoice3": 2.13, "dinov3": 0.99, "dlrmv2": 1.06,
     "dp3": 1.42, "efficientnetv2": 1.05, "flux": 1.01, "gaussians": 0.99, "gla": 1.85, "hunyuan-video": 0.97,
     "instant-ngp": 0.97, "lightgcn": 1.03, "llada": 1.07, "mobilenetv4": 1.15, "oasis": 1.29, "openfold3": 1.03,
-    "pi0": 3.48, "ptv3": 1.00, "qwen2-vl": 0.91, "qwen3-vl": 1.39, "retnet": 1.86, "rtdetrv2": 1.08, "rwkv7": 1.18,
-    "sam3": 1.05, "sdxl": 1.17, "siglip2": 0.93, "swinv2": 1.17, "ttt-e2e": 1.10, "vjepa2": 1.01, "whisper": 0.95,
-    "yolov10": 1.06,
+    "pi0": 3.48, "ptv3": 1.00, "qwen2-vl": 0.91, "qwen2.5-omni": 2.02, "qwen3-vl": 1.39,
+    "retnet": 1.86, "rtdetrv2": 1.08, "rwkv7": 1.18, "sam3": 1.05, "sdxl": 1.17, "siglip2": 0.93, "swinv2": 1.17,
+    "ttt-e2e": 1.10, "vjepa2": 1.01, "whisper": 0.95, "yolov10": 1.06,
 }  # fmt: skip
 HEAD = ["architecture", "case", "ours, ms", "reference", "its ms", "speedup", "patched", "paper", "measured"]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastkernels.engine.sampling.draft_places import DraftPlaces
 from fastkernels.engine.sampling.repetition import AGAIN, RING
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan, SlotFlags
@@ -112,6 +113,7 @@ class Sampler:
         plan: SamplePlan,
         drawn: torch.Tensor | None = None,
         masks: DeviceMasks | None = None,
+        places: DraftPlaces | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token a row, and count it for the penalties.
 
@@ -122,6 +124,7 @@ class Sampler:
         drawn    [B] int64: the result of `sampling` for these logits and drawing(slots), if known; only with
                  plan.from_raw
         masks    the tokens that some rows may sample
+        places   of the rows, if some sample behind drafts; needed for penalties only
 
         Returns token ids [B] int64 and the log-probabilities of the plan, both on the device.
         """
@@ -137,7 +140,7 @@ class Sampler:
                 1, self.bias_ids.index_select(0, slots), self.bias_values.index_select(0, slots)
             )
         if plan.any_penalties:
-            logits = self._penalize(logits, slots)
+            self._penalize(logits, slots, places)
         if plan.first_time:
             self._prefer_times(logits, slots, plan.first_time)
         if plan.repetition:
@@ -145,8 +148,8 @@ class Sampler:
         else:
             ids = sampling(logits, *self.drawing(slots), offsets) if drawn is None else drawn
         if plan.any_penalties and self.output_counts is not None:
-            places = slots * self.vocab_size + ids
-            self.output_counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+            taken = torch.ones_like(ids, dtype=torch.int32) if places is None else places.taken(ids).int()
+            self.output_counts.view(-1).scatter_add_(0, slots * self.vocab_size + ids, taken)
         if plan.num_logprobs < 0:
             return ids, None
         return ids, gather_logprobs(raw, ids, plan.num_logprobs)
@@ -199,18 +202,25 @@ class Sampler:
         ruled &= logits[:, first:].logsumexp(-1) > text.amax(-1)
         text.masked_fill_(ruled[:, None], -torch.inf)
 
-    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Penalties in vLLM's order: repetition for all seen tokens, then frequency and presence for generated ones."""
+    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor, places: DraftPlaces | None) -> None:
+        """Penalties in vLLM's order: repetition for all seen tokens, then frequency and presence for generated ones.
+
+        logits: [B, V], changed. Drafts can make more rows than there are slots, which would need more memory.
+        """
         assert self.prompt_mask is not None and self.output_counts is not None
-        floats = self.floats.index_select(1, slots)
-        counts = self.output_counts.index_select(0, slots)
-        generated = counts > 0
-        seen = self.prompt_mask.index_select(0, slots) | generated
-        repetition = floats[REPETITION][:, None]
-        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-        logits -= floats[FREQUENCY][:, None] * counts
-        logits -= floats[PRESENCE][:, None] * generated
-        return logits
+        first = 0
+        for part, own in zip(logits.split(self.num_slots), slots.split(self.num_slots), strict=True):
+            floats = self.floats.index_select(1, own)
+            counts = self.output_counts.index_select(0, own)
+            if places is not None:
+                places.add_drafts(counts, first)
+            generated = counts > 0
+            seen = self.prompt_mask.index_select(0, own) | generated
+            repetition = floats[REPETITION][:, None]
+            part.copy_(torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part))
+            part -= floats[FREQUENCY][:, None] * counts
+            part -= floats[PRESENCE][:, None] * generated
+            first += len(part)
 
     def _count(self, row: NewRow) -> None:
         """Fill a slot's token tables for the penalties."""

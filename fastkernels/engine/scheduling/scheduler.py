@@ -350,7 +350,11 @@ class Scheduler:
         """Look up drafts of a decoding request, and hold blocks for them, as far as no other request needs these."""
         settings = self.speculation
         assert settings is not None
-        if request.params.needs_history:  # which its drafts would be part of
+        if request.params.repetition_aware is not None:  # its history would have drafts
+            return 0
+        if (
+            request.params.needs_penalties and settings.synthetic
+        ):  # penalties count tokens that the model samples
             return 0
         left = request.max_tokens - len(request.output_token_ids) - request.num_inflight - 1
         most = min(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fk_bench.core.rows import Row, Status, Subject, append, read
@@ -17,7 +18,7 @@ from support.h200_plan import ROOT
 from fastkernels.core import registry
 
 sys.path.insert(0, str(ROOT / "bench"))
-from experiments.architectures import architectures, patched, references, subjects
+from experiments.architectures import architectures, ours, patched, references, subjects
 from experiments.architectures.subjects import LIBRARY
 from experiments.architectures.times import Times
 
@@ -48,6 +49,26 @@ def test_models_and_lanes_are_known() -> None:
         if subject.other:
             assert subjects.declared(subject.other).library in MODELS
     assert len(subjects.criteo()) == 26
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_case_names_the_medium_of_its_prompts(tiny: bool) -> None:
+    """Qwen2.5-Omni reads images and sounds; each subject sends one of them."""
+    for name, field in (
+        ("qwen2.5-omni", "width"),
+        ("qwen2.5-omni-audio", "seconds"),
+        ("qwen3-vl-moe", "width"),
+    ):
+        subject = subjects.subjects()[name]
+        sizes = subjects.sizes_of(subject, subject.cases[0], tiny)
+        assert sizes.keys() & {"width", "seconds"} == {field}, name
+        config = argparse.Namespace(vocab_size=100)
+        made = ours.prompts(config, {"image": 90, "audio": 91}, sizes)(np.random.default_rng(0))
+        kind = "image" if field == "width" else "audio"
+        assert (
+            made["multi_modal_data"].keys() == {kind}
+            and made["prompt_token_ids"][0] == {"image": 90, "audio": 91}[kind]
+        )
 
 
 def test_provider_of_each_op_is_one_that_it_has() -> None:

@@ -23,6 +23,7 @@ OF = {
     "dlrmv2": "recommendation", "lightgcn": "recommendation", "ptv3": "segmentation", "dp3": "policy", "pi0": "policy",
     "cosyvoice3": "audio", "whisper-large-v3": "speech", "openfold3": "structure", "yolov10-b": "detection",
     "rtdetrv2-r50": "detection", "llada-8b": "text", "qwen2-vl-7b": "text", "llama-eagle3": "text",
+    "qwen3-vl-8b": "text", "qwen3-vl-30b": "text", "qwen2_5-omni-7b": "text",
     "sam3-ours": "objects", "sam3-video": "tracking", "gaussians": "pixels", "instant-ngp": "pixels",
     "flux-pipeline": "pixels", "sdxl-pipeline": "pixels", "hunyuan-video": "pixels", "oasis": "pixels",
     **dict.fromkeys((

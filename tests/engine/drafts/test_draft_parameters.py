@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose
+from support.drafts import ALWAYS, SMALL, counts, params, prompts, propose, results
 from support.eagle import make_tiny_eagle3
 from support.mtp import make_mtp
 from support.tiny import make_tiny
@@ -75,7 +75,26 @@ def known() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "tree", "mtp"])
+def drafting(method: str, folders: dict[str, Path], tmp_path: Path, **more: Any) -> LLM:
+    """An engine with drafts: two steps in flight with EAGLE-3, or one with its trees and the others."""
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, **ALWAYS}
+    if method == "ngram":
+        settings["prompt_lookup_min"] = 1
+    if method in ("eagle3", "tree"):
+        settings["model"] = str(make_tiny_eagle3(tmp_path / "eagle"))
+    if method == "draft_model":
+        settings["model"] = str(folders["llama"])
+    if method == "tree":
+        settings |= {"method": "eagle3", "speculative_token_tree": TREE, "num_speculative_tokens": 7}
+    target = "mtp" if method == "mtp" else "llama"
+    room = {**ROOM, **more}
+    return LLM(str(folders[target]), **room, speculative_config=settings, async_scheduling=method == "eagle3")
+
+
+METHODS = ["ngram", "draft_model", "eagle3", "tree", "mtp"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_parameter_keeps_its_tokens(
     method: str,
     folders: dict[str, Path],
@@ -89,18 +108,32 @@ def test_every_parameter_keeps_its_tokens(
         given, each = requests(plain)
         known[target] = given, each, outcome(plain, given, each)
     given, each, (same, near, texts) = known[target]
-    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, **ALWAYS}
-    if method in ("eagle3", "tree"):
-        settings["model"] = str(make_tiny_eagle3(tmp_path / "eagle"))
-    if method == "draft_model":
-        settings["model"] = str(folders["llama"])
-    if method == "tree":
-        settings |= {"method": "eagle3", "speculative_token_tree": TREE, "num_speculative_tokens": 7}
     if method != "ngram":
         propose(monkeypatch, texts)
-    overlap = method == "eagle3"  # two steps in flight
-    llm = LLM(str(folders[target]), **ROOM, speculative_config=settings, async_scheduling=overlap)
+    llm = drafting(method, folders, tmp_path)
     found, logprobs, _ = outcome(llm, given, each)
     assert [way for way, a, b in zip(each, found, same, strict=True) if a != b] == []
     assert logprobs == pytest.approx(near, abs=1e-4)
     assert 10 < counts(llm).accepted < counts(llm).drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_with_penalties_have_drafts(
+    method: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks: some requests are preempted, and their tokens are counted again."""
+    given = prompts(9, seed=5)
+    ways = [
+        {"frequency_penalty": -0.3}, {"presence_penalty": -0.8, "repetition_penalty": 0.9},
+        {"presence_penalty": 1.2, "frequency_penalty": 0.4}, {"repetition_penalty": 1.4},
+    ]  # fmt: skip
+    each = [params(i, max_tokens=20, **ways[i % 4]) for i in range(9)]
+    room = {"num_blocks": 17}
+    plain = LLM(str(folders["mtp" if method == "mtp" else "llama"]), **{**ROOM, **room})
+    want = results(plain, given, each)
+    if method != "ngram":
+        propose(monkeypatch, [[*ids, *found[0][0]] for ids, found in zip(given, want, strict=True)])
+    llm = drafting(method, folders, tmp_path, **room)
+    assert results(llm, given, each) == want
+    assert 10 < counts(llm).accepted < counts(llm).drafts
+    assert llm.llm_engine.scheduler.num_preemptions > 0

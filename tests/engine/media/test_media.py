@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fk_bench.info.verified import LOGITS
+from support.rerun import install
 from support.tiny import IMAGE, VLMS, make_tiny_vlm
 from support.vlm_oracle import VlmOracle, image, prompt
 
@@ -80,6 +81,20 @@ def test_prompts_with_images_equal_transformers(oracle: VlmOracle) -> None:
     llm.llm_engine.reset_prefix_cache()
     outputs = check(oracle, llm)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == len(outputs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@models_of({"qwen3_vl"})
+def test_graphs_with_images_equal_transformers(oracle: VlmOracle, device: str) -> None:
+    """Steps without media run as graphs, behind images and in chunks of text next to other requests."""
+    more = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    llm = LLM(str(oracle.folder), **{**CPU, "device": device}, **more)
+    runner: Any = llm.llm_engine.runner
+    if device == "cpu":
+        install(runner)
+    check(oracle, llm)
+    check(oracle, llm, [(f"{IMAGE} seen", WIDE), ("a text of more tokens than a step has, which are 32",)])
+    assert runner.graphs.replays["decode"] > 20 and runner.graphs.replays["mixed"] > 0
 
 
 def test_logits_with_images_equal_transformers(oracle: VlmOracle) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fk_bench.info.verified import LOGITS
 from support.media_oracle import RATE, MediaOracle, clip, prompt, tone, wav
+from support.rerun import install
 from support.tiny import OMNI, make_tiny_omni, small_videos
 from support.vlm_oracle import image
 
@@ -118,6 +119,17 @@ def test_media_of_a_step_are_encoded_by_kind(oracle: MediaOracle, encoded: list[
     assert [sorted(step) for step in encoded] == [
         [("audio", 13), ("audio", 32), ("image", 15), ("video", 36)]
     ]
+
+
+def test_graphs_with_media_equal_transformers(oracle: MediaOracle) -> None:
+    llm = LLM(str(oracle.folder), **CPU, max_num_seqs=4, max_num_batched_tokens=32)
+    runner: Any = llm.llm_engine.runner
+    install(runner)
+    check(oracle, llm, PROMPTS)
+    check(
+        oracle, llm, [prompt(f"{A} and", audio=[SHORT]), prompt("a text of more tokens than a step has, 32")]
+    )
+    assert runner.graphs.replays["decode"] > 8 and runner.graphs.replays["mixed"] > 0
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fk_bench.info.verified import LOGITS
+from support.rerun import install
 from support.tiny import make_tiny_whisper
 from support.whisper_base import whisper_base_path
 
@@ -98,6 +99,18 @@ def check(oracle: Oracle, llm: LLM, prompts: Any = PROMPTS, n: int = 12) -> list
     outputs = generate(llm, prompts, replace(GREEDY, max_tokens=n))
     assert [o.outputs[0].token_ids for o in outputs] == [oracle.greedy(*p, n=n) for p in prompts]
     return outputs
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_read_the_keys_of_their_sources(oracle: Oracle, device: str) -> None:
+    """The graph of a step has fewer or other rows later, whose sources are others."""
+    llm = LLM(str(oracle.folder), **{**CPU, "device": device}, dtype="float32", max_num_seqs=3)
+    runner: Any = llm.llm_engine.runner
+    if device == "cpu":
+        install(runner)
+    check(oracle, llm)
+    check(oracle, llm, PROMPTS[2:0:-1], n=20)
+    assert runner.graphs.replays["decode"] > 20
 
 
 def test_whisper_equals_transformers(oracle: Oracle, encoded: list[int]) -> None:

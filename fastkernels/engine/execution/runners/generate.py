@@ -29,6 +29,7 @@ from fastkernels.engine.execution.forward.packed_weights import pack_weights
 from fastkernels.engine.execution.forward.runner import Runner
 from fastkernels.engine.execution.runners.warm_up import warm_up
 from fastkernels.engine.options.speculation import MOST_DRAFTS, Speculation
+from fastkernels.engine.sampling.draft_places import DraftPlaces
 from fastkernels.engine.sampling.rows import TokenMasks
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
@@ -307,23 +308,28 @@ class Generate(Runner):
         assert step.drafts is not None
         of, inside = places
         at = (np.cumsum(step.query_lens) - step.drafts - 1)[of] + inside
-        numbers = (at, slots, of, self._depths[inside])
+        parents = np.arange(len(at)) - inside + self._parents[inside]
+        numbers = (at, slots, of, self._depths[inside], parents)
 
         def fill(buffer: np.ndarray) -> None:
             for out, values in zip(buffer.reshape(len(numbers), -1), numbers, strict=True):
                 out[:] = values
 
         packed = self._verify_staging.copy(len(numbers) * len(at), fill)
-        rows, own_slots, rows_of, depths = packed.view(len(numbers), -1).unbind()
+        rows, own_slots, rows_of, depths, before = packed.view(len(numbers), -1).unbind()
         own_offsets = inputs.offsets.index_select(0, rows_of) + depths
         logits = self.model.compute_logits(hidden.index_select(0, rows))
+        drafted = None
+        if plan.any_penalties:
+            deepest = int(self._depths[inside].max())
+            drafted = DraftPlaces(inputs.input_ids.index_select(0, rows).clamp_min(0), before, deepest)
         ids = inputs.input_ids[: len(step.input_ids)] if self._holds_drafts else None
         event = self._events[inputs.host_turn]
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
 
         def sample(masks: TokenMasks | None) -> tuple[GenerateStep, torch.Tensor]:
             banned = None if masks is None else to_device(masks, self.device)
-            tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan, None, banned)
+            tokens, logprobs = self.sampler(logits, own_slots, own_offsets, plan, None, banned, drafted)
             return GenerateStep(_to_host(tokens), logprobs, prompt, event, ids), tokens
 
         return sample
@@ -618,6 +624,8 @@ class Generate(Runner):
         given = None if config.speculative_config is None else Speculation.read(config.speculative_config)
         tree = None if given is None else given.tree
         self._depths = np.arange(MOST_DRAFTS + 1) if tree is None else np.array(tree.depths)
+        # Of a sequence's places to sample at, the one before each
+        self._parents = np.maximum(self._depths - 1, 0) if tree is None else np.array(tree.parents)
         self._holds_drafts = given is not None and given.holds_drafts
         self._verify_staging = Staging(self.device)
         self.batch = InputBatch(

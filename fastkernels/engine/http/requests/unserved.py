@@ -32,7 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "include_reasoning": ANYTHING,
     "return_assistant_tokens_mask": (False,),
     "padding": ("do_not_pad",), "embed_dtype": ("float32",), "endianness": ("native", "little"),
-    "instruction": (), "chat_template_kwargs": ({},),
+    "instruction": (), "chat_template_kwargs": ({},), "encoding_format": ("float",),
     # Of diffusion language models, which serve them
     "block_length": (), "steps": (), "threshold": (), "remasking": (), "cfg_scale": (0, 0.0), "block_cache": ("none",),
     # SGLang

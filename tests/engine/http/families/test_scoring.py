@@ -64,6 +64,19 @@ def test_scores_are_those_of_the_engine(servers, name):
         np.testing.assert_allclose(one["score"], want[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/rerank"])
+def test_scores_are_numbers_only(servers, path):
+    """As in vLLM, they have no encoding: a value that would change the answer is refused."""
+    url, _ = servers("cross")
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    if path == "/v1/score":
+        body["queries"] = body.pop("query")
+    assert post(url, path, **body, encoding_format="float").status_code == 200
+    answer = post(url, path, **body, encoding_format="base64")
+    want = 'encoding_format is not supported: it may be null, "float", got "base64"'
+    assert answer.status_code == 400 and want in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("name", ["cross", "colbert"])
 def test_reranking_puts_the_best_first(servers, name):
     url, llm = servers(name)

@@ -15,6 +15,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
+from support import policies, recommenders
+from support.detectors import make_rtdetr
+from support.retrievers import make_tiny_bge_m3, make_tiny_colbert, make_tiny_cross_encoder
 from support.tiny_pipelines import make_tiny_flux
 
 from fastkernels.engine.http.requests.config import ServerConfig
@@ -80,6 +83,34 @@ def test_images_route(tmp_path_factory, mode):
     try:
         document = schemathesis.openapi.from_asgi("/openapi.json", server.app)
         run(document, server, "POST", "/v1/images/generations", mode, 8)
+    finally:
+        server.close()
+
+
+# {kind of model: (what makes a tiny one, its routes)}
+FAMILIES = {
+    "cross-encoder": (make_tiny_cross_encoder, ("/score", "/rerank", "/classify")),
+    "late-interaction": (make_tiny_colbert, ("/v1/score", "/v1/rerank", "/pooling")),
+    "embedder": (make_tiny_bge_m3, ("/v1/embeddings", "/pooling")),
+    "recommender": (recommenders.dlrm, ("/v1/scores",)),
+    "policy": (policies.dp3, ("/v1/actions",)),
+    "detector": (make_rtdetr, ("/v1/detections",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [f if f == "cross-encoder" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_routes_of_other_models(name, tmp_path):
+    make, paths = FAMILIES[name]
+    folder = tmp_path / "model"
+    make(folder)
+    server = Server(EngineConfig(str(folder), device="cpu"), ServerConfig("tiny", max_body_size=2**30))
+    try:
+        document = schemathesis.openapi.from_asgi("/openapi.json", server.app)
+        for path in paths:
+            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+                run(document, server, "POST", path, mode, 6)
     finally:
         server.close()
 
