@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import guides
 from support.commands import fk_bench_here, last_json
+from support.guides import of, starting
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -133,19 +134,6 @@ def test_readme_patches_and_restores(tiny: Path, capsys: pytest.CaptureFixture[s
     )
     assert "modules patched in 1 process" in capsys.readouterr().out and not scope["report"].verified
     assert scope["llm"].generate("a", use_tqdm=False)
-
-
-def starting(page: Path, *beginnings: str) -> list[str]:
-    """Command lines of the guide that begin so, at least one for each beginning."""
-    lines = guides.commands(page)
-    for beginning in beginnings:
-        assert any(line.startswith(beginning) for line in lines), f"{page.name} has no line {beginning!r}"
-    return [line for line in lines if line.startswith(beginnings)]
-
-
-def of(output: str) -> dict[str, Any]:
-    """The last line of a command's output."""
-    return json.loads(output.splitlines()[-1])
 
 
 def test_evaluate_guide_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

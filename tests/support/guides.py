@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -69,6 +71,23 @@ def commands(page: Path) -> list[str]:
     joined = "".join(blocks(page, "bash")).replace("\\\n", " ")
     lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def starting(page: Path, *beginnings: str) -> list[str]:
+    """Command lines of the guide that begin so, at least one for each beginning.
+
+    tests/docs/test_guide_lines.py reads these calls: the beginnings are strings, and the page is a constant.
+    """
+    lines = commands(page)
+    for beginning in beginnings:
+        assert any(line.startswith(beginning) for line in lines), f"{page.name} has no line {beginning!r}"
+    return [line for line in lines if line.startswith(beginnings)]
+
+
+def of(output: str) -> dict[str, Any]:
+    """The last line of a command's output."""
+    last: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return last
 
 
 def run(line: str, checkout: Path, words: dict[str, str] | None = None) -> str:

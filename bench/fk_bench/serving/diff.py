@@ -32,6 +32,10 @@ def load(path: Path) -> tuple[list[Row], list[str]]:
 
 def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:
     made = cells(found)
+    if not made and (others := {row.command for row in found} - {"serve-compare"}):
+        of = " and ".join(sorted(others))
+        accepted = "runs of serve-compare, kernels and agent-loop are compared"
+        raise ConfigError(f"{path} has rows of {of}: {accepted}")
     if not made:
         raise ConfigError(f"{path} has no finished round")
     return made

@@ -73,6 +73,7 @@ def fuse_sums(config: Any, model: Any, communicators: list[Any], journal: Journa
 
     def back() -> None:
         found.sums = {}
+        found.unchanged.clear()
 
     journal.add(back)
     found.sums = {name: Sums(each.group, each.most) for name, each in ours.items()}

@@ -280,7 +280,7 @@ def _reply(
     if patched is not None and not (patched.whole and patched.meant_by(request or Request("report"))):
         patched = None
     if patched is not None:
-        _note_apart(worker, patched)
+        _note_unchanged(worker, patched)
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
     place["seconds"] = {} if patched is None else patched.seconds
@@ -429,14 +429,18 @@ def _report_products(patched: Patched, layers: list[Any], more_than: int) -> Non
                 patched.counts.watch_op(row.op)
 
 
-def _note_apart(worker: Any, patched: Patched) -> None:
-    """Add to the row of products with their activations what the compiler pass has left."""
+def _note_unchanged(worker: Any, patched: Patched) -> None:
+    """Add to the rows what the compiler pass has found of their ops and left as it was."""
     from fk_integrations.vllm import ranges
 
-    row = next((row for row in patched.rows if row.op == GATED and row.more_than is not None), None)
-    if row is not None and (apart := ranges.still_apart(worker.vllm_config)):
-        before = {Reason(Kind(r["kind"]), r["text"]): r["modules"] for r in row.reasons}
-        row.explain({**{reason: n for reason, n in before.items() if n}, **apart})
+    for op, reasons in ranges.unchanged(worker.vllm_config).items():
+        row = next((row for row in patched.rows if row.op == op and row.state == "active"), None)
+        if row is not None:
+            before = {Reason(Kind(r["kind"]), r["text"]): r["modules"] for r in row.reasons}
+            kept = {
+                reason: n for reason, n in before.items() if n or " of compiled graphs " not in reason.text
+            }
+            row.explain({**kept, **reasons})
 
 
 def _discard(back: Callable[[], None]) -> None:

@@ -91,15 +91,13 @@ def prompts(found: Iterable[Gated], layers: Iterable[Any], most: int) -> Prompts
     return Prompts(most or tuning.DECODES, shapes, products) if shapes or products else None
 
 
-def still_apart(config: Any) -> dict[Reason, int]:
-    """Why compiled graphs of prompts have activations after their products; the numbers are in the reasons."""
+def unchanged(config: Any) -> dict[str, dict[Reason, int]]:
+    """{op: why the pass left calls in compiled graphs as they were}; the numbers are in the reasons."""
     found = fusions.rewriting(config)
-    if found is None or found.prompts is None:
-        return {}
-    return {
-        Reason(Kind.LEFT_TO_HOST, f"{n} activations of compiled graphs stay apart: {why}"): 0
-        for why, n in found.apart.items()
-    }
+    reasons: dict[str, dict[Reason, int]] = {}
+    for (op, what, why), n in found.unchanged.items() if found is not None else ():
+        reasons.setdefault(op, {})[Reason(Kind.LEFT_TO_HOST, f"{n} {what}: {why}")] = 0
+    return reasons
 
 
 def stays(op: str, most: int, of_prompts: Prompts | None = None) -> Reason | None:
@@ -142,9 +140,10 @@ def limit(
 
     def back() -> None:
         compilation.compile_ranges_endpoints, found.most, found.plain, found.prompts = ends, None, (), None
+        found.unchanged.clear()
 
     journal.add(back)
-    found.apart.clear()
+    found.unchanged.clear()
     new = {*ends, *([most] if limits and most else ()), *([of_prompts.more_than] if of_prompts else ())}
     compilation.compile_ranges_endpoints = sorted(new)
     found.prompts = of_prompts

@@ -260,7 +260,7 @@ def test_bad_input_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path:
 def documented() -> list[tuple[str, str]]:
     """(command, the Markdown tables that follow it) of docs/explain.md."""
     text = (ROOT / "docs" / "explain.md").read_text()
-    parts = re.split(r"^    (fk-bench explain .*--markdown.*)$", text, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^(fk-bench explain .*--markdown.*)$", text, flags=re.MULTILINE)[1:]
     return [
         (command, "\n".join(x for x in rest.split("\n#")[0].splitlines() if x.startswith("|")))
         for command, rest in zip(parts[::2], parts[1::2], strict=True)

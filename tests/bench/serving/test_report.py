@@ -13,6 +13,7 @@ import pytest
 from fk_bench.core.pages import model_name
 from fk_bench.core.rows import Machine, Row, Status, Subject, append, read
 from fk_bench.core.terminal.flags import ConfigError
+from fk_bench.offline.host import make_row
 from fk_bench.serving import summary
 from fk_bench.serving.config import Level
 from fk_bench.serving.diff import compare
@@ -455,3 +456,11 @@ def test_diff_command(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="neither run has 'speed'"):
         compare(a, a, ("speed",))
+
+
+def test_diff_names_the_command_whose_runs_it_cannot_compare(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    append(run / "rows.jsonl", [make_row("vllm", {"requests": 1}, {"seconds": 1.0}, command="e2e")])
+    with pytest.raises(ConfigError, match=r"has rows of e2e: runs of serve-compare, kernels and agent-loop"):
+        compare(run, run)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.vllm.passes.fx_fusions import fuse_quantization
+from fk_integrations.vllm.passes.unchanged import Counts
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -32,9 +33,10 @@ def as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pass(CustomGraphPass):
     def __init__(self) -> None:
         self.fused: list[int] = []
+        self.unchanged = Counts()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.fused.append(fuse_quantization(graph))
+        self.fused.append(fuse_quantization(graph, self.unchanged))
 
     def uuid(self) -> None:  # None: not cached
         return None
@@ -89,7 +91,7 @@ def test_two_ops_become_one_with_the_same_bits(with_residual: bool) -> None:
         got, ran = calls(fn, x.clone(), None if residual is None else residual.clone())
         assert ran == {"rms_norm_quant_fp8": 1, "silu_mul_quant_fp8": 1, "linear_fp8": 2}
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert found.fused and set(found.fused) == {2}
+    assert found.fused and set(found.fused) == {2} and not found.unchanged
 
 
 def test_result_with_another_user_is_not_fused() -> None:
@@ -104,22 +106,50 @@ def test_result_with_another_user_is_not_fused() -> None:
         "silu_mul_quant_fp8": 1,
         "linear_fp8": 2,
     } and found.fused == [1]
+    assert reasons(found.unchanged) == {"what is quantized has another user": 1}
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("options", "fused"), [({"group": 16}, 0), ({"cast": True}, 1), ({"cast": None}, 1)])
-def test_unsupported_patterns_are_not_fused(options: dict[str, Any], fused: int) -> None:
-    graph = two_quantizations(**options)
-    assert fuse_quantization(graph) == fused
+def reasons(unchanged: Counts) -> dict[str, int]:
+    """{why: how many quantizations the pass has left}."""
+    assert {(op, what) for op, what, _ in unchanged} <= {
+        ("linear_fp8", "quantizations of compiled graphs stay apart")
+    }
+    return {why: n for (_, _, why), n in unchanged.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "fused", "why"),
+    [
+        ({"group": 16}, 0, {"a scale is not per token": 2}),
+        ({"cast": True}, 1, {"the norm rounds twice": 1}),
+        ({"cast": None}, 1, {"the norm rounds twice": 1}),
+    ],
+)
+def test_unsupported_patterns_are_not_fused(options: dict[str, Any], fused: int, why: dict[str, int]) -> None:
+    graph, unchanged = two_quantizations(**options), Counts()
+    assert fuse_quantization(graph, unchanged) == fused
+    assert reasons(unchanged) == why
     graph.lint()
+
+
+def test_quantization_of_another_op_is_counted() -> None:
+    graph, unchanged = fx.Graph(), Counts()
+    x = graph.placeholder("x")
+    source = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.output(graph.call_function(torch.ops.fastkernels.quantize_fp8.default, (source, None, -1)))
+    assert fuse_quantization(graph, unchanged) == 0
+    assert reasons(unchanged) == {"what is quantized is of aten.relu.default": 1}
 
 
 @pytest.mark.parametrize(("named", "fused"), [(None, 2), (rms_norm, 1), (silu_and_mul, 1), (quantize_fp8, 0)])
 def test_requested_ops_are_not_fused(named: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate would not run inside the fused op, but would be reported."""
+    unchanged = Counts()
     if named is not None:
         monkeypatch.setattr(named, "_requested", "named")
-    assert fuse_quantization(two_quantizations()) == fused
+    assert fuse_quantization(two_quantizations(), unchanged) == fused
+    assert reasons(unchanged) == ({f"{named.name} is requested by name": 2 - fused} if named else {})
 
 
 def two_quantizations(**options: Any) -> fx.Graph:

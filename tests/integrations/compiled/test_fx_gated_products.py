@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fk_integrations.vllm.passes.fx_gated_products import fuse
+from fk_integrations.vllm.passes.unchanged import Counts
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -27,10 +27,10 @@ class Pass(CustomGraphPass):
     """Ours at its place in Inductor, which has decomposed the layers by then."""
 
     def __init__(self, shapes: frozenset[Any]) -> None:
-        self.shapes, self.replaced, self.apart = shapes, 0, Counter[str]()
+        self.shapes, self.replaced, self.unchanged = shapes, 0, Counts()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.replaced += fuse(graph, self.shapes, self.apart)
+        self.replaced += fuse(graph, self.shapes, self.unchanged)
         graph.lint()
 
     def uuid(self) -> None:  # None: not cached
@@ -78,7 +78,7 @@ FORMS = {
 def test_product_and_activation_are_one_op(form: str) -> None:
     args = tensors(7)
     (got, found, calls), want = run(FORMS[form], *args), FORMS[form](*args)
-    assert found.replaced == 1 and calls == 1 and not found.apart
+    assert found.replaced == 1 and calls == 1 and not found.unchanged
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -96,7 +96,9 @@ def test_other_patterns_are_left_and_counted(form: str) -> None:
     args = tensors(7)
     got, found, calls = run(fn, *args)
     assert found.replaced == calls == 0
-    assert [(text[: len(reason)], n) for text, n in found.apart.items()] == [(reason, 1)]
+    assert [(op, why[: len(reason)], n) for (op, _, why), n in found.unchanged.items()] == [
+        ("linear_silu_and_mul", reason, 1)
+    ]
     torch.testing.assert_close(got, fn(*args), atol=1e-5, rtol=1e-5)
 
 
@@ -106,5 +108,5 @@ def test_layers_of_three_dimensions() -> None:
     assert found.replaced == 1
     torch.testing.assert_close(got, FORMS["ours"](*args), atol=1e-5, rtol=1e-5)
     got, found, _ = run(FORMS["torch"], *args)  # a view of another shape is between
-    assert found.replaced == 0 and found.apart.total() == 1
+    assert found.replaced == 0 and found.unchanged.total() == 1
     torch.testing.assert_close(got, FORMS["torch"](*args), atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fk_integrations.vllm.passes.fx_products import use_ours
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -24,10 +25,11 @@ SHAPES = frozenset({(N, K, torch.float32)})
 class Pass(CustomGraphPass):
     """Ours at its place in Inductor, which has decomposed the layers by then."""
 
-    replaced = 0
+    def __init__(self) -> None:
+        self.replaced, self.unchanged = 0, Counts()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.replaced += use_ours(graph, SHAPES)
+        self.replaced += use_ours(graph, SHAPES, self.unchanged)
         graph.lint()
 
     def uuid(self) -> None:  # None: not cached
@@ -41,13 +43,18 @@ def as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def run(fn: Any, *args: Any) -> tuple[Any, int, int]:
-    """Results of a compiled function, products that became ours, and calls of the op."""
+def run(fn: Any, *args: Any, why: str = "") -> tuple[Any, int, int]:
+    """Results of a compiled function, products that became ours, and calls of the op.
+
+    why: the reason that the pass counts for the product; '' for none
+    """
     torch._dynamo.reset()
     found, before = Pass(), linear.calls
     with torch._inductor.config.patch(post_grad_custom_post_pass=found):
         torch._dynamo.mark_dynamic(args[0], 0)
         result = torch.compile(fn, fullgraph=True)(*args)
+    what = "products of compiled graphs stay the host's"
+    assert found.unchanged == ({Unchanged("linear", what, why): 1} if why else {})
     return result, found.replaced, linear.calls - before
 
 
@@ -100,19 +107,25 @@ def test_one_number_for_all_columns_is_no_bias() -> None:
     assert (replaced, calls, biases) == (1, 1, [None])
 
 
-OTHERS = {
-    "another shape": lambda x, w, b: F.linear(x, w[:64], b[:64]),
-    "a product without a weight": lambda x, w, b: x @ x.t(),
-    "scaled": lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2.0),
+UNKNOWN_SIZES, NOT_TRANSPOSED = (
+    "the weight's sizes are unknown",
+    "the product's weight is not a transposed matrix",
+)
+OTHERS: dict[str, tuple[Any, str]] = {
+    "another shape": (lambda x, w, b: F.linear(x, w[:64], b[:64]), ""),
+    "a product without a weight": (lambda x, w, b: x @ x.t(), UNKNOWN_SIZES),
+    "a weight of K rows": (lambda x, w, b: x @ w[:K, :K], NOT_TRANSPOSED),
+    "scaled": (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2.0), "an addmm with scales"),
 }
 
 
 @pytest.mark.parametrize("form", OTHERS)
 def test_other_products_stay(form: str) -> None:
     args = tensors(7)
-    got, replaced, calls = run(OTHERS[form], *args)
+    fn, why = OTHERS[form]
+    got, replaced, calls = run(fn, *args, why=why)
     assert replaced == calls == 0
-    torch.testing.assert_close(got, OTHERS[form](*args), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, fn(*args), atol=1e-5, rtol=1e-5)
 
 
 def test_ours_stays_ours() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.vllm.passes.fx_sums import Sums, fuse
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -33,10 +34,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class Pass(CustomGraphPass):
     def __init__(self, sums: dict[str, Sums], least: int) -> None:
-        self.sums, self.least, self.fused = sums, least, 0
+        self.sums, self.least, self.fused, self.unchanged = sums, least, 0, Counts()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.fused += fuse(graph, self.sums, self.least)
+        self.fused += fuse(graph, self.sums, self.least, self.unchanged)
 
     def uuid(self) -> None:  # None: not cached
         return None
@@ -66,8 +67,13 @@ class Block(nn.Module):
         return (out + summed if self.more else out), (x if residual is None else residual)
 
 
-def run(block: Block, sums: dict[str, Sums], least: int = 1, residual: bool = True) -> tuple[int, int]:
-    """(fusions, calls of the fused op); values are compared with those of the same sums."""
+def run(
+    block: Block, sums: dict[str, Sums], least: int = 1, residual: bool = True, why: str = ""
+) -> tuple[int, int]:
+    """(fusions, calls of the fused op); values are compared with those of the same sums.
+
+    why: the reason that the pass counts for the sum; '' for none
+    """
     torch._dynamo.reset()
     made = torch.Generator().manual_seed(1)
     x = torch.randn(5, HIDDEN, generator=made).bfloat16()
@@ -91,6 +97,8 @@ def run(block: Block, sums: dict[str, Sums], least: int = 1, residual: bool = Tr
     torch.testing.assert_close(got[0], out + 2 * product if block.more else out, atol=0.05, rtol=0.02)
     if want is not None:
         torch.testing.assert_close(got[1], want, atol=0.05, rtol=0.02)
+    what = "sums of compiled graphs stay apart"
+    assert found.unchanged == ({Unchanged("all_reduce", what, why): 1} if why else {})
     return found.fused, all_reduce_rms_norm.calls
 
 
@@ -104,20 +112,28 @@ def test_sum_and_norm_become_one_op(residual: bool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "sums", "least"),
+    ("block", "sums", "least", "why"),
     [
-        (Block(more=True), OURS, 1),
-        (Block(twice=True), OURS, 1),
-        (Block(name="tp:1"), OURS, 1),
-        (Block(), {}, 1),
-        (Block(), OURS, 6),
+        (Block(more=True), OURS, 1, "the sum has another user"),
+        (Block(twice=True), OURS, 1, "the norm rounds twice"),
+        (Block(name="tp:1"), OURS, 1, ""),
+        (Block(), {}, 1, ""),
+        (Block(), OURS, 6, "messages from 6 tokens on are longer than ours"),
     ],
     ids=["another user", "rounds twice", "another group", "no sums of ours", "longer messages"],
 )
-def test_other_sums_stay_vllms(block: Block, sums: dict[str, Sums], least: int) -> None:
-    assert run(block, sums, least) == (0, 0)
+def test_other_sums_stay_vllms(block: Block, sums: dict[str, Sums], least: int, why: str) -> None:
+    assert run(block, sums, least, why=why) == (0, 0)
+
+
+def test_sum_without_a_norm_is_counted() -> None:
+    graph, unchanged = fx.Graph(), Counts()
+    summed = graph.call_function(torch.ops.vllm.all_reduce.default, (graph.placeholder("x"), "tp:0"))
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (summed,)))
+    assert fuse(graph, OURS, 1, unchanged) == 0
+    assert [(why, n) for (_, _, why), n in unchanged.items()] == [("no norm of ours follows", 1)]
 
 
 def test_requested_norm_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "_requested", "named")
-    assert run(Block(), OURS) == (0, 0)
+    assert run(Block(), OURS, why="rms_norm: requested by name") == (0, 0)

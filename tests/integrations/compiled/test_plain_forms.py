@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.vllm.passes.plain_forms import PLAIN, use_plain_forms
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -41,9 +42,10 @@ class Pass:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names, self.replaced = names, 0
         self.left: set[str] = set()
+        self.unchanged = Counts()
 
     def __call__(self, module: fx.GraphModule, _: Any) -> Any:
-        self.replaced = use_plain_forms(module.graph, self.names)
+        self.replaced = use_plain_forms(module.graph, self.names, self.unchanged)
         self.left = {
             str(a) for n in module.graph.nodes for a in (n.target, *n.args) if "fastkernels" in str(a)
         }
@@ -84,7 +86,7 @@ def test_plain_form_has_the_results_of_the_op(name: str, dims: dict[str, Any]) -
     fn, found = compiled(lambda *given: op(*given), PLAIN)
     want_args, got_args = copied(args), copied(args)
     want, got = op(*want_args), fn(*got_args)
-    assert found.replaced == 1 and not found.left
+    assert found.replaced == 1 and not found.left and not found.unchanged
     torch.testing.assert_close((got, tensors(got_args)), (want, tensors(want_args)), atol=1e-5, rtol=1e-5)
 
 
@@ -101,3 +103,18 @@ def test_only_named_ops_become_plain() -> None:
     fn, found = compiled(layer, ("linear",))
     torch.testing.assert_close(fn(x), layer(x), atol=1e-5, rtol=1e-5)
     assert found.replaced == 1 and found.left == {"fastkernels.silu_and_mul.default"}
+
+
+def test_call_without_a_result_stays_and_is_counted() -> None:
+    """rotary_emb without a key only changes the query."""
+    op, (positions, query, _, *rest) = registry.get("rotary_emb").op, arguments("rotary_emb", ROPE)
+
+    def turned(query: torch.Tensor) -> torch.Tensor:
+        query = query.clone()
+        op(positions, query, None, *rest)
+        return query
+
+    fn, found = compiled(turned, PLAIN)
+    torch.testing.assert_close(fn(query), turned(query), atol=1e-5, rtol=1e-5)
+    why = Unchanged("rotary_emb", "calls of compiled graphs stay ours at all sizes", "the call has no result")
+    assert found.replaced == 0 and found.left and found.unchanged == {why: 1}

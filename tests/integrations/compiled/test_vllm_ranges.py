@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ from fk_integrations.core.journal import Journal
 from fk_integrations.vllm import fusions, prompt_sizes, ranges
 from fk_integrations.vllm.passes.fx_gated_products import Prompts
 from fk_integrations.vllm.passes.plain_forms import PLAIN
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 from fk_integrations.vllm.prompt_sizes import MOST, of, sizes
 from torch import nn
 
@@ -92,7 +92,7 @@ class Pass:
     quantization, most, plain, prompts = True, None, (), None
 
     def __init__(self) -> None:
-        self.apart: Counter[str] = Counter()
+        self.unchanged = Counts()
 
 
 def config(
@@ -178,15 +178,25 @@ def test_prompts_share_the_range_above_decodes() -> None:
     assert (ours.most, ours.plain, ours.prompts) == (None, (), None)
 
 
-def test_report_has_what_the_pass_left() -> None:
-    ours = Pass()
+def test_reasons_are_of_the_patch_that_compiles() -> None:
+    ours, journal = Pass(), Journal()
     found = config(of=ours)
-    ours.apart["left from before"] = 3
-    assert ranges.still_apart(found) == {}
-    ranges.limit(found, 64, {"linear"}, Journal(), Prompts(64, SHAPES))
-    ours.apart["the product has another user"] = 2
-    (reason,) = ranges.still_apart(found)
-    assert reason.text == "2 activations of compiled graphs stay apart: the product has another user"
+    assert ranges.unchanged(found) == {}
+    ours.unchanged[Unchanged("linear", "products stay", "left from before")] = 3
+    ranges.limit(found, 64, {"linear"}, journal, Prompts(64, SHAPES))
+    assert ranges.unchanged(found) == {}
+    what = "sums of compiled graphs stay apart"
+    ours.unchanged[Unchanged("all_reduce", what, "the sum has another user")] = 2
+    ours.unchanged[
+        Unchanged("linear", "products of compiled graphs stay the host's", "an addmm with scales")
+    ] = 1
+    reasons = ranges.unchanged(found)
+    assert {op: [reason.text for reason in of] for op, of in reasons.items()} == {
+        "all_reduce": ["2 sums of compiled graphs stay apart: the sum has another user"],
+        "linear": ["1 products of compiled graphs stay the host's: an addmm with scales"],
+    }
+    journal.undo()
+    assert ranges.unchanged(found) == {}
 
 
 def test_prompts_alone_add_a_range_and_nothing_else_stays_ours() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from fastkernels.core import dispatch
 from fk_integrations.vllm.passes import fx_fusions, fx_gated_products, fx_products, fx_sums, plain_forms
 from fk_integrations.vllm.passes.fx_gated_products import Prompts
 from fk_integrations.vllm.passes.fx_sums import Sums
+from fk_integrations.vllm.passes.unchanged import Counts
 
 dispatch.only_overload = True  # which vLLM's compiler can compile
 
@@ -33,7 +33,7 @@ class RewriteOps(InductorPass):
     prompts       in which ranges ops of ours compute products of prompts; None: in none
     sums          {vLLM's name of a group of ranks: the messages whose sum is ours}: a norm behind one is fused with it
     summed        fusions of a sum and a norm so far
-    apart         {why: activations that the pass has left after their products in these ranges}
+    unchanged     {what the pass found and left, and why: how often}, in all graphs so far
     """
 
     def __init__(self, quantization: bool):
@@ -43,20 +43,20 @@ class RewriteOps(InductorPass):
         self.prompts: Prompts | None = None
         self.sums: dict[str, Sums] = {}
         self.summed = 0
-        self.apart: Counter[str] = Counter()
+        self.unchanged = Counts()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.quantization:
-            fx_fusions.fuse_quantization(graph)
+            fx_fusions.fuse_quantization(graph, self.unchanged)
         start = _least_tokens()
-        self.summed += fx_sums.fuse(graph, self.sums, start)
+        self.summed += fx_sums.fuse(graph, self.sums, start, self.unchanged)
         prompts = self.prompts if self.prompts is not None and start > self.prompts.more_than else None
         if prompts is not None and prompts.shapes:
-            fx_gated_products.fuse(graph, prompts.shapes, self.apart)
+            fx_gated_products.fuse(graph, prompts.shapes, self.unchanged)
         if self.most is not None and start > self.most:
-            plain_forms.use_plain_forms(graph, self.plain)
+            plain_forms.use_plain_forms(graph, self.plain, self.unchanged)
         if prompts is not None:
-            fx_products.use_ours(graph, prompts.products)
+            fx_products.use_ours(graph, prompts.products, self.unchanged)
 
     def uuid(self) -> str:
         files = map(inspect.getsource, (fx_fusions, fx_gated_products, fx_products, fx_sums, plain_forms))

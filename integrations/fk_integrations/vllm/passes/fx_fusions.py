@@ -14,6 +14,7 @@ from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
 OPS = (
     quantize_fp8,
@@ -26,29 +27,30 @@ PER_TOKEN = {"group_size": -1}
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
-def fuse_quantization(graph: fx.Graph) -> int:
+def fuse_quantization(graph: fx.Graph, unchanged: Counts) -> int:
     """Fuse rms_norm and silu_and_mul with a per-token quantization that is the only user of their result; how many.
 
     graph: functionalized by torch.compile's first form of auto_functionalized; other forms are left unchanged. The
     fused ops give the same bits. An op that a candidate or a provider requests by name is left unchanged, because the
-    fused op would not call it (Op.requested).
+    fused op would not call it (Op.requested). Quantizations that stay are counted in `unchanged`, in the row of
+    linear_fp8, whose input they make.
     """
     ops = torch.ops.fastkernels
     fused = 0
-    if quantize_fp8.requested:
-        return fused
     for node in graph.find_nodes(op="call_function", target=ops.quantize_fp8.default):
-        given = arguments(node)
-        source, views = behind_views(given.pop("x"))
-        if given != PER_TOKEN or set(source.users) != {views[-1] if views else node}:
+        source, views = behind_views(arguments(node)["x"])
+        norm = None if source.target is ops.silu_and_mul.default else norm_of(source)
+        if why := _apart(node, source, views, norm):
+            unchanged[Unchanged("linear_fp8", "quantizations of compiled graphs stay apart", why)] += 1
             continue
-        if source.target is ops.silu_and_mul.default and not silu_and_mul.requested:
+        if norm is None:
             with graph.inserting_before(node):
                 new = graph.call_function(ops.silu_mul_quant_fp8.default, (source.args[0],))
             new.meta.update(metadata_of(node))
             node.replace_all_uses_with(new)
             erased = [node, *views, source]
-        elif (norm := norm_of(source)) is not None:
+        else:
+            assert isinstance(norm, fx.Node)
             new = quantizing(graph, norm, node)
             parts = [*moved(node, {0: 0, 1: 1}), *moved(norm, {1: 2})]
             for part, index in parts:
@@ -57,12 +59,23 @@ def fuse_quantization(graph: fx.Graph) -> int:
                 again.meta.update(metadata_of(part))
                 part.replace_all_uses_with(again)
             erased = [part for part, _ in parts] + [node, *views, source, norm]
-        else:
-            continue
         for old in erased:
             graph.erase_node(old)
         fused += 1
     return fused
+
+
+def _apart(node: fx.Node, source: fx.Node, views: list[fx.Node], norm: fx.Node | str | None) -> str:
+    """Why a quantization is not fused with what it quantizes: a norm, or an activation (None); '' if it is."""
+    if quantize_fp8.requested:
+        return f"{quantize_fp8.name} is requested by name"
+    if {name: value for name, value in arguments(node).items() if name != "x"} != PER_TOKEN:
+        return "a scale is not per token"
+    if set(source.users) != {views[-1] if views else node}:
+        return "what is quantized has another user"
+    if norm is None and silu_and_mul.requested:
+        return f"{silu_and_mul.name} is requested by name"
+    return norm if isinstance(norm, str) else ""
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -86,20 +99,28 @@ def behind_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, views
 
 
-def norm_of(source: fx.Node) -> fx.Node | None:
-    """The rms_norm with this output, if rms_norm_quant_fp8 can compute it."""
-    if source.target is not operator.getitem or source.args[1] != 0 or rms_norm.requested:
-        return None
-    norm: Any = source.args[0]
-    if norm.target is not torch.ops.higher_order.auto_functionalized:
-        return None
-    if norm.args[0] is not torch.ops.fastkernels.rms_norm.default or norm.kwargs.get("weight") is None:
-        return None
-    # The op rounds once, after the product with the weight.
-    twice = norm.kwargs.get("cast_x_before_out_mul", True)
-    whole = norm.kwargs.get("var_hidden_size") is None and not twice
+def norm_of(source: fx.Node) -> fx.Node | str:
+    """The rms_norm with this output, if rms_norm_quant_fp8 can compute it; or why not."""
+    norm: Any = source.args[0] if source.target is operator.getitem else None
+    if getattr(norm, "target", None) is not torch.ops.higher_order.auto_functionalized or source.args[1] != 0:
+        return f"what is quantized is of {source.target}"
+    if norm.args[0] is not torch.ops.fastkernels.rms_norm.default:
+        return f"what is quantized is of {norm.args[0]}"
+    if rms_norm.requested:
+        return f"{rms_norm.name} is requested by name"
+    if (why := other_norm(norm)) is not None:
+        return why
     alone = all(user is source or user.args[1] != 0 for user in norm.users)
-    return norm if whole and alone else None
+    return norm if alone else "the norm's result has another user"
+
+
+def other_norm(norm: fx.Node) -> str | None:
+    """Why our fused ops do not compute this rms_norm: they round once, after the product with the weight."""
+    if norm.kwargs.get("weight") is None:
+        return "the norm has no weight"
+    if norm.kwargs.get("var_hidden_size") is not None:
+        return "the norm is of a part of each row"
+    return "the norm rounds twice" if norm.kwargs.get("cast_x_before_out_mul", True) else None
 
 
 def quantizing(graph: fx.Graph, norm: fx.Node, quantize: fx.Node) -> fx.Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.linear.linear_silu_and_mul import linear_silu_and_mul
 from fk_integrations.vllm.passes.fx_fusions import behind_views, metadata_of
 from fk_integrations.vllm.passes.fx_products import product_of
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
 OPS = silu_and_mul, linear_silu_and_mul  # torch.ops has them by now
 
@@ -34,23 +34,28 @@ class Prompts:
     products: frozenset[tuple[Any, ...]] = frozenset()
 
 
-def fuse(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], apart: Counter[str]) -> int:
+def fuse(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], unchanged: Counts) -> int:
     """Replace silu_and_mul after a product with a weight of one of these shapes (N, K, dtype); return how many.
 
-    graph: with our silu_and_mul, and linear layers of ours or of aten. Others are left, and counted in `apart`.
+    graph: with our silu_and_mul, and linear layers of ours or of aten. Others stay, and are counted in `unchanged`.
     """
+
+    def stays(why: str) -> None:
+        what = "activations of compiled graphs stay apart"
+        unchanged[Unchanged(linear_silu_and_mul.name, what, why)] += 1
+
     replaced = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.fastkernels.silu_and_mul.default):
         source, views = behind_views(node.args[0])
         given = product_of(source)
         if isinstance(given, str):
-            apart[given] += 1
+            stays(given)
             continue
         if set(source.users) != {views[-1] if views else node}:
-            apart["the product has another user"] += 1
+            stays("the product has another user")
             continue
         if given.key not in shapes:
-            apart[f"no kernel of ours is faster for a weight of {given.key[0]} x {given.key[1]}"] += 1
+            stays(f"no kernel of ours is faster for a weight of {given.key[0]} x {given.key[1]}")
             continue
         with graph.inserting_before(node):
             new = graph.call_function(torch.ops.fastkernels.linear_silu_and_mul.default, tuple(given))

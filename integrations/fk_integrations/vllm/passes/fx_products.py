@@ -10,6 +10,7 @@ from torch import fx
 
 from fastkernels.overrides.linear.linear import linear
 from fk_integrations.vllm.passes.fx_fusions import arguments, metadata_of
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
 OPS = (linear,)  # torch.ops has it by now
 _OURS = torch.ops.fastkernels.linear.default
@@ -33,10 +34,11 @@ class Product(NamedTuple):
         return *weight.shape, weight.dtype
 
 
-def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
+def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]], unchanged: Counts) -> int:
     """Have our linear compute the products with weights of these shapes (N, K, dtype); return how many became ours.
 
-    All others are left as they are.
+    All others stay. Those whose weight or form is not recognized are counted in `unchanged`; the host's kernels are
+    known to be as fast for the other shapes.
     """
     replaced = 0
     for target in _PRODUCTS:
@@ -44,7 +46,10 @@ def use_ours(graph: fx.Graph, shapes: Collection[tuple[Any, ...]]) -> int:
             added, given = None, product_of(node)
             if given == ADDED and target is _ADDMM:
                 added, given = node.args[0], _product(node.args[1], node.args[2], None)
-            if isinstance(given, str) or given.key not in shapes:
+            if isinstance(given, str):
+                unchanged[Unchanged(linear.name, "products of compiled graphs stay the host's", given)] += 1
+                continue
+            if given.key not in shapes:
                 continue
             with graph.inserting_before(node):
                 new = graph.call_function(_OURS, tuple(given))

@@ -12,7 +12,8 @@ from fastkernels.core import parallel
 from fastkernels.overrides.collective.all_reduce import all_reduce
 from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fk_integrations.vllm.passes.fx_fusions import behind_views, metadata_of
+from fk_integrations.vllm.passes.fx_fusions import behind_views, metadata_of, other_norm
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
 OPS = (all_reduce, all_reduce_rms_norm, rms_norm)  # torch.ops has them by now
 
@@ -28,28 +29,35 @@ class Sums:
     most: int
 
 
-def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int) -> int:
+def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int, unchanged: Counts) -> int:
     """Fuse sums of these groups of vLLM, by name, with a norm of ours that is their only user; how many.
 
     least_tokens: of the graph's batches; a message that is not ours with so many tokens is left alone. An op that a
-    candidate or a provider requests by name is left unchanged, because the fused op would not call it.
+    candidate or a provider requests by name is left unchanged, because the fused op would not call it. Sums of these
+    groups that stay are counted in `unchanged`.
     """
-    fused = 0
-    if any(op.requested for op in OPS) or not sums:
+    fused, apart = 0, dict[fx.Node, str]()
+    if not sums:
         return fused
+    requested = [op.name for op in OPS if op.requested]
     for norm in graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized):
-        if norm.args[0] is not torch.ops.fastkernels.rms_norm.default or norm.kwargs.get("weight") is None:
+        if norm.args[0] is not torch.ops.fastkernels.rms_norm.default:
             continue
-        if norm.kwargs.get("var_hidden_size") is not None or norm.kwargs.get("cast_x_before_out_mul", True):
-            continue  # the fused op rounds once
         source, views = behind_views(norm.kwargs["x"])
         found = _ours(source, sums)
         if found is None:
             continue
-        if set(source.users) != {views[-1] if views else norm} or set(norm.kwargs["x"].users) != {norm}:
-            continue
+        alone = set(source.users) == {views[-1] if views else norm} and set(norm.kwargs["x"].users) == {norm}
         value = source.meta.get("val")
-        if value is None or least_tokens * value.shape[-1] * value.itemsize > found.most:
+        if requested:
+            apart[source] = f"{' and '.join(requested)}: requested by name"
+        elif (why := other_norm(norm)) is not None:
+            apart[source] = why
+        elif not alone:
+            apart[source] = "the sum has another user"
+        elif value is None or least_tokens * value.shape[-1] * value.itemsize > found.most:
+            apart[source] = f"messages from {least_tokens} tokens on are longer than ours"
+        if source in apart:
             continue
         kept = {name: norm.kwargs.get(name) for name in ("weight", "eps", "residual")}
         op = torch.ops.fastkernels.all_reduce_rms_norm.default
@@ -64,6 +72,10 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int) -> int:
         for old in (norm, *views, source):
             graph.erase_node(old)
         fused += 1
+    for node in graph.nodes:
+        if node.op == "call_function" and _ours(node, sums) is not None:
+            why = apart.get(node, "no norm of ours follows")
+            unchanged[Unchanged(all_reduce.name, "sums of compiled graphs stay apart", why)] += 1
     return fused
 
 

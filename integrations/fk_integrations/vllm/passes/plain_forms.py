@@ -16,6 +16,7 @@ from torch._inductor.pattern_matcher import (
 )
 
 from fastkernels.core import registry
+from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized
 
@@ -54,17 +55,20 @@ PLAIN = (
 )  # fmt: skip
 
 
-def use_plain_forms(graph: fx.Graph, names: Collection[str]) -> int:
+def use_plain_forms(graph: fx.Graph, names: Collection[str], unchanged: Counts) -> int:
     """Replace the calls of these ops, of PLAIN, by plain PyTorch; return how many.
 
     graph: functionalized by torch.compile's first form of auto_functionalized. Ops that the graph calls are loaded.
+    Calls that stay are counted in `unchanged`.
     """
-    ours = {}
-    for name in names:
-        for called in (name, f"{name}_functional"):
-            # The matcher cannot replace the None that a functionalized op has for a result: rotary_emb without a key.
-            if (packet := getattr(torch.ops.fastkernels, called, None)) and packet.default._schema.returns:
-                ours[packet.default] = name
+    calls = {
+        packet.default: name
+        for name in names
+        for called in (name, f"{name}_functional")
+        if (packet := getattr(torch.ops.fastkernels, called, None))
+    }
+    # The matcher cannot replace the None that a functionalized op has for a result: rotary_emb without a key.
+    ours = {target: name for target, name in calls.items() if target._schema.returns}
     patterns, replaced = PatternMatcherPass("plain_forms"), 0
 
     def replace(match: Match, *_: Any, **__: Any) -> None:
@@ -85,6 +89,13 @@ def use_plain_forms(graph: fx.Graph, names: Collection[str]) -> int:
     # One pattern for all: the matcher calls `replace` for each node that has one of these targets.
     register_graph_pattern(CallFunctionVarArgs([_FUNCTIONALIZED, *ours]), pass_dict=patterns)(replace)
     patterns.apply(graph)
+    for node in graph.nodes:
+        target = node.args[0] if node.target is _FUNCTIONALIZED else node.target
+        if node.op == "call_function" and target in calls:
+            why = (
+                "the call has no result" if target not in ours else "the compiler's matcher does not find it"
+            )
+            unchanged[Unchanged(calls[target], "calls of compiled graphs stay ours at all sizes", why)] += 1
     return replaced
 
 
