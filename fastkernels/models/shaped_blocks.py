@@ -257,6 +257,18 @@ SHAPED: dict[str, Shaped] = {
 }
 
 
+_SAM3_BACKBONE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2, "image_size": 56,
+    "window_size": 2, "global_attn_indexes": [7], "pretrain_image_size": 28,
+}  # fmt: skip
+_SAM3_PART = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 24}
+_SAM3_MARKS = {
+    "vision_config": {"fpn_hidden_size": 64, "backbone_config": _SAM3_BACKBONE},
+    "prompt_encoder_config": {"hidden_size": 64, "image_size": 56},
+    "mask_decoder_config": {
+        "hidden_size": 64, "mlp_dim": 32, "num_attention_heads": 4, "iou_head_hidden_dim": 24,
+    },
+}  # fmt: skip
 _ATOMS = {"c_atom": 16, "c_atom_pair": 8, "c_hidden": 4, "no_blocks": 2, "c_s": 24, "c_z": 16}
 _PAIRS = {"c_hidden_mul": 10, "c_hidden_pair_att": 4, "no_heads_pair": 2}
 _PAIRFORMER = {"c_s": 24, "c_z": 16, "c_hidden_pair_bias": 6, "no_heads_pair_bias": 4, **_PAIRS}
@@ -299,10 +311,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "sam3": {
         "vision_config": {
             "fpn_hidden_size": 16,
-            "backbone_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2,
-                "image_size": 56, "window_size": 2, "global_attn_indexes": [7], "pretrain_image_size": 28,
-            },
+            "backbone_config": _SAM3_BACKBONE,
         },
         "text_config": {
             "vocab_size": 48, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -312,6 +321,26 @@ SMALL: dict[str, dict[str, Any]] = {
         "detr_encoder_config": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
         "detr_decoder_config": {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24},
         "mask_decoder_config": {"hidden_size": 16, "num_attention_heads": 4},
+    },
+    "sam3_tracker": _SAM3_MARKS,
+    "sam3_video": {
+        "low_res_mask_size": 16,
+        "detector_config": {
+            "vision_config": {"fpn_hidden_size": 64, "backbone_config": _SAM3_BACKBONE},
+            "text_config": {
+                "vocab_size": 300, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+            },
+            "geometry_encoder_config": _SAM3_PART, "detr_encoder_config": _SAM3_PART,
+            "detr_decoder_config": _SAM3_PART, "mask_decoder_config": {"hidden_size": 64, "num_attention_heads": 4},
+        },
+        "tracker_config": {
+            **_SAM3_MARKS, "memory_attention_num_layers": 2, "memory_attention_feed_forward_hidden_size": 48,
+            "memory_fuser_num_layers": 2, "memory_attention_hidden_size": 64, "memory_encoder_hidden_size": 64,
+            "memory_encoder_output_channels": 32, "mask_downsampler_embed_dim": 64, "memory_fuser_embed_dim": 64,
+            "memory_fuser_intermediate_dim": 48, "num_maskmem": 3, "max_object_pointers_in_encoder": 5,
+            "image_size": 56,
+        },
     },
     "openfold3": {
         "architecture": {
