@@ -77,6 +77,39 @@ def test_only_yarn_extends_the_length(fields: dict[str, Any], expected: int) -> 
     assert length.longest(SimpleNamespace(**fields)) is None
 
 
+@pytest.mark.parametrize("kind", ["gla", "retnet", "rwkv7"])
+def test_models_of_states_alone_have_no_limit(tmp_path: Path, kind: str, greedy: Any) -> None:
+    folder = make_tiny(tmp_path, kind, "float32", max_position_embeddings=40)
+    llm = LLM(str(folder), device="cpu", max_num_batched_tokens=32, max_num_seqs=1)
+    assert llm.llm_engine.max_model_len == length.UNLIMITED
+    assert llm.generate([LONG], GREEDY)[0].outputs[0].token_ids == greedy(folder, LONG, 8)
+    longer = LLM(str(folder), device="cpu", max_num_seqs=1, max_model_len=length.UNLIMITED + 64)
+    assert longer.llm_engine.max_model_len == length.UNLIMITED + 64
+    if kind == "retnet":
+        rope = longer.llm_engine.runner.model.model.layers[0].attn.rotary_emb
+        assert len(rope.cos_sin_cache) == length.UNLIMITED + 64
+
+
+@pytest.mark.parametrize("kind", ["jamba", "kimi_linear", "mamba2"])
+def test_limit_without_positions_is_only_a_default(tmp_path: Path, kind: str, greedy: Any) -> None:
+    folder = make_tiny(tmp_path, kind, "float32", max_position_embeddings=40)
+    sizes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 1, "num_blocks": 40}
+    assert LLM(str(folder), **sizes).llm_engine.max_model_len == 40
+    llm = LLM(str(folder), max_model_len=128, max_num_batched_tokens=32, **sizes)
+    assert llm.generate([LONG], GREEDY)[0].outputs[0].token_ids == greedy(folder, LONG, 8)
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "mpt", "qwen3_next"])
+def test_limit_of_models_with_positions_is_kept(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny(tmp_path, kind, "float32", max_position_embeddings=40)
+    with pytest.raises(ValueError, match="max_model_len 41 is more than the model's 40"):
+        LLM(str(folder), device="cpu", max_model_len=41)
+
+
+def test_configs_without_a_length_have_the_hosts_default() -> None:
+    assert length.default(SimpleNamespace()) == length.UNKNOWN
+
+
 def test_long_factors_for_all_requests_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

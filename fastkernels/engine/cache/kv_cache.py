@@ -133,11 +133,14 @@ def cuda_budget(config: EngineConfig) -> int:
 
 
 def wanted_model_len(config: EngineConfig, hf_config: Any) -> int:
-    """max_model_len, or the model's own limit. Raises ValueError for a length over that limit."""
-    own = length.longest(hf_config) or config.max_model_len or 2048
-    if config.max_model_len is not None and config.max_model_len > own:
-        raise ValueError(f"max_model_len {config.max_model_len} is more than the model's {own}")
-    return config.max_model_len or own
+    """max_model_len, or the model's default. Raises ValueError for more positions than the model has."""
+    wanted = config.max_model_len
+    if wanted is None:
+        return length.default(hf_config)
+    own = length.longest(hf_config)
+    if own and wanted > own and length.has_positions(hf_config):
+        raise ValueError(f"max_model_len {wanted} is more than the model's {own}")
+    return wanted
 
 
 def limits(config: EngineConfig, wanted: int, num_blocks: int, groups: Sequence[Group]) -> Limits:

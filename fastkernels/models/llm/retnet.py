@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastkernels.models.common.configs import fla
+from fastkernels.models.common.configs import fla, length
 from fastkernels.models.common.descriptions import description as d
 from fastkernels.models.common.descriptions.architecture import Architecture
 
 
 def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     own = {"expand_k": 1.0, "expand_v": 2.0, "num_heads": 8, "hidden_ratio": 2}
-    return fla.fields(raw, fla.LINEAR, own, positions=True)
+    return fla.fields(raw, fla.LINEAR, own)
 
 
 def describe(config: Any) -> d.Decoder:
     d.refuse(config, use_short_conv=False)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    return fla.linear_decoder(config, rope=rope, max_positions=config.max_position_embeddings)
+    positions = config.max_position_embeddings or getattr(config, "max_model_len", None) or length.UNLIMITED
+    return fla.linear_decoder(config, rope=rope, max_positions=positions)
 
 
 ARCH = Architecture(

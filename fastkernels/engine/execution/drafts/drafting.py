@@ -90,7 +90,9 @@ class DraftSource:
             )
         if not eagle:
             own = length.longest(config)
-            if own is not None and own < max_model_len:
+            if own is None:
+                config.max_model_len = max_model_len
+            elif own < max_model_len and length.has_positions(config):
                 raise ValueError(
                     f"{what} has a context of {own} tokens, and this engine one of {max_model_len}: set"
                     f" max_model_len to at most {own}"

@@ -26,16 +26,16 @@ SPEC: dict[str, Any] = {
 }  # fmt: skip
 
 
-def fields(raw: Mapping[str, Any], *defaults: Mapping[str, Any], positions: bool = False) -> dict[str, Any]:
+def fields(raw: Mapping[str, Any], *defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json with defaults, and `layer_types` and `sliding_window` if `attn` names layers.
 
-    positions: all layers have some. Without, and without layers of attention, the length of a sequence has no limit.
+    Without layers of attention, the length of a sequence has no limit: FLA ignores max_position_embeddings.
     Raises Unsupported for an `attn` that is not supported.
     """
     made = {**FIELDS, **{k: v for each in defaults for k, v in each.items()}, **raw}
     specs = _specs(made) if type(made["num_hidden_layers"]) is int else []  # others are refused later
     if not specs:
-        return made if positions else {**made, "max_position_embeddings": None}
+        return {**made, "max_position_embeddings": None}
     types = ["linear_attention"] * made["num_hidden_layers"]
     windows = {spec["window_size"] for spec in specs} - {None}
     if len(windows) > 1:

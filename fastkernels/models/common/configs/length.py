@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastkernels.core.registry import UnknownName
 from fastkernels.models.common.descriptions import registry
+from fastkernels.models.common.descriptions.description import Attention, Decoder, Recurrent, Unsupported
 from fastkernels.overrides.block import attention_sizes
+
+UNKNOWN = 2048  # for a config without a length, as vLLM
+UNLIMITED = 1 << 17  # for layers that keep states of a fixed size: like the contexts of current models
 
 
 def longest(config: Any) -> int | None:
@@ -26,6 +31,35 @@ def longest(config: Any) -> int | None:
         if own and rope.get("rope_type", rope.get("type")) == "yarn" and factor and original:
             own = max(own, int(factor * original))
     return own
+
+
+def default(config: Any) -> int:
+    """The longest sequence without max_model_len: the model's own limit, else UNLIMITED or UNKNOWN."""
+    if own := longest(config):
+        return own
+    found = _described(config)
+    states = found is not None and all(isinstance(layer.attention, Recurrent) for layer in found.layers)
+    return UNLIMITED if states else UNKNOWN
+
+
+def has_positions(config: Any) -> bool:
+    """Whether a layer, or the embedding, depends on positions. Without them, the config's limit is a recommendation."""
+    found = _described(config)
+    if found is None or found.positions is not None:
+        return True
+    mixers = [layer.attention for layer in found.layers]
+    return any(m.rope is not None or (isinstance(m, Attention) and m.alibi is not None) for m in mixers)
+
+
+def _described(config: Any) -> Decoder | None:
+    """The description of a decoder; None for other models."""
+    known = registry.by_architecture().get((getattr(config, "architectures", None) or [""])[0])
+    if known is None or known.arch.runner != "Generate":
+        return None
+    try:
+        return registry.describe(config)
+    except (UnknownName, Unsupported):
+        return None  # reported where the model is built
 
 
 def notice(config: Any, max_model_len: int) -> str:
