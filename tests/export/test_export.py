@@ -523,8 +523,8 @@ def kernel_lines(tree: ast.Module) -> int:
 # lines of a file for a fork without its kernels and header, and more for each further op, class of the host and launch
 MOST, OP, CLASS, LAUNCH = 165, 50, 13, 21
 # more for the activations and layers that timm's CNNs may have, which these files recognize; convolutions choose tiles
-# by the number of pixels, and their precision by PyTorch's setting
-CNN = {"batch_norm": 30, "squeeze_excite": 20, "conv_norm_act": 182}
+# by the number of pixels, and their precision by PyTorch's setting; memory formats are those of PyTorch, also with gaps
+CNN = {"batch_norm": 30, "squeeze_excite": 24, "conv_norm_act": 190}
 # more for batches as packed sequences, and for calls of kernels by chunks or token by token
 _RULES = ("ssd", "gated_delta_rule", "gated_linear_attention", "kda", "rwkv7")
 JAGGED = {
