@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -444,13 +445,15 @@ def fla(name: str, subject: Subject, lane: Lane, times: Times, tiny: bool) -> No
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(ours.RESERVED, target.config.vocab_size, shape, generator=draw).to(device)
 
-        def logits() -> torch.Tensor:
+        def logits(model: Any = target) -> torch.Tensor:
             """Of all tokens but one in a pass, and of the last one after it."""
-            first = target(input_ids=ids[:, :-1], use_cache=True)
-            after = target(input_ids=ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
+            first = model(input_ids=ids[:, :-1], use_cache=True)
+            after = model(input_ids=ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
             return torch.cat((first.logits, after.logits), 1)
 
-        times.more = patched.put_in(target, logits, dtype)
+        times.more = patched.put_in(
+            target, logits, dtype, exact=lambda: logits(copy.deepcopy(target).float())
+        )
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(target.forward).parameters else {}
     for case in times.left(subject.cases):
         sizes = subjects.sizes_of(subject, case, tiny)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,34 @@ def test_patched_reference_is_compared_with_itself(monkeypatch: pytest.MonkeyPat
     third = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
     with pytest.raises(patched.Differs, match="ran none of our kernels"):
         patched.put_in(third, lambda: torch.ones(3), torch.float32)
+
+
+def test_patched_error_is_measured_against_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep model in bfloat16 is far from its own outputs in float32: no fixed limit fits all depths."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 24, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=32, initializer_range=0.4, **sizes)
+    ids = torch.arange(8)[None]
+
+    def model() -> Any:
+        return transformers.LlamaModel(config).eval().to(torch.bfloat16)
+
+    def outputs(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model(ids).last_hidden_state
+        return found
+
+    monkeypatch.setitem(patched.LIMITS, torch.bfloat16, 1e-6)  # is not used
+    first = model()
+    exact = copy.deepcopy(first).float()
+    more = patched.put_in(first, lambda: outputs(first), torch.bfloat16, lambda: outputs(exact))
+    assert 1e-3 < more["error"] <= 1.5 * more["stock_error"]
+    second, calls = model(), iter((1.0, 1.2))
+    exact_second = copy.deepcopy(second).float()
+    with pytest.raises(patched.Differs, match=r"from float32, the reference's by .*; 1.5 times that"):
+        patched.put_in(
+            second, lambda: next(calls) * outputs(second), torch.bfloat16, lambda: outputs(exact_second)
+        )
 
 
 def test_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
