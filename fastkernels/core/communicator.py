@@ -295,6 +295,8 @@ class Communicator:
         for rank, key in enumerate(keys):
             while not store.check([key]):
                 ended = self.meeting is not None and not self.meeting.alive(rank)
+                if ended and store.check([key]):  # it came between the two looks, and went on to its end
+                    break
                 if ended or time.monotonic() > until:
                     why = "the process of rank {} has ended" if ended else "rank {} has not come in {:g} s"
                     store.set(gone, str(self.rank))

@@ -165,6 +165,26 @@ def test_symmetric_memory_is_set_up_in_all_ranks() -> None:
     assert ranks.run(2, _symmetric, "") == [(None, "ours", True)] * 2
 
 
+def _slow_look(rank: int, failing: str) -> Any:
+    """Rank 0 looks whether rank 1 is alive when that has come to the step and ended."""
+    comm = parallel.communicator()
+    if rank == 0:
+        alive = comm.meeting.alive
+
+        def later(other: int) -> bool:
+            time.sleep(1.5)
+            return alive(other)
+
+        comm.meeting.alive = later
+    else:
+        time.sleep(0.5)
+    return comm._told("a step", "")
+
+
+def test_rank_that_comes_and_ends_between_two_looks_is_not_missed() -> None:
+    assert ranks.run(2, _slow_look, "") == [["", ""]] * 2
+
+
 def test_rank_without_symmetric_memory_in_time_is_named() -> None:
     first, second = ranks.run(2, _symmetric, "late")
     assert "allocation of symmetric memory: rank 1 has not come in 1 s [1, True]" in first
