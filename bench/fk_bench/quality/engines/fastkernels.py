@@ -11,6 +11,7 @@ import torch
 
 from fastkernels import LLM, SamplingParams, UnmaskParams
 from fastkernels.engine.execution.runners.unmask import Unmask, UnmaskStep
+from fastkernels.engine.sampling.draft_places import DraftPlaces
 from fastkernels.engine.sampling.rows import NewRow
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, SamplePlan
@@ -35,11 +36,11 @@ class Forced(Sampler):
 
     def __call__(
         self, logits: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, plan: SamplePlan,
-        drawn: torch.Tensor | None = None, masks: DeviceMasks | None = None,
+        drawn: torch.Tensor | None = None, masks: DeviceMasks | None = None, places: DraftPlaces | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:  # fmt: skip
         forced = [(i, self.requests[slot]) for i, slot in enumerate(slots.tolist()) if slot in self.requests]
         if not forced:
-            return super().__call__(logits, slots, offsets, plan, drawn, masks)
+            return super().__call__(logits, slots, offsets, plan, drawn, masks, places)
         changed = logits.to(torch.float32, copy=True)
         step(changed, forced)
         return changed.argmax(-1), None
