@@ -257,11 +257,34 @@ def test_request_goes_before_the_measured_choice(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FASTKERNELS_PROVIDER", request_)
     op.forget()
     monkeypatch.setattr(cnn, "faster", lambda op, what, x, ours, other: other())
-    monkeypatch.setattr(cnn, "library", lambda: lambda *given: taken.append(given))
+    monkeypatch.setattr(cnn, "library", lambda *named: lambda *given: taken.append(named))
     conv = cnn.Conv(3, 8)
     torch.nn.init.zeros_(conv.weight)
     made = cnn.convolve(torch.zeros(1, 3, 8, 8), conv, None, cnn.Style("relu"))
     assert len(taken) == (not request_) and (made is None) == (not request_)
+    monkeypatch.undo()
+    op.forget()
+
+
+@pytest.mark.parametrize("request_", ["", "squeeze_excite:torch"])
+def test_gates_are_chosen_by_measurement_or_request(monkeypatch: pytest.MonkeyPatch, request_: str) -> None:
+    op = cnn.OPS["squeeze_excite"]
+    asked: list[torch.Tensor] = []
+
+    def both(name: str, what: Any, x: torch.Tensor, ours: Any, other: Any) -> Any:
+        torch.testing.assert_close(ours(), other())
+        asked.append(x)
+        return other()
+
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", request_)
+    op.forget()
+    monkeypatch.setattr(cnn, "faster", both)
+    gates = cnn.SqueezeExcite(cnn.Style("silu"), 8, 2)
+    for parameter in gates.parameters():
+        torch.nn.init.normal_(parameter)
+    images = torch.randn(2, 8, 3, 4).to(memory_format=torch.channels_last)
+    made = gates(images)
+    assert made.stride() == images.stride() and len(asked) == (not request_)
     monkeypatch.undo()
     op.forget()
 
