@@ -151,8 +151,9 @@ class Meeting:
         return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK) or rank == self.rank
 
     def dead(self) -> int | None:
-        """The first rank whose process has ended."""
-        return next((r for r in self._others if not self.alive(r)), None)
+        """The first rank whose process has ended; one that left the group before, as after an error, comes last."""
+        ended = [rank for rank in self._others if not self.alive(rank)]
+        return min(ended, key=lambda rank: (bool(self._words[self._word(rank, _LEFT)]), rank), default=None)
 
     def fail(self, reason: str, rank: int | None) -> CollectiveError:
         """Leave the group, so that ranks that wait for this one raise too. Returns the error."""

@@ -185,6 +185,24 @@ def test_rank_that_comes_and_ends_between_two_looks_is_not_missed() -> None:
     assert ranks.run(2, _slow_look, "") == [["", ""]] * 2
 
 
+def _ended(rank: int) -> int | None:
+    """The rank that rank 2 finds dead: rank 1 is killed, rank 0 left the group with an error and ended."""
+    meeting = parallel.communicator().meeting
+    assert meeting is not None
+    if rank == 0:
+        meeting.fail("rank 1 is gone", 1)
+    if rank < 2:
+        os._exit(9)
+    until = time.monotonic() + 10
+    while (meeting.alive(0) or meeting.alive(1)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return meeting.dead()
+
+
+def test_killed_rank_is_named_before_one_that_ended_after_it() -> None:
+    assert ranks.run(3, _ended) == [None, None, 1]
+
+
 def test_rank_without_symmetric_memory_in_time_is_named() -> None:
     first, second = ranks.run(2, _symmetric, "late")
     assert "allocation of symmetric memory: rank 1 has not come in 1 s [1, True]" in first
