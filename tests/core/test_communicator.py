@@ -181,7 +181,7 @@ def _slow_look(rank: int, failing: str) -> Any:
     return comm._told("a step", "")
 
 
-def test_rank_that_comes_and_ends_between_two_looks_is_not_missed() -> None:
+def test_rank_that_comes_and_ends_between_looks_is_not_missed() -> None:
     assert ranks.run(2, _slow_look, "") == [["", ""]] * 2
 
 
