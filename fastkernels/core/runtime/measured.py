@@ -215,9 +215,8 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with captured_on(
-        stream, graph, pool=_state.pool.handle
-    ):  # which does not empty the allocator's cache each time
+    # captured_on does not empty the allocator's cache each time
+    with captured_on(stream, graph, pool=_state.pool.handle):
         for _ in range(CALLS):
             call()
     found = []

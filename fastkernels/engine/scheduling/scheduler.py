@@ -352,9 +352,8 @@ class Scheduler:
         assert settings is not None
         if request.params.repetition_aware is not None:  # its history would have drafts
             return 0
-        if (
-            request.params.needs_penalties and settings.synthetic
-        ):  # penalties count tokens that the model samples
+        # Penalties count tokens that the model samples
+        if request.params.needs_penalties and settings.synthetic:
             return 0
         left = request.max_tokens - len(request.output_token_ids) - request.num_inflight - 1
         most = min(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import ahead, warm
+from torch._prims_common import suggest_memory_format
 
 from fastkernels.core import registry
 from fastkernels.overrides.conv.batch_norm import batch_norm
 from fastkernels.overrides.conv.conv_norm_act import conv_norm_act, reference
 from fastkernels.overrides.conv.global_response_norm import global_response_norm
+from fastkernels.overrides.conv.spatial import channels_last
 from fastkernels.overrides.conv.squeeze_excite import squeeze_excite
 from fastkernels.overrides.kit import overlap
 
@@ -78,6 +81,19 @@ assert nan.isnan().all()
 for op in (conv_norm_act, batch_norm, squeeze_excite):
     assert op.order("cpu")[0][1] is None and not op.fallbacks, op
 """
+
+
+@pytest.mark.parametrize("shape", list(itertools.product((1, 3), (1, 2, 8), (1, 5), (1, 4))), ids=str)
+def test_parts_of_images_have_the_format_that_pytorch_sees(shape: tuple[int, ...]) -> None:
+    for form in (torch.contiguous_format, torch.channels_last):
+        images = torch.randn(*shape).to(memory_format=form)
+        for part in (
+            images, images[:, : -(-shape[1] // 2)], images[:, shape[1] // 2 :], images[:, ::2], images[:1],
+            images[:, :, :1], images[..., :1], images[:, :, ::2, ::2], images.mT, images[:1].expand(3, -1, -1, -1),
+            images[:0],
+        ):  # fmt: skip
+            seen = suggest_memory_format(part) is torch.channels_last and not part.is_contiguous()
+            assert channels_last(part) == seen, (part.shape, part.stride())
 
 
 def test_triton_kernels_keep_the_memory_format_of_pytorch() -> None:
