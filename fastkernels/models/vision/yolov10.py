@@ -139,9 +139,11 @@ class C2f(nn.Module):
         self.m = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = list(self.cv1(x).chunk(2, 1))
+        # The first is kept whole: dense images are joined by one kernel, and halves of them by a copy each.
+        kept = [self.cv1(x)]
+        y = kept[0].chunk(2, 1)[1]
         for block in self.m:
-            kept.append(block(kept[-1]))
+            kept.append(y := block(y))
         return self.cv2(torch.cat(kept, 1))
 
 

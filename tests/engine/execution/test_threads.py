@@ -86,3 +86,24 @@ def test_arrays_arrive_as_they_are(device: str, rows: int) -> None:
     np.testing.assert_array_equal(transfer.to_host(made), want)
     np.testing.assert_array_equal(transfer.to_host(transfer.to_device(want, on)), want)
     assert transfer.to_device(torch.from_numpy(parts[1]), on).shape == (rows, 3)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+@pytest.mark.parametrize("sizes", [(1,), (0, 3), (5, 7, 11, 13), (40, 2, 9), (200, 0, 1)])
+def test_pieces_of_large_arrays_arrive_in_order(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], most: int
+) -> None:
+    """Of arrays below, at and above the size of a piece, in dtypes that NumPy has not."""
+    monkeypatch.setattr(transfer, "PIECE", 32)
+    monkeypatch.setattr(transfer, "PINNED", most)
+    parts = [torch.randn(size, 2).bfloat16() for size in sizes]
+    made = transfer._staged(parts, torch.full((sum(sizes), 2), float("nan"), dtype=torch.bfloat16))
+    assert torch.equal(made, torch.cat(parts))
+
+
+def test_arrays_are_copied_inside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are made there must not be written by other threads' operators."""
+    monkeypatch.setattr(transfer, "PIECE", 16)
+    with torch.inference_mode():
+        parts = [torch.arange(9.0), torch.arange(30.0)]
+        assert torch.equal(transfer._staged(parts, torch.empty(39)), torch.cat(parts))

@@ -1,18 +1,23 @@
 """Copies between the host's memory and the device's.
 
-Small arrays are pinned first, and the copy runs on its own. Pinning 25 MB takes 5.5 ms, and a copy that the
-driver stages itself 1.8 ms (H200). Results in fresh memory arrive at 1.3 GB/s, so they go through memory that is kept.
+They go through pinned memory, which PyTorch keeps: the copy runs on its own, and the driver stages nothing. Large
+arrays are copied there piece by piece, by several threads, while earlier pieces travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 LARGE = 1 << 18  # bytes
+PIECE = 1 << 21  # bytes that one thread copies
+PINNED = 1 << 28  # bytes at most of one array; the driver stages longer ones
+COPIERS = 4
 PACKED = 16
 
 
@@ -23,7 +28,9 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device, dtype: Any
     if device.type == "cpu":
         return array
     array = array.contiguous()
-    return (array if array.nbytes >= LARGE else array.pin_memory()).to(device, non_blocking=True)
+    if array.nbytes >= LARGE:
+        return _staged([array], torch.empty_like(array, device=device))
+    return array.pin_memory().to(device, non_blocking=True)
 
 
 def joined(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = None) -> torch.Tensor:
@@ -31,10 +38,51 @@ def joined(arrays: Sequence[np.ndarray], device: torch.device, dtype: Any = None
     if device.type == "cpu" or len(arrays) == 1 or sum(a.nbytes for a in arrays) < LARGE:
         return to_device(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), device, dtype)
     parts = [torch.from_numpy(np.ascontiguousarray(a, dtype=dtype)) for a in arrays]
-    made = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=parts[0].dtype, device=device)
-    for part, into in zip(parts, made.split([len(p) for p in parts]), strict=True):
-        into.copy_(part, non_blocking=True)
-    return made
+    shape = sum(map(len, parts)), *parts[0].shape[1:]
+    return _staged(parts, torch.empty(shape, dtype=parts[0].dtype, device=device))
+
+
+def _staged(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    """Copy contiguous tensors of the host's memory, one behind the other, into one on the device. Returns it."""
+    if into.nbytes > PINNED:
+        for part, place in zip(parts, into.split([len(p) for p in parts]), strict=True):
+            place.copy_(part, non_blocking=True)
+        return into
+    pinned = torch.empty(into.nbytes, dtype=torch.uint8, pin_memory=into.device.type != "cpu")
+    pieces, target, memory = _pieces([_bytes(part).numpy() for part in parts]), _bytes(into), pinned.numpy()
+
+    def fill(piece: list[tuple[int, np.ndarray]]) -> slice:
+        end = 0
+        for start, source in piece:
+            end = start + len(source)
+            memory[start:end] = source
+        return slice(piece[0][0], end)
+
+    for place in _copiers().map(fill, pieces) if len(pieces) > 1 else map(fill, pieces):
+        target[place].copy_(pinned[place], non_blocking=True)
+    return into
+
+
+def _pieces(arrays: Sequence[np.ndarray]) -> list[list[tuple[int, np.ndarray]]]:
+    """Vectors of bytes in pieces of about PIECE bytes: for each, parts of the vectors and where they go."""
+    found, at = list[list[tuple[int, np.ndarray]]](), 0
+    for array in arrays:
+        for begin in range(0, len(array), PIECE):
+            part = array[begin : begin + PIECE]
+            if not found or at + len(part) - found[-1][0][0] > PIECE:
+                found.append([])
+            found[-1].append((at, part))
+            at += len(part)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPIERS, "copy")
 
 
 def packed(
