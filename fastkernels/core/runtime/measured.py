@@ -2,9 +2,9 @@
 
 Inside `measuring`, an op with a new shape times both in CUDA graphs. The faster one runs from then on, also in graphs
 that are captured later. Nothing is measured elsewhere, nor for a batch between two near ones with the same choice. Once
-a step has taken BUDGET_S, PyTorch's code runs for the shapes that are left. Times are kept in
-FASTKERNELS_CACHE/measured for the chip, the versions and our sources (core/kept_files.py): the next process measures
-none of these shapes, and compiles only what it runs.
+a step has taken BUDGET_S, PyTorch's code runs for the shapes that are left, until a later step measures them. Times are
+kept in FASTKERNELS_CACHE/measured for the chip, the versions and our sources (core/kept_files.py): the next process
+measures none of these shapes, and compiles only what it runs.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ NEAR = 2  # powers of two between batches, whose common choice holds for those b
 KEEP_S = 5.0  # between writes within a step, so that a process that is killed in a long one keeps its times
 _state = threading.local()
 _slower: dict[Hashable, str | None] = {}  # by op and shape: why ours does not run
+_left: set[Hashable] = set()  # shapes of these for which a step had no time
 _now = time.monotonic
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
-    """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply."""
+def measuring() -> Iterator[set[Hashable]]:
+    """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply.
+
+    Yields the shapes for which there was no time, once it ends: the next step inside of `measuring` has time for them.
+    """
     before, _state.on = getattr(_state, "on", False), True
     if not before:
-        _state.begun, _state.pool, _state.left_out, _state.failed = _now(), None, 0, False
+        _state.begun, _state.pool, _state.left_out, _state.failed = _now(), None, set(), False
     try:
-        yield
+        yield _state.left_out
     finally:
         _state.on = before
         if not before:
@@ -60,8 +64,8 @@ def _end() -> None:
         torch.cuda.empty_cache()
     if _state.left_out:
         log.warning(
-            "%d shapes of a step were not measured within %g s: PyTorch's code runs for them in this process",
-            _state.left_out, BUDGET_S,
+            "%d shapes of a step were not measured within %g s: PyTorch's code runs for them until they come again",
+            len(_state.left_out), BUDGET_S,
         )  # fmt: skip
 
 
@@ -82,7 +86,8 @@ def slower(
         return None
     batch, rest = 1 << max(x.shape[0] - 1, 0).bit_length(), tuple(x.shape[1:])
     key = op, x.device.index, x.dtype, (batch, *rest), tuple(x.stride()), what
-    if key in _slower or not on or len(_slower) >= MOST or torch.cuda.is_current_stream_capturing():
+    known = key in _slower and not (on and key in _left - _state.left_out)
+    if known or not on or len(_slower) >= MOST or torch.cuda.is_current_stream_capturing():
         return _slower.get(key)
     chip = _chip(x.device.index)
 
@@ -93,7 +98,8 @@ def slower(
     if times is None and ahead.active():
         return None  # measured in the step itself, which needs ours for it
     if times is None and chip.measures and _now() - _state.begun > BUDGET_S:
-        _state.left_out += 1
+        _state.left_out.add(key)
+        _left.add(key)
         _slower[key] = f"not measured within {BUDGET_S:g} s of the first step with this shape"
         return _slower[key]
     _state.on = False  # the calls that are timed decide nothing
@@ -109,6 +115,7 @@ def slower(
         times = None
     finally:
         _state.on = True
+    _left.discard(key)
     _slower[key] = None
     if times is not None and _other_wins(times):
         _slower[key] = (
@@ -148,6 +155,7 @@ def faster(
 def forget() -> None:
     """Forget all shapes of this process. Those that are kept on disk are read again."""
     _slower.clear()
+    _left.clear()
     _chips.clear()
 
 

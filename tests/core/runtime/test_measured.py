@@ -92,8 +92,26 @@ def test_slow_measurements_end_with_pytorchs_code(
     assert times["ours calls"] == 1 and ask(2) is not None
     (record,) = caplog.records
     assert record.getMessage().startswith("2 shapes of a step were not measured within 10 s: PyTorch's code")
-    with measured.measuring():
+    with measured.measuring() as left:
         assert ask(8, key="stride 2") is None, "the next step has its own time"
+        times["other"] = 3.0
+        assert ask(2) is None and not left, "also for what the last one left"
+    assert ask(2) is None and ask(3, key="stride 2") is not None, "what no step measured stays PyTorch's"
+
+
+def test_a_shape_without_time_is_asked_once_in_a_step(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measured, "_now", lambda: clock[0])
+    for _ in range(2):
+        with measured.measuring() as left:
+            clock[0] += measured.BUDGET_S + 1
+            for _ in range(3):
+                assert ask(2) is not None
+            clock[0] -= 2  # there is time again
+            assert ask(2) is not None and len(left) == 1
+    assert "ours calls" not in times
 
 
 def test_faster_one_of_two_calls_runs(times: dict[str, float]) -> None:

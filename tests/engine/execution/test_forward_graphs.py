@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from support.graphs import stand_in
@@ -83,6 +85,20 @@ def test_benchmark_mode_of_the_process_survives_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     graphs("", lambda x: x, [torch.ones(2)])
     assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(("left", "eager"), [([0], 1), ([3, 1, 0], 3), ([3, 3, 0], 2), ([2, 5], 2)])
+def test_runs_measure_what_the_first_had_no_time_for(
+    captured: list[int], monkeypatch: pytest.MonkeyPatch, left: list[int], eager: int
+) -> None:
+    """A graph is captured when all is measured, or when a run brought nothing."""
+    runs = iter([*map(range, left), *[range(9)] * 9])
+    monkeypatch.setattr(forward_graphs, "measuring", lambda: contextlib.nullcontext(next(runs)))
+    graphs = ForwardGraphs(torch.device("cpu"))
+    run(graphs, *[4] * eager)
+    assert captured == []
+    run(graphs, 4, 4)
+    assert captured == [4] and graphs.replays == 2
 
 
 @pytest.mark.gpu

@@ -35,15 +35,20 @@ class _Graph:
 
 @dataclass
 class _Shape:
-    """uses: how often it came, see MOST_USES. eager: it cannot be captured."""
+    """uses: how often it came, see MOST_USES. eager: it cannot be captured.
+
+    left: shapes of its ops that its last run had no time to measure
+    """
 
     graph: _Graph | None = None
     uses: int = 1
     eager: bool = False
+    left: int = 0
 
 
 class ForwardGraphs:
-    """Runs functions of tensors, by key and shapes. The first run is eager: it compiles and chooses kernels.
+    """Runs functions of tensors, by key and shapes. The first run is eager: it compiles and chooses kernels. The runs
+    behind it are, too, while they measure what the one before had no time for.
 
     All graphs share one memory pool, so an output is valid until the next call. most: graphs that are kept. More shapes
     than that in turn keep those that have graphs, and the others run eagerly.
@@ -73,14 +78,12 @@ class ForwardGraphs:
         if shape is None:
             if len(self._shapes) >= SEEN:
                 self._shapes.popitem(last=False)
-            self._shapes[key] = _Shape()
-            with measuring(), self._choosing():
-                if self._convolves:
-                    with ahead.compiling():
-                        function(*inputs)
-                return function(*inputs)
+            shape = self._shapes[key] = _Shape()
+            return self._choose(shape, function, inputs)
         self._shapes.move_to_end(key)
         shape.uses = min(shape.uses + 1, MOST_USES)
+        if shape.left and shape.graph is None:
+            return self._choose(shape, function, inputs)
         if shape.graph is None and not shape.eager and self._has_room(shape):
             try:
                 shape.graph = self._capture(function, inputs)
@@ -95,6 +98,17 @@ class ForwardGraphs:
         found.graph.replay()
         self.replays += 1
         return found.output
+
+    def _choose(self, shape: _Shape, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+        """function(*inputs), whose ops measure. It is left to the next run what this one has no time for."""
+        before, shape.left = shape.left, 0
+        with measuring() as left, self._choosing():
+            if self._convolves and not before:
+                with ahead.compiling():
+                    function(*inputs)
+            output = function(*inputs)
+        shape.left = len(left) if not 0 < before <= len(left) else 0  # without progress it ends
+        return output
 
     @contextmanager
     def _choosing(self) -> Iterator[None]:
