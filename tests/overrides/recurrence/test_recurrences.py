@@ -312,18 +312,29 @@ LONG = (512,) * 15 + (448,) + (1,) * 64  # tokens of each call: prompts, then de
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPS)
 def test_8k_steps_stay_near_float64(name: str, kept: str, device: str) -> None:
-    """The last outputs and the state, after calls that each round the state, are within bfloat16's bound."""
+    """The last outputs and the state after these calls are within bfloat16's bound.
+
+    A narrow state is rounded after each call, in the reference as well: its roundings alone are beyond the bound.
+    """
     spec = registry.get(name)
     case = next(c for c in spec.cases if c.name == "packed")
     dtype = "bfloat16" if device == "cuda" else "float32"
     dims = {**case.dims, "seq_lens": (sum(LONG),), "new": 1, "padding": 0, "state_dtype": kept}
     args = make_args(spec, dataclasses.replace(case, dims=dims, dtype=dtype))
-    want = oracle(spec, args)
-    moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
-    state = named(spec, moved)["state"]
-    state.zero_()  # later calls continue from it
-    named(spec, moved)["fresh"].zero_()
-    out = parts(spec, spec.op, moved, LONG)[0]
+
+    def run(fn: Any, args: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        state = named(spec, args)["state"].zero_()  # later calls continue from it
+        named(spec, args)["fresh"].zero_()
+        return parts(spec, fn, args, LONG)[0], state
+
+    def in_float64(*args: Any) -> torch.Tensor:
+        out, state = oracle(spec, list(args))[:2]
+        named(spec, args)["state"].copy_(state)
+        return out
+
+    moved = [x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for x in args]
+    want = oracle(spec, args) if kept == "float32" else run(in_float64, args)
+    out, state = run(spec.op, moved)
     limit = spec.tolerance["bfloat16"]
     bound = {"atol": limit.atol, "rtol": limit.rtol}
     torch.testing.assert_close(out[-64:].cpu().double(), want[0][-64:].double(), **bound)
