@@ -294,9 +294,16 @@ class OpSpec:
         return self.by_table or (self.op if key is not None and key.module is not None else None)
 
     def tolerance_for(self, case: Case, dtype: Any) -> Tolerance:
-        """For an output of that torch dtype: the case's, except for a float8 that `tolerance` names."""
-        name = str(dtype).rpartition(".")[2]
-        return self.tolerance[name if name.startswith("float8") and name in self.tolerance else case.dtype]
+        """For an output of that torch dtype: the case's, or that of its own dtype if it is wider.
+
+        An output in a dtype of fewer bits than the case's, such as a state, is rounded to that. Float8 that `tolerance`
+        names has its own alone.
+        """
+        name, of_case = str(dtype).rpartition(".")[2], self.tolerance[case.dtype]
+        own = self.tolerance.get(name, of_case)
+        if name.startswith("float8"):
+            return own
+        return Tolerance(max(own.atol, of_case.atol), max(own.rtol, of_case.rtol))
 
     def targets_for(self, host: str, version: str | None = None) -> list[Target]:
         """The targets of `host`; with a version, only those for that version."""

@@ -337,6 +337,15 @@ def test_dtype_of_a_case() -> None:
     assert dtype_of([x, fp8, fp8], 1) == "float8_e4m3fn"
 
 
+def test_narrow_outputs_have_the_tolerance_of_their_dtype() -> None:
+    spec = registry.get("ssd")
+    half, wide = (Case("any", {}, dtype) for dtype in ("float16", "float32"))
+    for case in (half, wide):
+        assert spec.tolerance_for(case, torch.bfloat16) == spec.tolerance["bfloat16"]
+    assert spec.tolerance_for(half, torch.float32) == spec.tolerance["float16"]
+    assert spec.tolerance_for(wide, torch.float32) == spec.tolerance["float32"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_varied_cases_differ_at_similar_cost(name: str) -> None:
     spec = registry.get(name)

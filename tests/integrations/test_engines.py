@@ -20,7 +20,7 @@ SLOW = (
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
     "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
     "check_expert_groups", "check_fused_sums", "check_ray",
-    "check_guides", "check_random_weights", "check_recurrent", "check_kimi", "check_media",
+    "check_guides", "check_random_weights", "check_recurrent", "check_kimi", "check_media", "check_baselines",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"), ("sglang", "check_measured"),
 )  # fmt: skip
@@ -79,7 +79,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     cores = "0|1" if check in TWO_RANKS or (host, check) == ("sglang", "check_nodes") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
-    if (host, check) == ("sglang", "check_recurrent"):
+    if check == "check_baselines" or (host, check) == ("sglang", "check_recurrent"):
         kept["TRITON_INTERPRET"] = "1"
     if host == "sglang":
         return kept | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if cores else {})

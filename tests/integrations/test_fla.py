@@ -19,7 +19,9 @@ CHECK = Path(__file__).parent / "fla" / "check_models.py"
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("version", "chosen"), [("0.6.0", ""), ("0.5.2", "undone and DeltaNet and not Gated")], ids=["new", "old"]
+    ("version", "chosen"),
+    [("0.6.0", ""), ("0.5.2", "not loaded")],  # transformers 5 saves no model of 0.5
+    ids=["new", "old"],
 )
 def test_models_of_flash_linear_attention(version: str, chosen: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "PYTEST"))}

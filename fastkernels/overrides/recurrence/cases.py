@@ -119,17 +119,29 @@ PACKED = tuple(100 + 1259 * i % 3901 for i in range(32))  # 32 prompts of 100 to
 
 def model_cases(name: str, **sizes: Any) -> tuple[Case, ...]:
     """Calls of a served model: decodes of four batches and prompts of three kinds."""
-    found = [Case(f"{name}_decode_{n}", decode(n, **sizes), weight=w, tags=("model",)) for n, w in _DECODES]
     kinds = {"8k": (8192,), "8x2k": (2048,) * 8, "packed_32": PACKED}
-    found += [
+    of_prompts = (
         Case(f"{name}_{kind}", prompts(*lens, **sizes), weight=1, tags=("model",))
         for kind, lens in kinds.items()
-    ]
-    return tuple(found)
+    )
+    return *model_decodes(name, **sizes), *of_prompts
 
 
 _DECODES = ((1, 16), (8, 16), (32, 32), (256, 8))
 
 
+def model_decodes(name: str, **sizes: Any) -> tuple[Case, ...]:
+    """Decodes of a served model, of four batches."""
+    return tuple(
+        Case(f"{name}_decode_{n}", decode(n, **sizes), weight=w, tags=("model",)) for n, w in _DECODES
+    )
+
+
 def odd(name: str, dims: dict[str, Any], dtype: str = "bfloat16") -> Case:
     return Case(name, dims, dtype, tags=("odd",))
+
+
+def bf16_states(**sizes: Any) -> tuple[Case, ...]:
+    """A prompt of two chunks and a decode whose states are bfloat16."""
+    dims = {**sizes, "state_dtype": "bfloat16"}
+    return odd("bf16_state", {"seq_lens": (66,), **dims}), odd("bf16_state_5", decode(5, **dims))

@@ -242,6 +242,7 @@ SPEC = OpSpec(
         cases.odd("normalized", {"seq_lens": (6, 2), **heads(2, 2, 64, 65), "normalize": True}, "float32"),
         cases.odd("decode_5", {**cases.decode(5), **heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
         cases.odd("half_state", {"seq_lens": (4, 2), **heads(1, 2, 64, 16), "state_dtype": "float16"}),
+        *cases.bf16_states(**heads(1, 2, 32, 16), normalize=True),
         cases.odd("empty", {"seq_lens": (0, 3), **heads(2, 2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **heads(1, 2, 24, 32), "new": 1, "normalize": True}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **heads(2, 2, 16, 40), "new": 2, "padding": 1}, "float32"),

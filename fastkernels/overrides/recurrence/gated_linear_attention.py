@@ -161,6 +161,8 @@ SPEC = OpSpec(
         cases.odd("retention", {"seq_lens": (6, 2), **_heads(2, 16, 65, "head"), "new": 1}),
         cases.odd("decode_5", {**cases.decode(5), **_heads(3, 32, 32), "padding": 2}),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16, "token"), "state_dtype": "float16"}),
+        *cases.bf16_states(**_heads(2, 32, 16)),
+        cases.odd("bf16_state_of_heads", {"seq_lens": (66,), **_heads(2, 32, 16, "head"), "state_dtype": "bfloat16"}),
         cases.odd("empty", {"seq_lens": (0, 3), **_heads(2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 24, 32), "new": 1, "scale": 0.25}),
         cases.odd("chunks_of_heads", {"seq_lens": (70, 66), **_heads(2, 16, 32, "head"), "new": 1, "scale": 0.25}),

@@ -108,6 +108,7 @@ SPEC = OpSpec(
         cases.odd("scaled", {"seq_lens": (5, 9), **rule.heads(2, 4, 33, 40), "scale": 0.25, "new": 2}, "float32"),
         cases.odd("decode_5", {**cases.decode(5), **rule.heads(2, 6, 32, 32), "padding": 2, "normalize": True}),
         cases.odd("half_state", {"seq_lens": (4, 2), **rule.heads(1, 2, 64, 16), "state_dtype": "float16"}),
+        *cases.bf16_states(**rule.heads(2, 2, 32, 32), normalize=True),
         cases.odd("empty", {"seq_lens": (0, 3), **rule.heads(2, 2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **rule.heads(1, 2, 24, 32), "new": 1, "normalize": True}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **HEADS, "new": 2, "padding": 1}, "float32"),

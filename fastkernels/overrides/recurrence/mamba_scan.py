@@ -216,6 +216,7 @@ SPEC = OpSpec(
         cases.odd("decode_5", {**cases.decode(5), "channels": 100, "states": 16, "padding": 2, **_ALL}),
         cases.odd("begins_3", {"seq_lens": (1,) * 3, "channels": 40, "states": 16, "decode": True, "new": 1, **_ALL}),
         cases.odd("half_state", {"seq_lens": (4, 1), "channels": 64, "states": 16, "state_dtype": "float16", **_ALL}),
+        *cases.bf16_states(channels=40, states=16, **_ALL),
         cases.odd("empty", {"seq_lens": (0, 3), "channels": 8, "states": 16, "new": 1, "bias": True}),
         cases.odd("wide_states", {"seq_lens": (2,), "channels": 8, "states": 64, "bias": True}, "float32"),
     ),

@@ -1,7 +1,8 @@
-"""Baselines of this family: FLA's, vLLM's and FlashInfer's kernels, called with the ops' arguments.
+"""Baselines of this family: kernels of FLA, vLLM, SGLang and FlashInfer, called with the ops' arguments.
 
-FLA's functions take and return the states of a batch: they are gathered by slot before and written after, as a host
-with a pool of slots does. Lengths, which hosts prepare once a step for all layers, are prepared in the first call.
+Functions that take and return the states of a batch get those that are gathered by slot before, and written after, as
+a host with a pool of slots does. Lengths, which hosts prepare once a step for all layers, are prepared in the first
+call.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from fastkernels.overrides.kit.libraries import T, empty_as
 
 _VLLM_FLA = "vllm.third_party.flash_linear_attention.ops"
 _VLLM_MAMBA = "vllm.model_executor.layers.mamba.ops"
+_VLLM_KDA = (
+    "vllm.models.kimi_k3.nvidia.ops.third_party.kda.chunk",
+    f"{_VLLM_FLA}.kda",
+)  # from 0.32 on, and before
+_SGLANG_FLA = "sglang.kernels.ops.attention.fla"
+_SGLANG_MAMBA = "sglang.kernels.ops.mamba.triton_ops"
 _lengths: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _decodes: dict[tuple[Any, ...], T] = {}
 
@@ -158,21 +165,28 @@ def _raw(rate: T | None = None, *_: Any) -> str | None:
     return None if rate is None else "it takes decays and step sizes, not their inputs"
 
 
-def _vllm_delta(module: str, name: str) -> Any:
-    """vLLM's token-by-token kernel, on its pool of states [V, K] by slot."""
+def _vllm_delta(recurrent: str, *chunked: str) -> Any:
+    """vLLM's kernels, on its pool of states [V, K] by slot: token by token for decodes, in chunks for prompts."""
 
     def make() -> Function:
-        recurrent = getattr(importlib.import_module(module), name)
+        by_token, in_chunks = _first_of(recurrent), _first_of(*chunked)
 
         def run(
             q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None,
             scale: float = 1.0, normalize: bool = False, *_: Any,
         ) -> T:  # fmt: skip
-            rows = {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
-            out, _ = recurrent(
-                **rows, scale=scale, initial_state=state.mT, inplace_final_state=True,
-                cu_seqlens=borders(cu_seqlens, slots), ssm_state_indices=slots, use_qk_l2norm_in_kernel=normalize,
+            given = _rows(q, k, v, g, beta) | {"scale": scale, "use_qk_l2norm_in_kernel": normalize}
+            if _is_decode(v, slots):
+                out, _last = by_token(
+                    **given, initial_state=state.mT, inplace_final_state=True,
+                    cu_seqlens=borders(cu_seqlens, slots), ssm_state_indices=slots,
+                )  # fmt: skip
+                return out[0]
+            out, last = in_chunks(
+                **given, initial_state=_begin(state.mT, slots, fresh), output_final_state=True,
+                cu_seqlens=lengths(borders(cu_seqlens, slots), len(v), 64)[0],
             )  # fmt: skip
+            state.mT.index_copy_(0, slots.long(), last.to(state.dtype))
             return out[0]
 
         return run
@@ -180,14 +194,76 @@ def _vllm_delta(module: str, name: str) -> Any:
     return make
 
 
+def _first_of(*places: str) -> Function:
+    """The function of the first 'module:name' whose module exists: hosts move their kernels."""
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if place == places[-1] or not module.startswith(error.name or module):
+                raise
+    raise AssertionError("no place")
+
+
+def _rows(q: T, k: T, v: T, g: T, beta: T) -> dict[str, T]:
+    """A batch of one row with all tokens."""
+    return {n: x[None] for n, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+
+
 def _no_vllm_delta(
     q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
     normalize: bool = False, *gates: Any,
 ) -> str | None:  # fmt: skip
-    if not _is_decode(v, slots):
-        return "vLLM runs prompts in chunks, by FLA's or FlashInfer's kernel"
-    batch = _decode(v, cu_seqlens, slots, fresh)
-    return first(_raw(*gates), *batch, dense(q, k, v, g, beta, state.mT), filled(v))
+    decode = _is_decode(v, slots)
+    batch = _decode(v, cu_seqlens, slots, fresh) if decode else _batch(v, cu_seqlens, slots)
+    square = not decode or g.dim() != 3 or q.shape[-1] == v.shape[-1]
+    wide = None if square else f"its decode needs keys as wide as values, got {q.shape[-1]} and {v.shape[-1]}"
+    tensors = *_delta_tensors(decode, q, k, v, g), dense(q, k, v, g, beta, state.mT), filled(v)
+    return first(_raw(*gates), wide, *batch, *tensors)
+
+
+def _delta_tensors(decode: bool, q: T, k: T, v: T, g: T) -> tuple[str | None, ...]:
+    """Reasons that concern the tokens, of kernels of vLLM and SGLang."""
+    shared = g.dim() == 3 and q.shape[1] != v.shape[1]
+    return (
+        f"needs as many heads of keys as of values, got {q.shape[1]} and {v.shape[1]}" if shared else None,
+        None if decode else half(q, k, v),
+    )
+
+
+def _sglang_delta() -> Function:
+    """SGLang's kernels, which update its pool of states [V, K] by slot."""
+    in_chunks = _first_of(f"{_SGLANG_FLA}.chunk:chunk_gated_delta_rule")
+    by_token = _first_of(f"{_SGLANG_FLA}.fused_recurrent:fused_recurrent_gated_delta_rule_update")
+
+    def run(
+        q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None,
+        scale: float = 1.0, normalize: bool = False, *_: Any,
+    ) -> T:  # fmt: skip
+        given = _rows(q, k, v, g, beta) | {"scale": scale, "use_qk_l2norm_in_kernel": normalize}
+        pool, packed = state.mT, borders(cu_seqlens, slots)
+        if _is_decode(v, slots):
+            more = {"initial_state_source": pool, "initial_state_indices": slots, "cu_seqlens": packed}
+            return by_token(**given, **more)[0]
+        if fresh is not None:  # SGLang clears a slot when it allocates it
+            pool.index_copy_(0, slots.long(), _begin(pool, slots, fresh))
+        out, *_states = in_chunks(
+            **given, initial_state=pool, initial_state_indices=slots, cu_seqlens=lengths(packed, len(v), 64)[0],
+        )  # fmt: skip
+        return out[0]
+
+    return run
+
+
+def _no_sglang_delta(
+    q: T, k: T, v: T, g: T, beta: T, state: T, cu_seqlens: T | None, slots: T, fresh: T | None, scale: float = 1.0,
+    normalize: bool = False, *gates: Any,
+) -> str | None:  # fmt: skip
+    decode = _is_decode(v, slots)
+    batch = _decode(v, cu_seqlens, slots, fresh) if decode else _batch(v, cu_seqlens, slots)
+    tensors = *_delta_tensors(decode, q, k, v, g), dense(q, k, v, g, beta, state.mT), filled(v)
+    return first(_raw(*gates), *batch, *tensors)
 
 
 def _decode(tokens: T, cu_seqlens: T | None, slots: T, fresh: T | None) -> tuple[str | None, ...]:
@@ -230,53 +306,99 @@ def _no_flashinfer_delta(
     return first(_raw(*gates), *_batch(v, cu_seqlens, slots), half(q, k, v), dense(q, k, v, g, beta))
 
 
-def _vllm_update() -> Any:
-    return importlib.import_module(f"{_VLLM_MAMBA}.mamba_ssm").selective_state_update
+def _update_of(module: str) -> Function:
+    """A host's selective_state_update with a new result, which it fills."""
+    update = importlib.import_module(module).selective_state_update
 
-
-def _vllm_ssd() -> Function:
-    update = _vllm_update()
-    scan = importlib.import_module(f"{_VLLM_MAMBA}.ssd_combined").mamba_chunk_scan_combined_varlen
-
-    def run(
-        x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
-        fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
-    ) -> T:  # fmt: skip
+    def run(state: T, x: T, *args: Any, **more: Any) -> T:
         out = empty_as(x)
-        _, heads, size = x.shape
-        if _is_decode(x, slots):
-            rate = a.view(-1, 1, 1).expand(heads, size, state.shape[-1])
-            skip, bias = (None if t is None else t.view(-1, 1).expand(heads, size) for t in (d, dt_bias))
-            step = dt.unsqueeze(-1).expand(*dt.shape, size)
-            update(
-                state,
-                x,
-                step,
-                rate,
-                b,
-                c,
-                skip,
-                dt_bias=bias,
-                dt_softplus=True,
-                state_batch_indices=slots,
-                out=out,
-            )
-            return out
-        cu_seqlens = borders(cu_seqlens, slots)
-        _, cuts, last, sequence = lengths(cu_seqlens, len(x), 256)
-        states = scan(
-            x, dt, a, b, c, chunk_size=256, D=d, z=None, dt_bias=dt_bias, seq_idx=sequence, cu_seqlens=cu_seqlens,
-            cu_chunk_seqlens=cuts, last_chunk_indices=last, initial_states=_begin(state, slots, fresh),
-            dt_softplus=True, dt_limit=(dt_min, float("inf") if dt_max is None else dt_max), out=out,
-            state_dtype=state.dtype,
-        )  # fmt: skip
-        state.index_copy_(0, slots.long(), states)
+        update(state, x, *args, out=out, **more)
         return out
 
     return run
 
 
-def _no_vllm_ssd(
+def _ssd(update: Function, scan: Function) -> Function:
+    """An update of [S, H, P, N] for decodes, whose decays are views of one for each head, and a scan for prompts."""
+
+    def run(
+        x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
+        fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
+    ) -> T:  # fmt: skip
+        _, heads, size = x.shape
+        if _is_decode(x, slots):
+            rate = a.view(-1, 1, 1).expand(heads, size, state.shape[-1])
+            skip, bias = (None if t is None else t.view(-1, 1).expand(heads, size) for t in (d, dt_bias))
+            step = dt.unsqueeze(-1).expand(*dt.shape, size)
+            more = {"dt_bias": bias, "dt_softplus": True, "state_batch_indices": slots}
+            return update(state, x, step, rate, b, c, skip, **more)
+        given = {
+            "D": d, "dt_bias": dt_bias, "dt_softplus": True,
+            "dt_limit": (dt_min, float("inf") if dt_max is None else dt_max),
+        }  # fmt: skip
+        out, states = scan((x, dt, a, b, c), given, state, borders(cu_seqlens, slots), slots, fresh)
+        state.index_copy_(0, slots.long(), states.to(state.dtype))
+        return out
+
+    return run
+
+
+def _vllm_ssd() -> Function:
+    chunked = importlib.import_module(f"{_VLLM_MAMBA}.ssd_combined").mamba_chunk_scan_combined_varlen
+
+    def scan(
+        args: tuple[T, ...], given: dict[str, Any], state: T, cu_seqlens: T, slots: T, fresh: T | None
+    ) -> tuple[T, T]:
+        out = empty_as(args[0])
+        _, cuts, last, sequence = lengths(cu_seqlens, len(out), 256)
+        states = chunked(
+            *args, chunk_size=256, z=None, seq_idx=sequence, cu_seqlens=cu_seqlens, cu_chunk_seqlens=cuts,
+            last_chunk_indices=last, initial_states=_begin(state, slots, fresh), out=out, state_dtype=state.dtype,
+            **given,
+        )  # fmt: skip
+        return out, states
+
+    return _ssd(_update_of(f"{_VLLM_MAMBA}.mamba_ssm"), scan)
+
+
+def _sglang_ssd() -> Function:
+    chunked = importlib.import_module(f"{_SGLANG_MAMBA}.ssd_combined").mamba_chunk_scan_combined
+    metadata = importlib.import_module("sglang.srt.layers.attention.mamba.mamba2_metadata").Mamba2Metadata
+    prepared: dict[tuple[Any, ...], Any] = {}
+
+    def of_step(cu_seqlens: T, tokens: int) -> Any:
+        """The sequence of each token, and where chunks begin: SGLang prepares them once a step for all layers."""
+        key = cu_seqlens.data_ptr(), len(cu_seqlens), tokens
+        if key not in prepared:
+            count = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+            sequence = torch.repeat_interleave(count, cu_seqlens.diff())[None]
+            found = metadata._query_start_loc_to_chunk_indices_offsets(cu_seqlens, 256, tokens)
+            prepared[key] = cu_seqlens, sequence, *found
+        return prepared[key][1:]
+
+    def scan(
+        args: tuple[T, ...], given: dict[str, Any], state: T, cu_seqlens: T, slots: T, fresh: T | None
+    ) -> tuple[T, T]:
+        x, dt, a, b, c = args
+        out = empty_as(x)
+        sequence, indices, offsets = of_step(cu_seqlens, len(out))
+        states = chunked(
+            x[None], dt[None], a, b[None], c[None], chunk_size=256, seq_idx=sequence, chunk_indices=indices,
+            chunk_offsets=offsets, cu_seqlens=cu_seqlens, initial_states=_begin(state, slots, fresh), out=out[None],
+            return_varlen_states=True, state_dtype=state.dtype, **given,
+        )  # fmt: skip
+        return out, states
+
+    return _ssd(_update_of(f"{_SGLANG_MAMBA}.mamba_ssm"), scan)
+
+
+def _no_sglang_ssd(x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, *tail: Any) -> str | None:
+    if (d is None or dt_bias is None) and _is_decode(x, tail[2]):
+        return "its decode needs d and dt_bias"
+    return _no_host_ssd(x, dt, a, b, c, d, dt_bias, *tail)
+
+
+def _no_host_ssd(
     x: T, dt: T, a: T, b: T, c: T, d: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None, slots: T,
     fresh: T | None, dt_min: float = 0.0, dt_max: float | None = None,
 ) -> str | None:  # fmt: skip
@@ -288,28 +410,14 @@ def _no_vllm_ssd(
 
 
 def _vllm_mamba() -> Function:
-    update = _vllm_update()
+    update = _update_of(f"{_VLLM_MAMBA}.mamba_ssm")
 
     def run(
         x: T, dt: T, a: T, b: T, c: T, d: T | None, z: T | None, dt_bias: T | None, state: T, cu_seqlens: T | None,
         slots: T, fresh: T | None,
     ) -> T:  # fmt: skip
-        out = empty_as(x)
-        update(
-            state,
-            x,
-            dt,
-            a,
-            b,
-            c,
-            d,
-            dt_bias=dt_bias,
-            z=z,
-            dt_softplus=True,
-            state_batch_indices=slots,
-            out=out,
-        )
-        return out
+        more = {"dt_bias": dt_bias, "z": z, "dt_softplus": True, "state_batch_indices": slots}
+        return update(state, x, dt, a, b, c, d, **more)
 
     return run
 
@@ -384,6 +492,10 @@ def _vllm(make: Any, refuses: Any, **more: Any) -> Baseline:
     return Baseline("vllm", "host", make, modules=("vllm",), refuses=refuses, **more)
 
 
+def _sglang(make: Any, refuses: Any, **more: Any) -> Baseline:
+    return Baseline("sglang", "host", make, modules=("sglang",), refuses=refuses, **more)
+
+
 def _vllm_ttt() -> Function:
     """vLLM's experts, with a slot in an expert's place and one for each token."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -430,7 +542,14 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "delta_gates": (inductor("delta_gates"),),
     "gated_delta_rule": (
         _fla(_delta),
-        _vllm(_vllm_delta(f"{_VLLM_FLA}.fused_recurrent", "fused_recurrent_gated_delta_rule"), _no_vllm_delta),
+        _vllm(
+            _vllm_delta(
+                f"{_VLLM_FLA}.fused_recurrent:fused_recurrent_gated_delta_rule",
+                f"{_VLLM_FLA}.chunk:chunk_gated_delta_rule",
+            ),
+            _no_vllm_delta,
+        ),
+        _sglang(_sglang_delta, _no_sglang_delta),
         Baseline(
             "flashinfer", "library", _flashinfer_delta, modules=("flashinfer", "vllm"), refuses=_no_flashinfer_delta,
         ),
@@ -438,12 +557,19 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "gated_linear_attention": (_fla(_gla),),
     "kda": (
         _fla(_delta),
-        _vllm(_vllm_delta(f"{_VLLM_FLA}.kda", "fused_recurrent_kda"), _no_vllm_delta),
+        _vllm(
+            _vllm_delta(f"{_VLLM_FLA}.kda:fused_recurrent_kda", *(f"{m}:chunk_kda" for m in _VLLM_KDA)),
+            _no_vllm_delta,
+            overwrites=(2,),
+        ),
     ),
     "lstm": (inductor("lstm"),),
     "mamba_scan": (_vllm(_vllm_mamba, _no_vllm_mamba),),
     "rwkv7": (_fla(_rwkv7),),
-    "ssd": (_vllm(_vllm_ssd, _no_vllm_ssd),),
+    "ssd": (
+        _vllm(_vllm_ssd, _no_host_ssd),
+        _sglang(_sglang_ssd, _no_sglang_ssd),
+    ),
     "ttt_mlp": (_vllm(_vllm_ttt, _no_vllm_ttt),),
     "ttt_mlp_grad": (Baseline("inductor", "compiler", _batched_ttt_grad),),
     "ttt_sgd": (Baseline("inductor", "compiler", _ttt_sgd),),

@@ -166,6 +166,7 @@ SPEC = OpSpec(
         cases.odd("half_decay", {"seq_lens": (6, 2), **_heads(2, 16, 33), "decay_dtype": "bfloat16"}),
         cases.odd("decode_5", {**cases.decode(5), **_heads(3, 32, 32), "padding": 2}),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16), "state_dtype": "float16"}),
+        *cases.bf16_states(**_heads(2, 32, 16), scale=0.125),
         cases.odd("empty", {"seq_lens": (0, 3), **_heads(2, 16, 8), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(2, 24, 32), "new": 1, "scale": 0.125}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **_heads(2, 16, 40), "new": 2, "padding": 1}, "float32"),

@@ -162,12 +162,14 @@ SPEC = OpSpec(
     flops="6 * tokens * heads * size * states",
     cases=(
         *cases.model_cases("mamba2", **_heads(80, 64, 128), **_ALL),  # Mamba-2 2.7B
+        *cases.model_decodes("mamba2_bf16_state", **_heads(80, 64, 128), **_ALL, state_dtype="bfloat16"),  # as served
         cases.odd("one", {"seq_lens": (1,), **_heads(1, 1, 1)}, "float32"),
         cases.odd("odd_63", {"seq_lens": (7, 1, 3), **_heads(4, 63, 20, 2), "new": 1, "bias": True}),
         cases.odd("clamped", {"seq_lens": (9, 4), **_heads(3, 16, 33), **_CLAMPED, "skip": True}, "float32"),
         cases.odd("decode_5", {**cases.decode(5), **_heads(6, 32, 16, 3), "padding": 2, **_ALL}),
         cases.odd("begins_3", {"seq_lens": (1,) * 3, **_heads(2, 16, 16), "decode": True, "new": 1, **_ALL}, "float32"),
         cases.odd("half_state", {"seq_lens": (4, 2), **_heads(2, 64, 16), "state_dtype": "float16"}),
+        *cases.bf16_states(**_heads(4, 32, 16, 2), **_ALL),
         cases.odd("empty", {"seq_lens": (0, 6), **_heads(2, 8, 16), "new": 2}, "float16"),
         cases.odd("chunks", {"seq_lens": (150,), **_heads(8, 32, 24, 2), "new": 1, **_ALL}),
         cases.odd("packed", {"seq_lens": (65, 3, 64, 20), **_heads(2, 16, 16), "new": 2, "padding": 1}, "float32"),

@@ -123,19 +123,30 @@ def test_without_names_norms_are_ours():
         assert "fused_recurrent_gla, on request" in left.reason
 
 
-def test_every_model_that_is_built_is_patched(tmp_path):
-    report = fastkernels.patch("fla", ops=["gated_linear_attention", "rms_norm"])
-    built = model_of("GLA")
-    before = outputs(built)
-    assert sum(r.calls for r in report.refresh().rows) > 0
-    built.save_pretrained(tmp_path / "gla")
-    loaded = fla.models.GLAForCausalLM.from_pretrained(tmp_path / "gla").eval()
-    assert sum(r.modules for r in report.refresh().rows if r.op == "rms_norm") == 10
-    report.undo()
-    after = [*outputs(built), *outputs(loaded)]
-    for ours_, theirs in zip(after, [*before, *before], strict=True):
-        torch.testing.assert_close(ours_, theirs, atol=2e-5, rtol=2e-5)
-    assert not any(hasattr(type(m), "fastkernels") for model in (built, loaded) for m in model.modules())
+def test_every_model_that_is_built_is_patched():
+    with fastkernels.patch("fla", ops=["gated_linear_attention", "rms_norm"]) as report:
+        built = model_of("GLA")
+        before = outputs(built)
+        assert sum(r.calls for r in report.refresh().rows) > 0
+    check_undone({built: before})
+
+
+def test_every_model_that_is_loaded_is_patched(tmp_path):
+    with fastkernels.patch("fla", ops=["gated_linear_attention", "rms_norm"]) as report:
+        built = model_of("GLA")
+        before = outputs(built)
+        built.save_pretrained(tmp_path / "gla")
+        loaded = fla.models.GLAForCausalLM.from_pretrained(tmp_path / "gla").eval()
+        assert sum(r.modules for r in report.refresh().rows if r.op == "rms_norm") == 10
+    check_undone({built: before, loaded: before})
+
+
+def check_undone(models):
+    """Each model has its classes and outputs {model: outputs} of before the patch."""
+    for model, before in models.items():
+        for ours_, theirs in zip(outputs(model), before, strict=True):
+            torch.testing.assert_close(ours_, theirs, atol=2e-5, rtol=2e-5)
+        assert not any(hasattr(type(m), "fastkernels") for m in model.modules())
     assert "fastkernels" not in fla.models.GLAForCausalLM.__init__.__module__
 
 

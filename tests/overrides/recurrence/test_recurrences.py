@@ -196,6 +196,15 @@ def test_narrow_state_is_rounded_once(name: str) -> None:
     assert torch.equal(narrow["state"], wide["state"].bfloat16())
 
 
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "causal_conv1d"])
+@pytest.mark.parametrize("decode", [True, False])
+def test_cases_have_states_of_three_dtypes(name: str, decode: bool) -> None:
+    """At least one prompt of each; decodes in what engines serve."""
+    cases = [c for c in registry.get(name).cases if c.dims.get("decode", False) == decode and "odd" in c.tags]
+    kept = {c.dims.get("state_dtype", "float32") for c in cases}
+    assert kept == {"float32", "bfloat16"} | (set() if decode else {"float16"})
+
+
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize(
     ("argument", "change", "says"),
