@@ -337,7 +337,7 @@ def test_interpreted_kernels_over_two_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_interpreted_kernels_over_ranks(size: int) -> None:
-    interpreted(size, 3)
+    interpreted(size, 2)
 
 
 @pytest.mark.slow

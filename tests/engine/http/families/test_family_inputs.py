@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import clouds, policies, recommenders, scenes, structures, worlds
-from support.detectors import pictures
 from support.live import live_server, wait_for
 
 from fastkernels.engine.http.requests.config import ServerConfig
@@ -26,6 +26,7 @@ CAMERA = scenes.views(1)[0]
 BEHIND = [[-1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -1, -9], [0, 0, 0, 1]]  # the scene is behind it
 PI0, DP3 = (policies.as_json(policies.observations(name, 1)[0]) for name in ("pi0", "dp3"))
 CLICK = recommenders.impressions(3)[2]
+TOO_LARGE = policies.as_url(Image.new("1", (10_000, 10_000)))
 CHAIN = {"num_samples": 1, "num_steps": 1, "num_recycles": 0}
 
 
@@ -79,7 +80,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any], list[Case]
     "pi0": (policies.pi0, "/v1/actions", {"inputs": PI0}, [
         ({"num_actions": 10_000}, "num_actions must be at most"),
         ({"inputs": {**PI0, "state": [0.0] * 99}}, "99 numbers in `state`"),
-        ({"inputs": {**PI0, "images": [policies.as_url(pictures((10_000, 10_000))[0])]}}, "67108864 pixels"),
+        ({"inputs": {**PI0, "images": [TOO_LARGE]}}, "67108864 pixels"),
     ]),
     "openfold3": (structures.checkpoint, "/v1/structures", {"chains": [{"sequence": "MKV"}], **CHAIN}, [
         ({"chains": [{"sequence": "M"}]}, ""),
@@ -101,7 +102,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any], list[Case]
     ]),
     "oasis": (worlds.oasis, "/v1/frames", world(), [
         ({"actions": [{"jump": 1}] * 401}, "actions must be at most 400, got 401"),
-        ({"images": [policies.as_url(pictures((10_000, 10_000))[0])]}, "67108864 pixels"),
+        ({"images": [TOO_LARGE]}, "67108864 pixels"),
         ({"actions": []}, "at least one action"),
     ]),
 }  # fmt: skip

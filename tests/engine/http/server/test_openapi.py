@@ -134,7 +134,7 @@ def test_every_route_with_many_examples(document, server, method, path, mode):
     skip_what_cannot_be_wrong(method, path, mode)
     if mode is GenerationMode.NEGATIVE and path.startswith("/v1/audio/"):
         pytest.skip("schemathesis 4.32 fails on its own mutations of files: Unsupported type: 'Binary'")
-    run(document, server, method, path, mode, 300)
+    run(document, server, method, path, mode, 100)
 
 
 def test_all_routes_are_tested(document):
