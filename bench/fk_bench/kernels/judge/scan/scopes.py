@@ -80,7 +80,8 @@ class Scopes:
         if isinstance(node, ast.Name):
             return self._meanings(node)
         if isinstance(node, ast.Attribute):
-            return {f"{inner}.{node.attr}" for inner in self.names(node.value)}
+            end = f".{node.attr}"  # `frame = frame.f_back` in a loop gives one name, not ever longer ones
+            return {inner if inner.endswith(end) else inner + end for inner in self.names(node.value)}
         if isinstance(node, ast.NamedExpr):
             return self.names(node.value)
         if isinstance(node, ast.IfExp):
