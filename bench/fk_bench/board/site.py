@@ -18,6 +18,7 @@ from fk_bench.board.standings import (
     kernel_speedup,
     part,
     rank_value,
+    selftest_of,
     speed,
 )
 from fk_bench.board.submission import facts
@@ -25,7 +26,7 @@ from fk_bench.core import pages
 from fk_bench.core.rows import Row, provisional
 from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate.macro_eval import Item
-from fk_bench.evaluate.run import results
+from fk_bench.evaluate.run import results, selftest
 from fk_bench.kernels.report import clean
 
 CPU = "Measured on a CPU: it shows that sets run and are right, and says nothing about their speed on a GPU."
@@ -100,12 +101,24 @@ def _line(standing: Standing, entry: Entry, place: int) -> dict[str, Any]:
         "failed": sum(s == 0 for s in timed),
         "parts": [] if entry.macro is None else results.part_lines(entry.macro), "dropped": _dropped(entry),
         "gap": {k.replace("_", " "): v for k, v in entry.gap.items()}, "cost": _cost(entry),
+        "selftest": {h: printable(v, 400) for h, v in selftest_of(standing, entry).items()},
+        "trusted": _trusted(standing, entry),
         "half": standing.thresholds.get("half", {}).get(entry.name),
         "double": standing.thresholds.get("double", {}).get(entry.name),
         "measured": entry.measured, "ranks": standing.ranges.get(entry.name),
         "provisional": printable(provisional([*entry.cases, *entry.ops])),
         "refused": [printable(w, 500) for w in entry.refused], "warnings": [printable(w) for w in entry.warnings],
     }  # fmt: skip
+
+
+def _trusted(standing: Standing, entry: Entry) -> str:
+    """The verdict of the do-nothing set in one word, over all hosts of a set; '' for kernels alone."""
+    found = list(selftest_of(standing, entry).values())
+    if any(v.startswith("failed") for v in found):
+        return "failed"
+    if all(v == selftest.PASSED for v in found):
+        return selftest.PASSED if found else ""
+    return "not run" if all(v == "not run" for v in found) else "in part"
 
 
 def _cost(entry: Entry) -> str:
@@ -241,6 +254,7 @@ def _plain(standing: Standing) -> dict[str, Any]:
         "double",
         "measured",
         "ranks",
+        "selftest",
     )
     sets = []
     for n, entry in enumerate(standing.entries, 1):

@@ -19,7 +19,7 @@ from fk_bench.core.stats import geometric_mean
 from fk_bench.core.terminal.text import printable
 from fk_bench.evaluate import macro_eval as macro
 from fk_bench.evaluate.macro_eval import Item, ItemOutcome, MacroEval, Part, Rules
-from fk_bench.evaluate.run import results
+from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.fidelity import BOUNDS
 from fk_bench.evaluate.suites import SuiteError, load, of_model
 from fk_bench.quality.calibration import correctness
@@ -59,6 +59,7 @@ class Entry:
     ops: list[Row] = field(default_factory=list)
     cases: list[Row] = field(default_factory=list)
     tasks: list[Row] = field(default_factory=list)
+    selftest: dict[Item, Row] = field(default_factory=dict)  # of the do-nothing set in the same files of rows
     score: Row | None = None
     sources: tuple[Source, ...] = ()
     first: Row | None = None
@@ -203,14 +204,23 @@ def _folder(row: Row) -> str:
     return Path(row.subject.candidate or "").parent.name
 
 
+def _league(row: Row) -> League:
+    chip = row.machine.gpu or row.machine.cpu or "unknown"
+    evaluated = row.command == "eval"
+    return League(
+        str(row.case.get("suite")) if evaluated else KERNELS_ONLY,
+        str(row.case.get("digest")) if evaluated else "", chip, row.machine.gpus > 0,
+    )  # fmt: skip
+
+
+def _is_record(row: Row) -> bool:
+    return row.command == "eval" and row.kind == results.ITEM and row.case.get("variant") == "record"
+
+
 def _add(made: dict[tuple[str, League], Entry], one: Submitted, name: str, found: Sequence[Row]) -> None:
+    tested = [r for r in one.rows if _is_record(r) and r.case.get("set") == selftest.NAME]
     for row in found:
-        chip = row.machine.gpu or row.machine.cpu or "unknown"
-        evaluated = row.command == "eval"
-        league = League(
-            str(row.case.get("suite")) if evaluated else KERNELS_ONLY,
-            str(row.case.get("digest")) if evaluated else "", chip, row.machine.gpus > 0,
-        )  # fmt: skip
+        evaluated, league = row.command == "eval", _league(row)
         entry = made.get((name, league))
         if entry is None:
             entry = made[name, league] = Entry(name, league, one.about, sources=one.sources, first=row)
@@ -225,13 +235,14 @@ def _add(made: dict[tuple[str, League], Entry], one: Submitted, name: str, found
                 entry.tasks.append(row)
         elif not evaluated:
             entry.cases.append(row)
-        elif row.kind == results.ITEM and row.case.get("variant") == "record":
+        elif _is_record(row):
             entry.items[results.item_of(row)] = row
         elif row.kind == results.OP:
             entry.ops.append(row)
         elif row.kind == results.SCORE:
             entry.score = row
     for league_entry in (e for (n, _), e in made.items() if n == name):
+        league_entry.selftest |= {results.item_of(r): r for r in tested if _league(r) == league_entry.league}
         league_entry.warnings = list(dict.fromkeys([*league_entry.warnings, *one.warnings]))
 
 
@@ -310,6 +321,13 @@ def _score(entry: Entry, declared: Sequence[Item], categories: Sequence[str]) ->
         entry.warnings.append(
             f"its score row says {said:.4f}, its items give {entry.macro.overall.score:.4f}, which is shown"
         )
+
+
+def selftest_of(standing: Standing, entry: Entry) -> dict[str, str]:
+    """The verdict of the do-nothing set for each host of an evaluated set; see selftest.verdicts."""
+    items = standing.declared or tuple(entry.items)
+    hosts = {i.host for i in entry.items}
+    return selftest.verdicts([i for i in items if i.host in hosts], entry.selftest)
 
 
 def part(entry: Entry) -> Part | None:

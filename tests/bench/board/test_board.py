@@ -80,6 +80,23 @@ def test_ranks_are_those_that_the_times_allow(run: Run) -> None:
     assert bare.ranges == {} and bare.entries[1].measured is not None
 
 
+def test_board_shows_the_verdict_of_the_do_nothing_set(run: Run, tmp_path: Path) -> None:
+    """Of the set's own rows: a do-nothing set of another run says nothing about this one."""
+    even = [(1.0, 1.0, 1.0)] * 3
+    nothing = rows_of("do-nothing", even)
+    (found,) = read(run("all", [*nothing, *rows_of("x", even)]), run("bare", rows_of("y", even)))
+    verdicts = {e.name: set(standings.selftest_of(found, e).values()) for e in found.entries}
+    assert verdicts == {"do-nothing": {"passed"}, "x": {"passed"}, "y": {"not run"}}
+    nothing[0].ci95["throughput_speedup"] = (1.1, 1.2)
+    (found,) = read(run("slanted", [*nothing, *rows_of("z", even)]))
+    host = ITEMS[0].host
+    site.write(tmp_path / "site", [found], [])
+    text = (tmp_path / "site" / "index.html").read_text()
+    assert ">failed</td>" in text and f"{host} failed: {ITEMS[0].model} in {host}: throughput_speedup" in text
+    (league,) = json.loads((tmp_path / "site" / "board.json").read_text())
+    assert all(s["selftest"][host].startswith("failed") for s in league["sets"])
+
+
 def test_forged_score_row_is_not_believed(run: Run) -> None:
     rows = rows_of("x", [(1.0, 1.0, 1.0)] * 3)
     of = context("x")

@@ -238,6 +238,40 @@ REJECTED += [
     ("os.environ['CC'] += 'x'", "files"),
     ("os.environ['LD_PRELOAD'] = 'gcc'", "files"),
 ]  # fmt: skip
+# Each gives one name several meanings, by scope or by order
+REJECTED += [
+    ("import os as m\ndef f():\n    m.fork()\ndef g():\n    import math as m", "process"),
+    ("def f():\n    import os as m\n    m.fork()\nimport math as m", "process"),
+    ("import math as m\nif TABLE:\n    import os as m\nm.fork()", "process"),
+    ("m = torch\ndef f():\n    m.fork()\nm = os", "process"),
+    ("m = torch\ndef f():\n    global m\n    m = os\nm = torch\nm.fork()", "process"),
+    ("def f():\n  m = 0\n  def g():\n    nonlocal m\n    m = os\n  m = 1\n  g()\n  m.fork()", "process"),
+    ("def f():\n  def g():\n    def h():\n      nonlocal m\n      m = os\n    m = 1\n    h()\n    m.fork()", "process"),
+    ("m = os if TABLE else torch\nm.fork()", "process"),
+    ("(TABLE or os).fork()", "process"),
+    ("(m := os).fork()", "process"),
+    ("[(m := os) for _ in TABLE]\nm.fork()", "process"),
+    ("later = ((m := os) for _ in (1,))\nm = torch\nnext(later)\nm.fork()", "process"),
+    ("a, (b, c) = torch, (os, sys)\nb.fork()", "process"),
+    ("for m in (torch, os):\n    m.fork()", "process"),
+    ("[m.fork() for m in (os,)]", "process"),
+    ("def f(m=os):\n    m.fork()", "process"),
+    ("f = lambda *, m=os: m.fork()", "process"),
+    ("from os import *\nfork()", "process"),
+    ("def g(open): pass\ndef f():\n    return open('a')", "files"),
+    ("class A:\n    def eval(self): pass\n    def f(self):\n        return eval('1')", "dynamic-code"),
+    ("def f():\n    return eval('1')\nf()\ndef eval(x): pass", "dynamic-code"),
+    ("def eval(x): pass\ndel eval\neval('1')", "dynamic-code"),
+    ("eval = 1\ntry:\n    f()\nexcept TypeError as eval:\n    pass\nf = eval('1')", "dynamic-code"),
+    ("@g\ndef eval(x=1):\n    return eval('1')", "dynamic-code"),
+    ("if TABLE:\n    def eval(x): pass\neval('1')", "dynamic-code"),
+    ("for eval in ():\n    pass\neval('1')", "dynamic-code"),
+    ("def f(x):\n    [0 for open in x]\n    return open('a')", "files"),
+    ("class A:\n    time = 1\n    def f(self):\n        return time.time()", "clock"),
+    ("def f(torch):\n    pass\ntorch.cuda.synchronize = None", "patching"),
+    ("m0 = os\n" + "".join(f"m{i + 1} = m{i}\n" for i in range(40)) + "m40.fork()", "process"),
+    ("".join(f"m{i} = m{i + 1}\n" for i in range(40)) + "m40 = os\nm0.fork()", "unreadable"),
+]  # fmt: skip
 PASSED = [
     BENCH + MAIN + "    print(bench())",
     "def bench():\n    return inner()\ndef inner():\n    time.sleep(1)\n    open('a')" + MAIN + "    bench()",
@@ -280,6 +314,23 @@ PASSED = [
     "def f(x, n):\n    return x if int(n.item()) in (1, 2) else -x",
     "archs = os.environ.get('TORCH_CUDA_ARCH_LIST', '9.0')",
     "os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0a')\nos.environ['MAX_JOBS'] = '2'",
+]  # fmt: skip
+# The honest twins: what has the name of a module or a builtin is a value there
+PASSED += [
+    "at = torch.nn\nwhile TABLE:\n    at = at.parent",
+    "def f(x, time):\n    return x * time.time()",
+    "def f(x):\n    os = x.stride(0)\n    return os.fork",
+    "def f():\n    import time\n    return time\ndef g(time):\n    return time.sleep",
+    "import math as m\ndef f():\n    import os as m\n    return m.sep\ndef g(x):\n    return m.fork(x)",
+    "time = torch.arange(4)\ndef f():\n    return time.time()",
+    "def f(x, flag):\n    if flag:\n        sys = x\n    else:\n        sys = -x\n    return sys.exit",
+    "def f(xs):\n    return [time.time() for time in xs]",
+    "f = lambda os: os.fork()",
+    "def compile(x):\n    return compile(x[1:]) if x else x\ndef f(x):\n    return compile(x)",
+    "def f(x):\n    with x as time:\n        return time.time()",
+    "def outer(os):\n    def inner():\n        return os.fork()\n    return inner",
+    "class A:\n    sys = 3\n    exit = sys.exit",
+    "def f(out):\n" + "".join("    if out:\n        out = out.a\n" for _ in range(100)) + "    return out",
 ]  # fmt: skip
 WARNED = [
     ("def rms_norm(x):\n    out = torch.empty_like(x)\n    return out", "uninitialized"),
@@ -419,6 +470,7 @@ GROWING = {
         f" N[{i}] += 1\n if N[{i}] > 1: pass\n" for i in range(n // 8)
     ),
     "aliases": lambda n: "a0 = torch\n" + "".join(f"a{i + 1} = a{i}.b\n" for i in range(n // 4)),
+    "meanings": lambda n: "".join(f"if x: m = torch.a{i}\n" for i in range(30)) + "m.b\n" * (n // 4),
     "reach": lambda n: "torch.sys.modules\n" * (n // 4),
 }  # fmt: skip
 NESTED = {
@@ -455,7 +507,8 @@ def test_nested_source_is_scanned_in_two_seconds(tmp_path: Path, name: str) -> N
 
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize(
-    "name", [n if n in ("keys", "aliases") else pytest.param(n, marks=pytest.mark.slow) for n in GROWING]
+    "name",
+    [n if n in ("keys", "aliases", "meanings") else pytest.param(n, marks=pytest.mark.slow) for n in GROWING],
 )
 def test_scan_time_grows_with_size(tmp_path: Path, name: str) -> None:
     seconds = []

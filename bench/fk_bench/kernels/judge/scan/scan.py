@@ -1,8 +1,8 @@
 """A static scan of a candidate's file, before any of it runs: the first filter, not the only one.
 
 It finds what no kernel needs: other processes and threads, access to files and frames, patched clocks, caches of
-results, the library that the candidate is compared with. Names are followed through imports and plain assignments
-only. Code that hides from the scan still has to pass the judge.
+results, the library that the candidate is compared with. Names are followed through imports and assignments, by scope.
+Code that hides from the scan still has to pass the judge.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fastkernels.core.candidate import MODULES
 from fk_bench.core.terminal.text import printable
 from fk_bench.kernels.judge.scan import parts, rules, state
 from fk_bench.kernels.judge.scan.ownership import PlaceKind, locate
+from fk_bench.kernels.judge.scan.scopes import MAX_NAME, Scopes
 from fk_bench.kernels.judge.scan.state import targets
 from fk_bench.kernels.judge.scan.tree import FUNCTIONS, Function, Refused, Tree, children
 from fk_bench.kernels.judge.scan.unused import without_unused
@@ -23,7 +24,6 @@ from fk_bench.kernels.judge.scan.unused import without_unused
 REJECT, WARN = "reject", "warn"
 _MAKE_TEXT = ("join", "format", "decode", "replace", "translate", "strip", "lower")
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, *FUNCTIONS)
-_MAX_NAME = 200  # characters of a dotted name; no entry of the rules is as long
 _MAX_REASONS = 20
 
 
@@ -54,6 +54,8 @@ def scan(path: Path, op: str, alone: bool = True) -> list[Finding]:
     try:
         visitor = _Visitor(op, tree)
         visitor.visit(tree.module)
+    except Refused as refused:
+        return [Finding(1, refused.pattern, str(refused))]
     except (RecursionError, MemoryError):
         return [Finding(1, "unreadable", "the file takes too much memory to be read")]
     return sorted(visitor.found)
@@ -81,11 +83,9 @@ class _Visitor(ast.NodeVisitor):
         # A module of several ops has no kernel of its own: the ops that it calls are judged with it.
         self.composed = registry.known(op) and registry.get(op).op is None
         self.inherited: set[str] = set()  # calls of our classes whose subclasses here have calls of their own
-        self.bound = _bound(tree)
-        self.names: dict[str, str] = {}  # name in the file: its dotted name
-        self.known: dict[int, str] = {}  # id(node): its dotted name
+        self.names = Scopes(tree.module).names
         self.hits: dict[str, set[tuple[str, str]]] = {}  # dotted name: what its use means
-        self._aliases()
+        self.own: dict[str, tuple[str, str] | None] = {}  # the same, if it is ours
         heads = [n.body[0] for n in tree.nodes if isinstance(n, _WITH_DOCSTRING) and n.body]
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
         self.sized = tree.containing(_is_size)
@@ -94,12 +94,12 @@ class _Visitor(ast.NodeVisitor):
         self.fields = self._fields()
         self.parts = parts.harmless(tree)
         constants = state.constant_tables(tree)
-        for node, pattern, reason in state.counters(tree, self.dotted):
+        for node, pattern, reason in state.counters(tree, self.names):
             self.note(node, pattern, reason)
         for function in tree.outermost:
             for node, pattern, reason in state.keys(function, constants):
                 self.note(node, pattern, reason)
-            for node in state.uninitialized(function, lambda n: self.dotted(n) in rules.EMPTY):
+            for node in state.uninitialized(function, lambda n: not self.names(n).isdisjoint(rules.EMPTY)):
                 self.note(node, "uninitialized", "memory from torch.empty is returned as it is", WARN)
 
     def note(self, node: ast.AST, pattern: str, reason: str, severity: str = REJECT) -> None:
@@ -113,55 +113,16 @@ class _Visitor(ast.NodeVisitor):
 
     # names
 
-    def _aliases(self) -> None:
-        for node in self.tree.nodes:
-            if isinstance(node, ast.Import):
-                for a in node.names:
-                    name = a.name if a.asname else a.name.split(".")[0]
-                    self.names[a.asname or name] = name[:_MAX_NAME]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                module = (node.module or "")[:_MAX_NAME]
-                for a in node.names:
-                    self.names[a.asname or a.name] = f"{module}.{a.name}"[:_MAX_NAME]
-        assignments = [n for n in self.tree.nodes if next(targets(n), None) is not None]
-        for _ in range(3):  # a = torch; b = a.cuda; c = b.Event
-            for node in assignments:
-                dotted = self._dotted(getattr(node, "value", None))
-                for target in targets(node):
-                    if dotted and isinstance(target, ast.Name):
-                        self.names.setdefault(target.id, dotted)
-            self.known.clear()
-
-    def dotted(self, node: ast.AST | None) -> str:
-        """The dotted name of an expression of names and attributes, as far as known; else ''."""
-        if node is None:
-            return ""
-        if id(node) not in self.known:
-            self.known[id(node)] = self._dotted(node)
-        return self.known[id(node)]
-
-    def _dotted(self, node: ast.AST | None) -> str:
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id, "" if node.id in self.bound else node.id)[:_MAX_NAME]
-        if isinstance(node, ast.Attribute):
-            inner = self.dotted(node.value)
-            return f"{inner}.{node.attr}"[:_MAX_NAME] if inner else ""
-        if isinstance(node, ast.Call) and self.dotted(node.func) == "getattr" and len(node.args) >= 2:
-            inner, name = self.dotted(node.args[0]), node.args[1]
-            if inner and isinstance(name, ast.Constant) and isinstance(name.value, str):
-                return f"{inner}.{name.value}"[:_MAX_NAME]
-        return ""
-
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._import(node, alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
-            self._import(node, f"{(node.module or '')[:_MAX_NAME]}.{alias.name}")
+            self._import(node, f"{(node.module or '')[:MAX_NAME]}.{alias.name}")
 
     def _import(self, node: ast.AST, name: str) -> None:
-        name = name[:_MAX_NAME]
+        name = name[:MAX_NAME]
         if name in rules.ALLOWED_IMPORTS or name in self.parts:
             return
         if not self.look_up(node, rules.IMPORTS, name):
@@ -180,15 +141,14 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load):
-            self._use(node, self.dotted(node))
+            self._use(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = self.dotted(node)
-        self._use(node, name)
+        self._use(node)
         if not self._is_field(node):
             self._reached(node, node.attr)
         self._strings(node, node.attr)
-        if not name:
+        if not self.names(node):
             self.visit(node.value)
         elif not isinstance(node.value, ast.Name):
             self._inner(node.value)
@@ -198,18 +158,23 @@ class _Visitor(ast.NodeVisitor):
         while isinstance(node, ast.Attribute):
             self._strings(node, node.attr)
             node = node.value
-        if isinstance(node, ast.Call):
+        if not isinstance(node, ast.Name):
             self.visit(node)
 
-    def _use(self, node: ast.AST, name: str) -> None:
-        if not name:
-            return
-        self._note_use(node, name)
-        place = locate(name)
-        if place.kind is PlaceKind.PRODUCTION:
-            self.note(node, "baseline-library", rules.REASONS["baseline-library"].format(name))
-        elif self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
-            self.note(node, "own-op", f"{name} is the op that the candidate replaces")
+    def _use(self, node: ast.AST) -> None:
+        for name in self.names(node):
+            self._note_use(node, name)
+            if name not in self.own:
+                self.own[name] = self._of_ours(name)
+            if (hit := self.own[name]) is not None:
+                self.note(node, *hit)
+
+    def _of_ours(self, name: str) -> tuple[str, str] | None:
+        if locate(name).kind is PlaceKind.PRODUCTION:
+            return "baseline-library", rules.REASONS["baseline-library"].format(name)
+        if self._is_own_op(name) or name.split(".")[:4] == ["torch", "ops", "fastkernels", self.op]:
+            return "own-op", f"{name} is the op that the candidate replaces"
+        return None
 
     def _note_use(self, node: ast.AST, name: str) -> None:
         if name not in self.hits:
@@ -225,7 +190,7 @@ class _Visitor(ast.NodeVisitor):
 
     def _looks_up(self, node: ast.AST) -> bool:
         """Whether a node can look up an attribute or a module by a string, other than by a literal `getattr`."""
-        if isinstance(node, ast.Call) and self.dotted(node.func) == "getattr":
+        if isinstance(node, ast.Call) and "getattr" in self.names(node.func):
             return False  # a literal name is followed; all others are found below, as names of `getattr`
         if isinstance(node, ast.Name) and node.id == "getattr":
             call = self.tree.parents.get(id(node))
@@ -240,7 +205,7 @@ class _Visitor(ast.NodeVisitor):
 
     def _names_attribute(self, node: ast.Constant) -> bool:
         call = self.tree.parents.get(id(node))
-        return isinstance(call, ast.Call) and self.dotted(call.func) == "getattr" and node in call.args[1:2]
+        return isinstance(call, ast.Call) and "getattr" in self.names(call.func) and node in call.args[1:2]
 
     def _fields(self) -> set[str]:
         """Attributes that the file gives its own objects, such as `self.os = 3`; those that hold a module are none."""
@@ -253,13 +218,13 @@ class _Visitor(ast.NodeVisitor):
                     own = isinstance(target, ast.Attribute) and self._is_self(target.value)
                     name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
                     if own or (in_class and isinstance(target, ast.Name)):
-                        value = self.dotted(node.value)
-                        parts = set(value.split("."))
-                        (modules if parts & rules.REACHED or (not own and value) else found).add(name)
+                        values = self.names(node.value)
+                        parts = {part for value in values for part in value.split(".")}
+                        (modules if parts & rules.REACHED or (not own and values) else found).add(name)
         return found - modules
 
     def _is_self(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in ("self", "cls") and node.id not in self.names
+        return isinstance(node, ast.Name) and node.id in ("self", "cls") and self.names(node) <= {node.id}
 
     def _is_field(self, node: ast.Attribute) -> bool:
         return node.attr in self.fields and self._is_self(node.value)
@@ -278,7 +243,7 @@ class _Visitor(ast.NodeVisitor):
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
             self._strings(node, str(node.value))
             looked_up = self.looks_up or self._names_attribute(node)
-            if looked_up and isinstance(node.value, str) and len(node.value) <= _MAX_NAME:
+            if looked_up and isinstance(node.value, str) and len(node.value) <= MAX_NAME:
                 for part in node.value.split("."):  # operator.attrgetter("sys.modules"), vars(m)["sys"]
                     if part in rules.REACHED or part in rules.HIDDEN:
                         self._reached(node, part)
@@ -293,12 +258,20 @@ class _Visitor(ast.NodeVisitor):
     # calls
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = self.dotted(node.func)
+        for name in self.names(node.func):
+            self._called(node, name)
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        if method is not None and method.attr in self.inherited and _is_super(method.value):
+            self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
+        self._downcast(node)
+        self.generic_visit(node)
+
+    def _called(self, node: ast.Call, name: str) -> None:
         self.look_up(node, rules.CALLS, name)
         self.look_up(node, rules.WARN_CALLS, name, WARN)
         if name in ("setattr", "delattr", "vars", "object.__setattr__") and node.args:
-            owner = self.dotted(node.args[0])
-            self._assigned(node, owner, f"{name}({owner}, ...)")
+            for owner in self.names(node.args[0]):
+                self._assigned(node, owner, f"{name}({owner}, ...)")
         elif name == "getattr" and len(node.args) > 1:
             self._getattr(node)
         elif name == "os.getenv" or name.startswith("os.environ."):
@@ -310,25 +283,21 @@ class _Visitor(ast.NodeVisitor):
             first = node.args[0] if node.args else None
             if not isinstance(first, ast.Constant) or first.value == self.op:
                 self.note(node, "own-op", f"{self.tree.text(node)} gives the op that the candidate replaces")
-        method = node.func if isinstance(node.func, ast.Attribute) else None
-        if method is not None and method.attr in self.inherited and _is_super(method.value):
-            self.note(node, "own-op", f"super().{method.attr} is what the candidate replaces")
-        self._downcast(node)
-        self.generic_visit(node)
 
     def _getattr(self, node: ast.Call) -> None:
-        self._use(node, self.dotted(node))
-        owner, name = self.dotted(node.args[0]).split(".")[0], node.args[1]
+        self._use(node)
+        name = node.args[1]
         made = (
             isinstance(name, ast.Call)
             and isinstance(name.func, ast.Attribute)
             and name.func.attr in _MAKE_TEXT
         )
         computed = made or isinstance(name, (ast.BinOp, ast.JoinedStr))
-        if owner in ("os", "sys", "builtins", "time"):
-            computed = computed or not isinstance(name, ast.Constant)
-        if owner in rules.PROTECTED and computed:
-            self.note(node, "dynamic-code", f"getattr({owner}, ...) with a computed name hides what it reads")
+        for owner in {inner.split(".")[0] for inner in self.names(node.args[0])}:
+            strict = owner in ("os", "sys", "builtins", "time") and not isinstance(name, ast.Constant)
+            if owner in rules.PROTECTED and (computed or strict):
+                reason = f"getattr({owner}, ...) with a computed name hides what it reads"
+                self.note(node, "dynamic-code", reason)
 
     def _downcast(self, node: ast.Call) -> None:
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -354,7 +323,7 @@ class _Visitor(ast.NodeVisitor):
             self.note(node, "files", f"os.environ[{name or '...'}] is not among what the kernel was given")
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        if self.dotted(node.value) == "os.environ":
+        if "os.environ" in self.names(node.value):
             sets = isinstance(node.ctx, ast.Store)
             key = None if isinstance(node.ctx, ast.Del) else node.slice
             around = self.tree.parents.get(id(node))
@@ -368,7 +337,8 @@ class _Visitor(ast.NodeVisitor):
         for target in targets(node):
             if isinstance(target, (ast.Attribute, ast.Subscript)):
                 owner = target if isinstance(target, ast.Attribute) else target.value
-                self._assigned(node, self.dotted(owner), self.tree.text(target))
+                for name in self.names(owner):
+                    self._assigned(node, name, self.tree.text(target))
         self.generic_visit(node)
 
     visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Delete = _assign
@@ -384,7 +354,9 @@ class _Visitor(ast.NodeVisitor):
     def visit_FunctionDef(self, node: Function) -> None:
         if node.name in ("__torch_function__", "__torch_dispatch__"):
             self.note(node, "lazy-tensor", rules.REASONS["lazy-tensor"].format(node.name))
-        decorators = {self.dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
+        decorators = {
+            name for d in node.decorator_list for name in self.names(d.func if isinstance(d, ast.Call) else d)
+        }
         if decorators & {"functools.cache", "functools.lru_cache"}:
             for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                 if _names_tensor(arg):
@@ -397,7 +369,7 @@ class _Visitor(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for base in map(self.dotted, node.bases):
+        for base in {name for expression in node.bases for name in self.names(expression)}:
             if base in ("torch.Tensor", "torch._tensor.Tensor") or base.endswith(
                 ("DispatchMode", "FunctionMode")
             ):
@@ -406,8 +378,8 @@ class _Visitor(ast.NodeVisitor):
         bases = set(map(id, node.bases))
         for part in children(node):
             # A subclass of ours may inherit weights and loaders if it has its own call.
-            name = self.dotted(part) if id(part) in bases else ""
-            calls = locate(name).calls if name and self._is_own_op(name) else frozenset()
+            ours = [n for n in self.names(part) if self._is_own_op(n)] if id(part) in bases else []
+            calls = frozenset().union(*(locate(n).calls for n in ours))
             if own & calls:
                 self.inherited |= calls
             else:
@@ -415,7 +387,7 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        broad = any(k is None or self.dotted(k) in ("Exception", "BaseException") for k in kinds)
+        broad = any(k is None or self.names(k) & {"Exception", "BaseException"} for k in kinds)
         if broad and id(node) not in self.raising:
             what = f"`except {self.tree.text(node.type)}`" if node.type is not None else "a bare `except`"
             reason = f"{what} continues with something else if the kernel fails"
@@ -440,24 +412,6 @@ class _Visitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     visit_List = visit_Tuple = visit_Dict = _container
-
-
-def _bound(tree: Tree) -> set[str]:
-    """Names of parameters, functions, classes and loop variables, which shadow builtins."""
-    found = set()
-    looped: set[int] = set()  # ids of the targets of loops and their parts, which follow them
-    for node in tree.nodes:
-        if isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            looped.add(id(node.target))
-        if id(node) in looped:
-            looped.update(map(id, children(node)))
-            if isinstance(node, ast.Name):
-                found.add(node.id)
-    return found
 
 
 def _names_tensor(arg: ast.arg) -> bool:

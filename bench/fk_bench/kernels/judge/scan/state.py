@@ -187,7 +187,7 @@ def uninitialized(function: ast.AST, is_empty: Callable[[ast.AST], bool]) -> Ite
             yield node
 
 
-def counters(tree: Tree, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str, str]]:
+def counters(tree: Tree, names: Callable[[ast.AST], frozenset[str]]) -> Iterator[tuple[ast.AST, str, str]]:
     """(node, pattern, reason) for numbers that outlive a call, are incremented in it, and are used in a condition."""
     body = tree.module.body
     lasting = {t.id for n in body for t in targets(n) if isinstance(t, ast.Name)}
@@ -206,7 +206,7 @@ def counters(tree: Tree, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast
                 own = root == "self" and isinstance(node.value, ast.Constant)
                 if root in shared or own or (not plain and root in lasting):
                     counted[tree.structures[id(node.target)]] = node, node.target
-            elif _is_next(node, dotted) and _root(node.args[0]) in lasting:
+            elif _is_next(node, names) and _root(node.args[0]) in lasting:
                 yield node, "call-counting", f"{tree.text(node, 40)} counts the calls"
             decides = decides or isinstance(node, (ast.Compare, ast.BoolOp))
             test = node.test if isinstance(node, (ast.If, ast.IfExp, ast.While)) else None
@@ -217,8 +217,8 @@ def counters(tree: Tree, dotted: Callable[[ast.AST], str]) -> Iterator[tuple[ast
             yield node, "call-counting", reason
 
 
-def _is_next(node: ast.AST, dotted: Callable[[ast.AST], str]) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and bool(node.args) and dotted(node.func) == "next"
+def _is_next(node: ast.AST, names: Callable[[ast.AST], frozenset[str]]) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and bool(node.args) and "next" in names(node.func)
 
 
 def _root(node: ast.AST) -> str:
