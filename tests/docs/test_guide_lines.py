@@ -52,7 +52,6 @@ ELSEWHERE = {
     "fk-bench tune linear --": ("tests/bench/tune/test_tune.py", '"--shape"'),
     "fk-bench tune attention_decode": ("tests/bench/tune/test_tune.py", '"tune"'),
     "fk-bench tune qwen3-8b": ("tests/bench/tune/test_tune.py", '"tune"'),
-    "FASTKERNELS=1 FASTKERNELS_TUNED": ("tests/core/test_tuning.py", "FASTKERNELS_TUNED"),
     "fk-bench quality": ("tests/bench/quality/test_quality_command.py", '"quality"'),
     "fk-bench patch-compare llama-3.1-8b qwen3-8b": ("tests/bench/e2e/test_patch_compare.py", '`fk-bench patch'),
     "fk-bench mcp": ("tests/bench/agents/test_mcp.py", '"mcp"'),

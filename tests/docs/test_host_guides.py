@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from support import guides
 from support.guides import of, starting
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
 
+from fastkernels.core.tuning import Entry, Table
+
 ROOT = Path(__file__).parents[2]
-START, PATCH, BENCHMARK, COVERAGE, FOREIGN, EXPLAIN = (
+START, PATCH, BENCHMARK, COVERAGE, FOREIGN, EXPLAIN, TUNE = (
     ROOT / "docs" / f"{page}.md"
     for page in (
-        "start", "patch", "benchmark", "coverage", "foreign-candidates", "explain",
+        "start", "patch", "benchmark", "coverage", "foreign-candidates", "explain", "tune",
     )
 )  # fmt: skip
 # Arguments and variables of tiny servers on a CPU
@@ -88,7 +91,22 @@ def test_server_of_the_start_page_is_patched(host: str, tiny: Path, tmp_path: Pa
     )
 
 
-def log_of_server(line: str, host: str, given: dict[str, Path], folder: Path) -> str:
+def test_server_of_the_tune_page_takes_a_table(tiny: Path, tmp_path: Path) -> None:
+    (line,) = starting(TUNE, "FASTKERNELS=1 FASTKERNELS_TUNED")
+    (tmp_path / "run").mkdir()
+    entry = Entry(
+        "linear", {"N": 128, "K": 128, "dtype": "bfloat16"}, {"M": 1}, None, baseline="onednn", run="r1"
+    )
+    (tmp_path / "run" / "cpu.json").write_text(Table("cpu", {"r1": {}}, (entry,)).to_json())
+    words: dict[str, object] = {
+        "FASTKERNELS_TUNED=RUN/CHIP.json": "FASTKERNELS_TUNED=run/cpu.json", "FOLDER": tiny,
+    }  # fmt: skip
+    log = log_of_server(line, "vllm", words, tmp_path)
+    assert "left to the host: linear: weight has shape (0,): the host packed or freed it" in log
+    assert "no tuned table of this device" not in log
+
+
+def log_of_server(line: str, host: str, given: Mapping[str, object], folder: Path) -> str:
     """Run the line of a server until it answers; its log."""
     port, python = free_port(), python_of(host)
     bin_folder = Path(python).parent

@@ -105,6 +105,16 @@ def test_requested_op_goes_in_whatever_the_table_lists(model: Any) -> None:
     assert (row.modules, row.reason) == (3, "")
 
 
+def test_reason_of_a_freed_weight_comes_before_its_shape(model: Any) -> None:
+    """vLLM packs the weights of linear layers on a CPU."""
+    model.new.weight.data = torch.empty(0)
+    (row,) = patched(model).rows
+    assert row.modules == 1 and "shape of its calls" not in row.reason
+    assert (
+        "1 left to the host: weight has shape (0,): the host packed or freed it after loading" in row.reason
+    )
+
+
 def test_cpu_without_a_table_leaves_all_to_the_host(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason that the op does not serve a module comes before the missing table."""
     monkeypatch.delenv("FASTKERNELS_TUNED")
@@ -312,7 +322,8 @@ def test_a_scheme_is_replaced_where_the_table_says_so() -> None:
         "1 unsupported: weight (64, 48) has strides (48, 1) and 48 scales",
         "1 unsupported: its scheme.apply_weights was replaced by other code",
         "1 left to the host: N=48 K=80 block=1 out_dtype=bfloat16 is not tuned on cpu",
-        "3 left to the host: the shape of its calls is unknown",
+        "1 left to the host: the scale of x is given",
+        "1 left to the host: its weight has scales by block, not by channel",
     ):
         assert text in row.reason
     changed = [name for name, scheme in before.items() if getattr(model, name).scheme is not scheme]

@@ -42,7 +42,9 @@ def capture_command(
         str,
         typer.Option(help="name of the capture's folder (default: MODEL-SCENARIO-HOST)", show_default=False),
     ] = "",
-    ops: Annotated[str, typer.Option(help="ops to record in a host, comma-separated (default: all)")] = "",
+    ops: Annotated[
+        str, typer.Option(help="ops to record in vllm or sglang, comma-separated (default: all)")
+    ] = "",
     dtype: Annotated[
         str, typer.Option(help="of weights and activations; auto: the host's default")
     ] = "bfloat16",
@@ -75,6 +77,8 @@ def capture_command(
         wanted = check_names(comma_list("--ops", ops, str)) if ops else ()
         if host not in HOSTS:
             raise UnknownName("host", host, HOSTS)
+        if wanted and host == "fastkernels":
+            raise ValueError("--ops is for vllm and sglang; our engine records all its ops: leave it out")
         if dtype not in DTYPES:
             raise UnknownName("dtype", dtype, DTYPES)
         sampled = values == SAMPLE

@@ -166,7 +166,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # hosts print to standard output
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
-    engine = hosts[options["host"]](options)
+    from fk_bench.offline import refusals
+
+    with refusals.answered(answers):
+        engine = hosts[options["host"]](options)
     engine.generate([WARM_UP])
     first = {"host_version": engine.version, "patched": engine.patched, "off": engine.off}
     print(json.dumps(first), file=answers, flush=True)

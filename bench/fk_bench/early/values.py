@@ -51,6 +51,9 @@ def check(command: str, words: Sequence[str]) -> None:
             _check_host(words)
         case "kernels":
             _check_candidate(words)
+            _check_cases(first, words)
+        case "profile":
+            _check_cases(first, words)
         case "trace" if first[:1] == ["import"] and len(first) == 2:
             _check_definitions(Path(first[1]).expanduser())
         case "submit-check" if first and not Path(first[0]).expanduser().exists():
@@ -149,6 +152,16 @@ def _check_candidate(words: Sequence[str]) -> None:
     for path in values(words, "--candidate") if "--identity" not in words else ():
         if path not in LIBRARIES and not Path(path).expanduser().exists():
             raise ConfigError(f"--candidate {path}: no such file or folder; `fk-bench stubs` makes some")
+
+
+def _check_cases(ops: Sequence[str], words: Sequence[str]) -> None:
+    """Of one op with a file; captures in a folder and tasks have cases of their own."""
+    from fastkernels.core.registry import op_modules
+    from fk_bench.early import cases
+
+    others = any(word.partition("=")[0] in ("--captures", "--task") for word in words)
+    if len(ops) == 1 and ops[0] in op_modules() and not others:
+        cases.check(ops[0], values(words, "--case"))
 
 
 def _check_definitions(folder: Path) -> None:

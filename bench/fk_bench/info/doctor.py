@@ -318,12 +318,13 @@ def doctor_command(
         found = examine(python or [])
     except ConfigError as error:
         fail(str(error))
-    if json_only:
-        state = {"command": "doctor", "ok": not found.problems, **found.rows}
-        last_line({**state, "notes": found.notes, "problems": found.problems})
-    else:
+    if not json_only:
         if everything:
             _show(found)
         print("\n".join(verdict.lines(found.rows, found.problems, found.notes, everything)))
+    last_line({
+        "command": "doctor", "ok": not found.problems, **(found.rows if json_only else {}), "notes": found.notes,
+        "problems": found.problems,
+    })  # fmt: skip
     if found.problems:
         raise SystemExit(1)

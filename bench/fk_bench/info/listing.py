@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -117,14 +118,18 @@ def _cell(row: dict[str, Any], column: str) -> Any:
 
 
 def _print_definition(op: str, json_only: bool) -> None:
-    """Print the definition indented, or on one line with --json. Ends the command for an op without one."""
+    """Print the definition: indented in a terminal, on one line with --json or into a pipe or a file.
+
+    Ends the command for an op without one.
+    """
     from fastkernels.core.definition import definition
 
     try:
         found = definition(registry.get(op))
     except (registry.UnknownName, ValueError) as error:
         fail(str(error))
-    print(json.dumps(found, indent=None if json_only else 2))
+    one_line = json_only or not sys.stdout.isatty()
+    print(json.dumps(found, indent=None if one_line else 2))
 
 
 def list_command(

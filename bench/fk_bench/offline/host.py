@@ -66,7 +66,7 @@ class HostProcess:
         self._answers.put(None)
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line of the process. Raises HostFailed with the tail of its log."""
+        """The next line of the process. Raises HostFailed: with the tail of its log, or why a patch was refused."""
         line, what = None, f"no answer within {timeout:g} s"
         with contextlib.suppress(queue.Empty):
             line = self._answers.get(timeout=timeout)
@@ -77,7 +77,10 @@ class HostProcess:
         if line is None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise HostFailed(f"{self.lane}: {what}; the end of {self.log}:\n{tail}")
-        return json.loads(line)
+        found = json.loads(line)
+        if "refused" in found:
+            raise HostFailed(f"{self.lane}: {found['refused']}")
+        return found
 
     def tell(self, work: dict[str, Any]) -> None:
         assert self.process.stdin is not None

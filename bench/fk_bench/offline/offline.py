@@ -405,7 +405,14 @@ def main() -> None:
     os.dup2(2, 1)  # hosts print to standard output
     hosts = {"fastkernels": fastkernels, "vllm": vllm, "sglang": sglang}
     generate, kv_tokens, engine = hosts[options["host"]](options)
-    report = patched(engine, options["candidate"]) if options.get("candidate") else None
+    report = None
+    if options.get("candidate"):
+        from fk_bench.offline import (
+            refusals,  # a host without a patch may be in an interpreter without fk_bench
+        )
+
+        with refusals.answered(answers):
+            report = patched(engine, options["candidate"])
     first: dict[str, Any] = {"kv_tokens": kv_tokens, "ends": ENDS}
     if options["host"] == "fastkernels":
         phases = engine.llm_engine.phases
@@ -417,11 +424,18 @@ def main() -> None:
         if {"arrivals", "patch", "undo", "memory"} & set(work):
             tells = options["host"] == "vllm" and options["gpu"] and options["load_format"] == "dummy"
             toggled = toggled or Toggled(options["host"], engine, tells)
-            print(json.dumps(toggled.answer(work)), file=answers, flush=True)
+            if "patch" in work:
+                from fk_bench.offline import refusals
+
+                with refusals.answered(answers):
+                    answer = toggled.answer(work)
+            else:
+                answer = toggled.answer(work)
+            print(json.dumps(answer), file=answers, flush=True)
             continue
         start = time.perf_counter()
         tokens = generate(work["prompts"], work["output_len"])
-        answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
+        answer = {"seconds": time.perf_counter() - start, "output_tokens": tokens}
         if report is not None:
             answer["live"] = report.refresh().candidates
             report.reset()

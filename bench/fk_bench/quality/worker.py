@@ -111,8 +111,12 @@ def main() -> None:
     worker = Worker(options)
     package = importlib.import_module(options["host"])
     print(json.dumps({"version": getattr(package, "__version__", "")}), file=answers, flush=True)
+    from fk_bench.offline import refusals
+
     for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+        with refusals.answered(answers):
+            answer = worker.answer(json.loads(line))
+        print(json.dumps(answer), file=answers, flush=True)
     worker.engine.close()
 
 

@@ -28,10 +28,11 @@ CATEGORY = "llm"
 
 @dataclass(frozen=True)
 class _Options:
-    """no_tasks and force as given; start: when the command began."""
+    """no_tasks, force and quiet as given; start: when the command began."""
 
     no_tasks: bool
     force: bool
+    quiet: bool
     start: float
 
 
@@ -47,6 +48,9 @@ def scaffold_command(
     ] = None,
     no_tasks: Annotated[bool, typer.Option("--no-tasks", help="write no task files")] = False,
     force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the line of JSON on standard output")
+    ] = False,
 ) -> int:
     """Write the model file of an architecture, a list of the modules that no op computes, and a task file per kernel.
 
@@ -57,7 +61,7 @@ def scaffold_command(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _scaffold(config, out, no_tasks, force)
+        return _scaffold(config, out, no_tasks, force, json_only)
     finally:
         torch.set_num_threads(threads)
 
@@ -66,10 +70,10 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int:
+def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool, quiet: bool) -> int:
     start = time.perf_counter()
     tiny_models.quiet()
-    given, options = None, _Options(no_tasks, force, start)
+    given, options = None, _Options(no_tasks, force, quiet, start)
     try:
         given = tiny_models.read(config)
         name = given.model_type.replace("-", "_").replace(".", "_")
@@ -119,7 +123,8 @@ def _scaffold(config: str, out: Path | None, no_tasks: bool, force: bool) -> int
         ("refused", ", ".join(f"{k} other than {v!r}" for k, v in found.refused.items()) or "nothing"),
         ("tasks", f"{len(made)} files in {folder / 'tasks'}{f', {len(kept)} kept' if kept else ''}"),
     ]
-    table(f"{given.architectures[0]}: all modules are matched", ("part", "result"), rows)
+    if not quiet:
+        table(f"{given.architectures[0]}: all modules are matched", ("part", "result"), rows)
     last_line({
         "command": COMMAND, "ok": True, "architecture": given.architectures[0], "model_file": str(file),
         "lines": lines, "error": verified.error, "parameters": ours, "configs": verified.configs,
@@ -163,7 +168,7 @@ def _tasks(file: Path, config: Any, folder: Path, force: bool) -> tuple[list[str
         calls = tasks.of_model(name, config, dtype)
         made, kept, without = tasks.write(name, config, calls, folder / "tasks", force)
     for op, why in without.items():
-        print(f"no task file for {op}: {why}")
+        _tell(f"no task file for {op}: {why}")
     return made, kept
 
 
@@ -211,25 +216,22 @@ def _unmatched(
     found = [module_walk.find(model, path).to_dict() | {"reason": reason} for path, reason in problems]
     path = _list(folder, found)
     rows = [(f["path"] or "(the model)", f["class"], f["source"], f["count"], f["reason"]) for f in found]
-    table(f"{arch}: not matched, so no model file", ("module", "class", "source", "count", "why"), rows)
+    if not options.quiet:
+        table(f"{arch}: not matched, so no model file", ("module", "class", "source", "count", "why"), rows)
     made: list[str] = []
     kept: list[str] = []
     without: dict[str, str] = {}
     if not options.no_tasks:
         made, kept, without = _tasks_of_parts(model, used, folder, options.force)
-        table(
-            f"{arch}: tasks in {folder / 'tasks'}",
-            ("op", "task file"),
-            [
-                *((op, f"{op}.py") for op in made),
-                *((op, f"{op}.py, kept") for op in kept),
-                *((op, f"none: {why}") for op, why in without.items()),
-            ],
+        if not options.quiet:
+            files = [*((op, f"{op}.py") for op in made), *((op, f"{op}.py, kept") for op in kept)]
+            none = ((op, f"none: {why}") for op, why in without.items())
+            table(f"{arch}: tasks in {folder / 'tasks'}", ("op", "task file"), [*files, *none])
+    if not options.quiet:
+        print(
+            f"No model file: {len(found)} kinds of modules are not matched, see {path}. The model needs a class of its"
+            " own for them, or a part of the description: docs/add-a-model.md\n"
         )
-    print(
-        f"No model file: {len(found)} kinds of modules are not matched, see {path}. The model needs a class of its own"
-        " for them, or a part of the description: docs/add-a-model.md\n"
-    )
     last_line({
         "command": COMMAND, "ok": False, "architecture": arch, "model_file": None, "unmatched": found,
         "list": str(path), "tasks": made, "kept": kept, "without_task": without,

@@ -381,7 +381,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         if isinstance(captures, Reason):
             reasons[captures] += 1
             continue
-        stays = _stays(patched, spec, module, by_table, requested)
+        stays = _stays(patched, spec, target, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
             journal = patched.journal
@@ -532,7 +532,9 @@ def _why_all_off(
     return adapter.unknown(target, host_class) if modules else None
 
 
-def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requested: bool) -> Reason | None:
+def _stays(
+    patched: Patched, spec: OpSpec, target: Target, module: Any, by_table: bool, requested: bool
+) -> Reason | None:
     """Why an op that was not requested leaves this module to the host."""
     if requested:
         return None
@@ -542,6 +544,9 @@ def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requeste
     shape = patched.adapter.of(op.name).shape(op, module)
     if isinstance(shape, Reason):
         return _unless_requested(shape)
+    supports = getattr(registry.target_class(target), "supports", None)
+    if shape is None and supports is not None and (text := supports(module)) is not None:
+        return Reason(Kind.LEFT_TO_HOST, text)
     decodes = patched.adapter.prompts_in_pass(op.name, module)
     slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model), decodes)
     return None if slower is None else Reason(Kind.LEFT_TO_HOST, slower)

@@ -424,6 +424,7 @@ def test_capture_command(tmp_path: Path, capsys: Any) -> None:
         (["--dtype", "bf17"], "unknown dtype 'bf17'. Known: auto, bfloat16"),
         (["--host", "vllm"], "vllm is not installed in"),
         (["--ops", "rms_nrom"], "unknown op 'rms_nrom'. Did you mean 'rms_norm'?"),
+        (["--ops", "rms_norm"], "our engine records all its ops"),
         (["--engine-args", "{"], "--engine-args is not JSON"),
         (["--python", "/nowhere/python"], "no such interpreter: /nowhere/python"),
         (["--budget", "0"], "--budget, --signatures and --values must be at least 1"),

@@ -11,15 +11,21 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fk_bench import cli
 from fk_bench.core import hub
 from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.terminal import output
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.e2e import model_configs
-from fk_bench.early import checks
+from fk_bench.early import cases, checks
+from fk_bench.kernels.judge.correctness.cases import SOURCES, case_names
 from support.commands import fk_bench_here, last_json
+
+from fastkernels.core import registry
+from fastkernels.core.registry import op_modules
 
 # runs the command lines of standard input, a list in JSON, and prints for each [status, output, errors, heavy imports]
 PROGRAM = """
@@ -91,6 +97,11 @@ REFUSED = {
     "quality nosuch": "model 'nosuch' is neither a folder nor a hub id",
     "quality /tmp/no/such/folder": "model '/tmp/no/such/folder' is neither a folder nor a hub id",
     "kernels rms_norm --candidate /nope": "--candidate /nope: no such file or folder",
+    "kernels rms_norm --case nope": "--case: no case of rms_norm is named nope: decode_1, decode_32, ",
+    "kernels rms_norm --no-time --case=one --case decode_33": "--case: no case of rms_norm is named decode_33: ",
+    "kernels rms_norm --case bfloat16:nann": "--case: no case of rms_norm is named bfloat16:nann: decode_1, ",
+    "kernels llama_decoder_layer --case decoed_1": "--case: no case of llama_decoder_layer is named decoed_1: in ",
+    "profile rms_norm --case nope": "--case: no case of rms_norm is named nope: decode_1, ",
     "capture --host nope": "unknown host 'nope'. Known: ",
     "trace import /nope": "/nope is no data set: it has no folder definitions/",
     "report a": "no such run: a (give a folder with rows.jsonl, or that file)",
@@ -143,6 +154,19 @@ def test_right_names_pass(tmp_path: Path) -> None:
         ("quality", ["vit_base_patch16_224", "--hosts", "timm"]), ("tune", ["linear", "--shape", "N=64,dtype=float16"]),
     ):  # fmt: skip
         assert checks.problem(command, words) is None, command
+
+
+def test_no_name_of_a_case_is_refused_early() -> None:
+    options = SimpleNamespace(task=(), cases=SOURCES, captures=None)
+    for op in op_modules():
+        cases.check(op, case_names([registry.get(op)], options))
+        with pytest.raises(ConfigError, match=f"no case of {op} is named nosuch: "):
+            cases.check(op, ["nosuch"])
+
+
+def test_foreign_captures_may_name_other_cases(tmp_path: Path) -> None:
+    for words in (["--captures", str(tmp_path)], [f"--task={tmp_path}"]):
+        assert checks.problem("kernels", ["rms_norm", "--case", "nope", *words]) is None
 
 
 def test_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

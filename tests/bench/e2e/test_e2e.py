@@ -82,6 +82,26 @@ def test_host_runs_with_and_without_candidates(tmp_path: Path) -> None:
     assert [r["host"] for r in last_json(done)["results"]] == ["fastkernels", "fastkernels+candidates"]
 
 
+def test_candidates_without_a_place_are_refused_in_one_line(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_llama
+
+    (tmp_path / "candidates").mkdir()
+    (tmp_path / "candidates" / "group_norm.py").write_text(stubs.source("group_norm"))
+    done = fk_bench(
+        "e2e",
+        make_tiny_llama(tmp_path / "tiny"),
+        "--candidate",
+        tmp_path / "candidates",
+        "--out",
+        tmp_path / "run",
+    )
+    says = last_json(done)["error"]
+    assert (
+        done.returncode != 0 and "nothing to patch: group_norm (" in says and "Traceback" not in done.stderr
+    )
+    assert done.stderr.splitlines()[-1] == f"error: {says}"
+
+
 @pytest.mark.parametrize(
     ("host", "enabled", "provider"),
     [("vllm", "1", "fastkernels"), ("vllm", "0", None), ("fastkernels", "1", None)],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from fk_bench import cli
 from fk_bench.info import doctor, verdict
 from fk_integrations.signatures import diff as signature_diff
@@ -19,6 +20,15 @@ from fk_integrations.signatures import recorder
 from support.kernels import warm
 
 from fastkernels.core import registry
+
+# commands that need neither a GPU nor a host
+PIPED = (
+    "doctor", "doctor --all", "list ops", "list hosts", "list models", "list workloads", "list ops --signatures",
+    "list --definition rms_norm", "describe llama", "stubs --op rms_norm --out candidates", "explain llama-3.1-8b",
+    "routing", "trace export data --ops rms_norm --limit 1", "eval smoke --estimate",
+    "kernels silu_and_mul --case one --no-time --device cpu --no-cage", "report a", "diff a b", "track show",
+    "board a", "study a", "agents-table a", "submit-check a", "tables --check", "capture --host nope",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -232,14 +242,20 @@ def test_doctor_answers_in_ten_lines(
     monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     monkeypatch.setenv("FASTKERNELS_DISABLE", "rms_norm")
     status, out, _ = run(capsys, "doctor")
-    found = {line[:12].strip(): line[12:].strip() for line in out.splitlines()}
-    assert status == 0 and len(out.splitlines()) <= 10 and "{" not in out
+    *said, ended = out.splitlines()
+    found = {line[:12].strip(): line[12:].strip() for line in said}
+    assert status == 0 and len(said) <= 10 and "{" not in "".join(said)
+    assert last(ended)["ok"] is True and not last(ended)["problems"]
     assert out.startswith("ok: nothing is broken") and "cores" in found["machine"]
     assert re.search(r"\d+ ops on, .*1 off \(mostly: FASTKERNELS_DISABLE\)", found["transformers"])
     assert found["variables"] == "FASTKERNELS_DISABLE=rms_norm" and "--all" in out.splitlines()[0]
     assert re.match(r".*cpu: (\d+) of \1 ops have one", found["providers"])
     status, whole, _ = run(capsys, "doctor", "--all")
     assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
+    monkeypatch.setattr(sys, "argv", ["fk-bench", "doctor"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, shown, _ = run(capsys, "doctor")
+    assert shown.splitlines() == said
 
 
 def test_verdict_with_five_hosts_has_eleven_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,15 +298,36 @@ def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatc
     assert rows["deep-gemm"]["module"] is None and not rows["deep-gemm"]["there"]
 
 
-def test_list_definition(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_definition(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run(capsys, "list", "ops", "--definition", "rms_norm", "--json")
     found = last(out)
     assert status == 0 and len(out.splitlines()) == 1
     assert {"name", "op_type", "axes", "inputs", "outputs", "reference"} <= set(found)
     assert found["op_type"] == "rms_norm" and {"x", "weight"} <= set(found["inputs"])
     compile(found["reference"], "rms_norm", "exec")
+    _, piped, _ = run(capsys, "list", "--definition", "rms_norm")
+    assert piped == out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, indented, _ = run(capsys, "list", "--definition", "rms_norm")
     assert json.loads(indented) == found and len(indented.splitlines()) > 10
+
+
+def test_every_command_ends_its_output_with_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    others = {"export", "serve", "mcp"}  # source for a fork, servers
+    flags = {
+        name: {flag for option in command.params for flag in option.opts}
+        for name, command in typer.main.get_command(cli.build()).commands.items()
+    }
+    assert {name for name in flags if "--json" not in flags[name]} == others
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
+    for words in PIPED:
+        _, out, err = run(capsys, *words.split())
+        assert isinstance(last(out), dict), (words, err)
+        _, out, err = run(capsys, *words.split(), "--json")
+        assert len(out.splitlines()) == 1 and isinstance(last(out), dict), (words, out)
 
 
 @pytest.mark.parametrize(

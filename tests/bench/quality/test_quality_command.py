@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 from fk_bench.cli import main
 from fk_bench.core.rows import Status, read
+from fk_bench.offline.host import HostFailed
 from fk_bench.quality.calibration import Calibration, Quality
 from fk_bench.quality.command import row_of, show
+from fk_bench.quality.measure import Item, Settings
 from fk_bench.quality.metrics.metric import Value
+from fk_bench.quality.text import Extent
 from fk_bench.quality.worker import Worker
+from support import guides
 from support.tiny import make_tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +95,19 @@ def test_block_without_a_place_is_left_with_a_reason(host, block, told, tmp_path
     ((op, state, why),) = made.patched([block], {block: "no-such-file.py"})  # is not imported
     assert (op, state) == (block, "left") and told in why
     assert made.answer({"calls": True}) == {"calls": {}}
+
+
+@pytest.mark.parametrize("host", ["fastkernels", "transformers"])
+def test_set_without_a_place_is_refused_in_one_sentence(host: str, tmp_path: Path) -> None:
+    guides.run("fk-bench stubs --op group_norm --out set", tmp_path)
+    settings = Settings(device="cpu", extent=Extent(1, 1, (9,), 4))
+    item = Item(str(make_tiny_llama(tmp_path / "model")), host, settings, tmp_path, lambda line: None)
+    with item.started(item.model, "set") as running, pytest.raises(HostFailed) as error:
+        running.ask(
+            {"patch": ["group_norm"], "candidates": {"group_norm": str(tmp_path / "set/group_norm.py")}}
+        )
+    assert re.match(rf"{host}: .*nothing to patch: group_norm \(", str(error.value))
+    assert "\n" not in str(error.value) and "Error" not in str(error.value)
 
 
 @pytest.mark.slow

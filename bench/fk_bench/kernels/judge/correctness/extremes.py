@@ -235,9 +235,9 @@ def _nonfinite(spec: OpSpec) -> Iterator[Kind]:
         return
     found = [*spec.activations]
     for number, i in enumerate(found):
-        of = f"_{spec.arguments[i].name}" if number else ""
-        for name, value in (("nan", "nan"), ("inf", "inf"), ("minus_inf", "-inf")):
-            yield Kind(f"{name}{of}", _on(i, _put(float(value))), values=True, nonfinite=True)
+        for value, given in (("nan", "nan"), ("inf", "inf"), ("minus_inf", "-inf")):
+            name = f"{value}_{spec.arguments[i].name}" if number else value
+            yield Kind(name, _on(i, _put(float(given))), values=True, nonfinite=True)
 
 
 # Structure
