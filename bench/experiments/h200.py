@@ -84,6 +84,10 @@ WORKS = {
     },
     "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,tp_sums,pp,ep_dispatch"},
 }
+GPU_TESTS = (  # of several ranks
+    "tests/overrides/collective/test_collectives.py", "tests/engine/execution/test_tensor_parallel.py",
+    "tests/engine/execution/test_data_parallel.py",
+)  # fmt: skip
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells
 # Expected seconds of a part's cells with one way of patching and with both (11 features on two H200s with 32 cores
 # took 132 and 190, 2026-11-22), of compiling host kernels (106 in vLLM; SGLang's is a guess), and the limit of a cell.
@@ -147,6 +151,7 @@ def parts(settings: Settings) -> list[Part]:
         *_models(settings),
         *_kernels(settings),
         *_experiments(settings),
+        *_collectives(settings),
         *_pictures(settings),
         *_servers(settings),
         *_hosts(settings),
@@ -243,6 +248,26 @@ def _experiments(a: Settings) -> list[Part]:
         int4 = experiment("linear/linear_int4", "--out", a.file("linear-int4.jsonl"), python=a.hosts["vllm"])
         made.append(Part("linear-int4", (int4,), 300))
     return made
+
+
+def _collectives(a: Settings) -> list[Part]:
+    """Collectives between two GPUs: times, experts, the judge, and tests that need two GPUs.
+
+    They come last, since parts of two GPUs would start before the checkpoints, for which the servers wait.
+    """
+
+    def one(name: str, seconds: float, *more: str, out: str, python: str = sys.executable) -> Part:
+        command = experiment(f"collective/{name}", "--out", a.file(out), "--ranks", "2", *more, python=python)
+        return Part(f"collectives-{name}", (command,), seconds, 2, last=True)
+
+    python = a.hosts.get("vllm", sys.executable)  # vLLM's own kernels are baselines
+    tests = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS)
+    made = [
+        one("collectives", 200, out="collectives.jsonl", python=python),
+        one("experts", 200, out="collectives-experts.jsonl", python=python),
+        one("judged", 900, out="collectives-judged"),
+    ]
+    return [*made, Part("collectives-tests", (tests,), 600, 2, last=True)]
 
 
 def not_installed() -> list[str]:

@@ -78,8 +78,8 @@ class Key:
     of      of(*args) -> (values of shape, values of sizes), both tuples. Runs on every call: it reads sizes and dtypes,
             never values of tensors
     dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
-    longer  longer(**shape, **sizes) -> dims of a longer call of the same point, or None: a patch chooses no kernel that
-            is slower there than the host's
+    longer  longer(**shape, **sizes) -> dims of a longer call of the same point, or None: no kernel is chosen that is
+            slower there than the host's
     module  module(m) -> values of shape for a module's calls, or None if they are unknown. With it, the op replaces a
             host's modules by default where a table lists it as faster, and only there
     propose what may be faster than the production kernel at a point without an entry. A patch measures it (verify/)
@@ -110,7 +110,9 @@ class Entry:
     params    one of the provider's sets, {} for the kernel's own choice
     speedup   over `baseline`, the production kernel, with its 95% interval; 1 where the provider is the baseline
     run       key of Table.runs: date, machine and commit of the measurement
+    longer    time of the baseline over the provider's in the point's longer calls (Key.longer); None: not measured
     source    file and entry, for messages; not part of the file
+    shipped   whether it is of a table that ships; not part of the file
     """
 
     op: str
@@ -122,10 +124,13 @@ class Entry:
     params: Mapping[str, Any] = field(default_factory=dict)
     speedup: float = 1.0
     ci95: tuple[float, float] = (1.0, 1.0)
+    longer: float | None = None
     source: str = field(default="a tuned table", compare=False)
+    shipped: bool = field(default=False, compare=False)
 
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "source"})
+        without = {"source", "shipped", *(["longer"] if self.longer is None else [])}
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in without})
 
     @property
     def place(self) -> tuple[str, tuple[tuple[str, Any], ...], bool]:
@@ -220,7 +225,7 @@ def read(path: Path) -> Table:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "op": (str,), "shape": (dict,), "sizes": (dict,), "provider": (str, type(None)), "baseline": (str,),
-    "run": (str,), "params": (dict,), "speedup": (int, float), "ci95": (list,),
+    "run": (str,), "params": (dict,), "speedup": (int, float), "ci95": (list,), "longer": (int, float),
 }  # fmt: skip
 
 
@@ -231,7 +236,7 @@ def _entry(raw: Any, where: str, runs: Mapping[str, Any]) -> Entry:
     if wrong := [name for name in raw if name not in _KINDS]:
         raise TableError(f"{where} has {wrong[0]!r}; it may have {', '.join(_KINDS)}")
     for name, kinds in _KINDS.items():
-        if name not in raw and name not in ("params", "speedup", "ci95"):
+        if name not in raw and name not in ("params", "speedup", "ci95", "longer"):
             raise TableError(f"{where} has no {name!r}")
         if name in raw and (not isinstance(raw[name], kinds) or isinstance(raw[name], bool)):
             raise TableError(
@@ -356,7 +361,8 @@ def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
         several_tables: tuple[tuple[Entry, ...], ...] = (verified(chip),)
     else:
         several_tables = (
-            _entries_of(_users(chip, own), chip), verified(chip), _entries_of(_shipped(chip), chip),
+            _entries_of(_users(chip, own), chip), verified(chip),
+            tuple(replace(entry, shipped=True) for entry in _entries_of(_shipped(chip), chip)),
         )  # fmt: skip
     for several in several_tables:
         here: dict[Any, list[Entry]] = {}
@@ -434,6 +440,25 @@ def lookup(key: Key, found: Iterable[Entry]) -> Lookup[Entry]:
         shapes.setdefault(shape, []).append((tuple(entry.sizes[name] for name in key.sizes), entry))
     depth = len(key.sizes)
     return Lookup({shape: _tree(several, depth) for shape, several in shapes.items()}, depth)
+
+
+def untimed(
+    key: Key, found: Iterable[Entry], shape: tuple[Any, ...], sizes: Iterable[tuple[int, ...]]
+) -> bool:
+    """Whether a shipped entry names a kernel for one of these sizes that was not timed in its longer calls."""
+    if key.longer is None:
+        return False
+    shipped, named = (
+        lookup(key, [entry for entry in found if entry.shipped]),
+        dict(zip(key.shape, shape, strict=True)),
+    )
+    for each in sizes:
+        entry = shipped.find(shape, each)
+        if entry is None or not entry.chosen or entry.longer is not None:
+            continue
+        if key.longer(**named, **dict(zip(key.sizes, each, strict=True))) is not None:
+            return True
+    return False
 
 
 def _value(entry: Entry, name: str) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastkernels.core import registry
+from fastkernels.core import registry, tuning
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.tuning import Chip, Entry
@@ -207,10 +207,14 @@ def host_of(point: Point, device: str, own: bool) -> Subject | None:
 
 
 def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
-    """At most three available subjects for a point, without the production kernel as it is."""
+    """At most three available subjects for a point, and a table's choice, without the production kernel as it is."""
     op = registry.get(point.op).op
-    found = []
-    for name, params in list(op.key.propose(point.shape, point.sizes, chip))[:MOST_PROPOSALS]:
+    found: list[Subject] = []
+    entry = tuning.lookup(op.key, tuning.entries(point.op, chip.name)).find(point.shape, point.sizes)
+    there = {p.name for p in op.providers}
+    listed = [(e.provider, e.params) for e in (entry,) if e is not None and e.chosen and e.provider in there]
+    proposed = list(op.key.propose(point.shape, point.sizes, chip))[:MOST_PROPOSALS]
+    for name, params in [*(one for one in listed if one not in proposed), *proposed]:
         provider = next((p for p in op.providers if p.name == name), None)
         if provider is None:
             names = ", ".join(p.name for p in op.providers)
@@ -302,6 +306,7 @@ def _measure_point(
         else:
             said[subject.name] = reason
     best, ratio = host, Ratio(1.0, 1.0, 1.0)
+    longer: float | None = None
     faster: list[tuple[Subject, Ratio]] = []
     if right:
         most = min(rounds, LEAST_ROUNDS) if point.long else rounds
@@ -312,10 +317,10 @@ def _measure_point(
             if here.low > 1:
                 faster.append((subject, here))
     for subject, here in sorted(faster, key=lambda one: -one[1].value):
-        slower, note = _slower_when_longer(point, host, subject, device, generator, chip, rounds)
+        slower, at_longer, note = _slower_when_longer(point, host, subject, device, generator, chip, rounds)
         said[subject.name] += note
         if not slower:
-            best, ratio = subject, here
+            best, ratio, longer = subject, here, at_longer
             break
     if best is not host and point.long:
         ratio = alone(host, best, calls, device)
@@ -332,28 +337,32 @@ def _measure_point(
     name = best.provider.name if best.provider in registry.get(point.op).op.providers else None
     outcome.entries.append(
         Entry(point.op, shape, sizes, name, host.provider.name, run, dict(best.params),
-              round(ratio.value, 4), (low, high), source="verified on this chip")
+              round(ratio.value, 4), (low, high), None if best is host else longer, "verified on this chip")
     )  # fmt: skip
 
 
 def _slower_when_longer(
     point: Point, host: Subject, subject: Subject, device: torch.device, generator: torch.Generator, chip: Chip,
     rounds: int,
-) -> tuple[bool, str]:  # fmt: skip
-    """Whether a proposal is slower than the host's kernel in longer calls of the point, and a note of it.
+) -> tuple[bool, float | None, str]:  # fmt: skip
+    """Whether a proposal is slower than the host's kernel in longer calls of the point, the ratio, and a note of it.
 
     Without room for such calls it is not, as its op has proposed it for them.
     """
     longer = replace(point, longer=True)
     if longer.dims is None:
-        return False, ""
+        return False, None, ""
     try:
         calls = checked_and_timed(longer, device, generator, COLD * chip.l2_bytes)[1]
         theirs, ours = interleaved([host, subject], calls, device, min(rounds, LEAST_ROUNDS))
     except (NoRoom, torch.OutOfMemoryError) as error:
-        return False, f", longer: too little free memory: {str(error).splitlines()[0]}"
+        return False, None, f", longer: too little free memory: {str(error).splitlines()[0]}"
     found = Ratio.of(ours, theirs)
-    return found.high < 1, f", longer {found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return (
+        found.high < 1,
+        round(found.value, 4),
+        f", longer {found.value:.3f} ({found.low:.3f} to {found.high:.3f})",
+    )
 
 
 def checked_and_timed(

@@ -262,6 +262,36 @@ def test_table_round_trip(tmp_path: Path) -> None:
     assert sum(line.startswith('    {"op"') for line in table.to_json().splitlines()) == 2
 
 
+def test_longer_times_are_read_and_written_if_any(use: Callable[..., Path]) -> None:
+    path = use(entry(4, "sized"), entry(8, "sized", longer=1.05))
+    without, timed = json.loads(path.read_text())["entries"]
+    assert "longer" not in without and timed["longer"] == 1.05 and "shipped" not in timed
+    assert [found.longer for found in tuned.read(path).entries] == [None, 1.05]
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes", "missing"),
+    [
+        ((entry(64, "sized"),), [(1,), (64,)], True),
+        ((entry(64, "sized"),), [(16,)], False),  # whose calls are the longest
+        ((entry(64, "sized", longer=0.99),), [(64,)], False),
+        ((entry(64, "first"),), [(64,)], False),
+        ((entry(32, "sized"),), [(64,)], False),
+        ((entry(64, "sized", n=5),), [(64,)], False),
+    ],
+)
+def test_shipped_entries_without_longer_times_are_known(
+    entries: tuple[Entry, ...], sizes: list[tuple[int]], missing: bool, op: Op
+) -> None:
+    assert op.key is not None
+    key = replace(op.key, longer=lambda N, dtype, M: {"rows": 8 * M} if M > 16 else None)
+    shape = (4, torch.float32)
+    shipped = [replace(each, shipped=True) for each in entries]
+    assert tuned.untimed(key, shipped, shape, sizes) == missing
+    assert not tuned.untimed(key, entries, shape, sizes)  # a user's table decides
+    assert not tuned.untimed(op.key, shipped, shape, sizes)
+
+
 def test_merging_replaces_points() -> None:
     old = Table("cpu", RUNS, (entry(4, "sized"), entry(8, None), entry(4, "even", n=6)))
     again = entry(4, "even", shape={"dtype": "float32", "N": 4}, run="r2")
@@ -286,6 +316,10 @@ def test_user_shapes_take_precedence(
     assert (factor(4), factor(8), factor(4, columns=6)) == (3, 3, 2)
     use(entry(4, "even"))
     assert (factor(4), factor(8), factor(4, columns=6)) == (6, 1, 2)
+    assert {e.provider: e.shipped for e in tuned.entries("test_scale", "cpu")} == {
+        "even": False,
+        "reference": True,
+    }
 
 
 def test_tables_of_decodes_leave_prompts_to_others(

@@ -16,7 +16,7 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.case import Tolerance
 from fastkernels.core.dispatch import Provider
-from fastkernels.core.tuning import Chip
+from fastkernels.core.tuning import Chip, Entry
 from fastkernels.verify import measure
 from fastkernels.verify.measure import Point, Ratio
 
@@ -153,6 +153,18 @@ def test_our_engine_compares_with_what_supports_the_call(linear: Any) -> None:
     assert (entry.provider, entry.baseline) == ("quick", "slow")
     (entry,) = measure.measure(points, "r1", CPU, CHIP, 60.0).entries  # a host runs its own kernel
     assert (entry.provider, entry.baseline) == ("quick", "usual")
+
+
+def test_choice_of_a_table_is_proposed_first(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = Point("linear", (24, 16, torch.float32), (4,))
+    listed = Entry("linear", *point.named(), "quick", "usual", "r", {"tile": 2}, speedup=1.2, ci95=(1.1, 1.3))
+    monkeypatch.setattr(measure.tuning, "entries", lambda op, chip: [listed])
+    linear.key = replace(linear.key, propose=lambda *args: [("slow", {}), ("quick", {"tile": 4})])
+    names = [subject.name for subject in measure.proposals(point, "cpu", CHIP)]
+    assert names == ["quick tile=2", "slow", "quick tile=4"]
+    linear.key = replace(linear.key, propose=lambda *args: [("slow", {}), ("quick", {"tile": 2})])
+    names = [subject.name for subject in measure.proposals(point, "cpu", CHIP)]
+    assert names == ["slow", "quick tile=2"]
 
 
 def test_only_three_proposals_are_measured(linear: Any) -> None:
@@ -358,5 +370,6 @@ def test_kernel_slower_in_longer_calls_is_not_chosen(linear: Any, other: bool) -
     points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3, 4)]
     found = measure.measure(points, "r1", CPU, CHIP, 60.0)
     assert [entry.provider for entry in found.entries] == ["quick" if other else "usual", "short"]
+    assert [entry.longer is not None for entry in found.entries] == [other, False]
     said, at_four = found.said.values()
     assert ", longer 0." in said["short"] and "longer" not in at_four["short"]

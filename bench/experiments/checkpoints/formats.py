@@ -34,8 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core import machine
+from fk_bench.core.gpus import check_ranks
 from fk_bench.core.model_names import PUBLIC
 from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.core.terminal.flags import ConfigError
 from fk_bench.core.terminal.output import last_line, table
 from fk_bench.e2e import sharing
 from fk_bench.e2e.loads import Load
@@ -204,17 +206,20 @@ class Engines:
         most = max(load.requests for load in self.loads)
         gpu = machine.machine().gpus > 0
         sizes = [(load.requests, load.input_len + load.output_len) for load in self.loads]
-        need = sharing.need(name, str(path), "bfloat16", sharing.kv_tokens(sizes, longest), gpu)
+        need = sharing.need(
+            name, str(path), "bfloat16", sharing.kv_tokens(sizes, longest), gpu, ranks=options.tensor_parallel
+        )
         self.vocab = vocab_size(str(path))
         self.case = {
             "dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path), "shapes": shapes,
+            "tensor_parallel": options.tensor_parallel,
         }  # fmt: skip
         self.gpus = dict(zip((VLLM, OURS), options.gpus, strict=False))  # no host: both share one
         settings = {
             "model": str(path), "dtype": machine.fast_dtype(), "load_format": load_format, "max_model_len": longest,
             "max_num_seqs": max(most, 8), "kv_tokens": None, "kv_bytes": need.kv, "gpu": gpu,
             "gpu_share": 0.01 if gpu else 0.3,  # on a GPU only a check: the KV cache has its size
-            "shared": True, "tensor_parallel": 1,
+            "shared": True, "tensor_parallel": options.tensor_parallel,
         }  # fmt: skip
         captured = {
             "compilation_config": {"cudagraph_capture_sizes": sorted({load.requests for load in self.loads})}
@@ -366,6 +371,9 @@ def main() -> None:
     parser.add_argument(
         "--gpus", default="", help="GPU of vLLM and GPU of ours, as in 0,1 (default: one for both)"
     )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="GPUs of each engine; both use the same (default: 1)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
     parser.add_argument(
         "--kernels", action="store_true", help="write kernels.jsonl: launches and time of each kernel"
@@ -382,6 +390,12 @@ def main() -> None:
     options.gpus = [one for one in options.gpus.split(",") if one]
     if len(options.gpus) not in (0, 2):
         parser.error(f"--gpus {','.join(options.gpus)}: name two GPUs, as in 0,1")
+    if options.gpus and options.tensor_parallel > 1:
+        parser.error("--gpus is for engines of one GPU: leave it out with --tensor-parallel")
+    try:
+        check_ranks("--tensor-parallel", options.tensor_parallel, machine.machine().gpus)
+    except ConfigError as error:
+        parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
     folders = [Path(one) for one in options.models.split(",") if one]
     made: list[Row] = []

@@ -26,11 +26,11 @@ class Choice:
         return " ".join([self.provider, *(f"{name}={value}" for name, value in self.params.items())])
 
 
-def point_of(name: str, shape: Mapping[str, Any], sizes: Mapping[str, int]) -> Point:
-    """The point of a shape as a table has it."""
+def point_of(name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], longer: bool = False) -> Point:
+    """The point of a shape as a table has it. longer: for its longer calls."""
     key = registry.get(name).op.key
     typed = (getattr(torch, shape[n]) if n.endswith("dtype") else shape[n] for n in key.shape)
-    return Point(name, tuple(typed), tuple(sizes[n] for n in key.sizes))
+    return Point(name, tuple(typed), tuple(sizes[n] for n in key.sizes), longer=longer)
 
 
 def subject_of(name: str, choice: Choice) -> measure.Subject:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ from fk_bench.core.terminal.output import fail, last_line, table
 from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
-from fk_bench.tune.choice import Choice
+from fk_bench.tune.choice import Choice, point_of
 from fk_bench.tune.compile import Ready
 from fk_bench.tune.model_shapes import longest_context, shapes_of_model
 from fk_bench.tune.screen import Screen
@@ -167,7 +168,7 @@ def tune_command(
         device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout,
         hard=0 if whole else Options.hard,  # those of our own kernels are covered by `fk-bench kernels`
     )  # fmt: skip
-    there = {e.point for e in old.entries} if missing else set()
+    there = {e.point for e in old.entries if not _untimed(e)} if missing else set()
     points = [
         (name, its, at, low)
         for name in several for its in asked[name] for at, low in tuner.grid(tuner.key_of(name)[2], (batches, contexts))
@@ -228,6 +229,15 @@ def tune_command(
         state.show(where)
     last_line(state.result(where, start))
     return 0 if state.ok else 1
+
+
+def _untimed(entry: Entry) -> bool:
+    """Whether an entry of an older table was not timed in the longer calls of its point."""
+    key = getattr(registry.get(entry.op).op, "key", None)
+    if key is None or key.longer is None:
+        return False
+    point = point_of(entry.op, entry.shape, entry.sizes)
+    return tuning.untimed(key, [replace(entry, shipped=True)], point.shape, [point.sizes])
 
 
 class _State:

@@ -80,10 +80,18 @@ class Screen:
             self._failed |= apart.wait()
 
     def time(
-        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], several: Sequence[Choice]
+        self,
+        name: str,
+        shape: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        several: Sequence[Choice],
+        longer: bool = False,
     ) -> tuple[list[Screened], Row]:
-        """The correct choices, fastest first, and a row with all times and the reasons against the others."""
-        point, usual = point_of(name, shape, sizes), measure.production(name, self.device.type)
+        """The correct choices, fastest first, and a row with all times and the reasons against the others.
+
+        longer: in the longer calls of the point, for which there may be no room: NoRoom, OutOfMemoryError.
+        """
+        point, usual = point_of(name, shape, sizes, longer), measure.production(name, self.device.type)
         found: list[Screened] = []
         said: dict[str, str] = {}
         with torch.inference_mode():
@@ -112,7 +120,13 @@ class Screen:
         metrics = {f"us {one.choice}": one.us for one in found}
         if usual is not None and theirs is not None:
             metrics[f"us {usual.name}, production"] = 1e6 * median(theirs) / len(calls)
-        case = {"kind": "screened", "shape": dict(shape), "sizes": dict(sizes), "rejected": said}
+        case = {
+            "kind": "screened",
+            "shape": dict(shape),
+            "sizes": dict(sizes),
+            "rejected": said,
+            "longer": longer,
+        }
         row = Row(
             run_id=self.run_id, command="tune", commit=machine.commit(), machine=machine.machine(),
             versions=self._versions, subject=Subject(op=name), case=case, metrics=metrics,

@@ -15,18 +15,19 @@ from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.core.tuning import REACH, Entry, Key
+from fastkernels.verify import measure
 from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core.baselines import baselines
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.processes.sides import Sides
-from fk_bench.tune.choice import NOTHING, Choice
+from fk_bench.tune.choice import NOTHING, Choice, point_of
 from fk_bench.tune.model_shapes import distinct, named
 from fk_bench.tune.screen import Screen
 
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
-STAGES = ("screen", "final", "control", "low end")
+STAGES = ("screen", "final", "control", "low end", "longer")
 
 
 def key_of(name: str) -> tuple[OpSpec, Op, Key]:
@@ -113,11 +114,13 @@ def fitting(several: Sequence[Choice], spec: OpSpec, case: Case) -> list[Choice]
     return [c for c in several if meant(c)]
 
 
-def trial_of(spec: OpSpec, key: Key, shape: Mapping[str, Any], sizes: Mapping[str, int], tag: str) -> Trial:
-    """The case of a shape at these sizes."""
-    typed = {n: getattr(torch, v) if n.endswith("dtype") else v for n, v in shape.items()}
-    dims = key.dims(**typed, **sizes)
-    name = " ".join(f"{n}={v}" for n, v in {**shape, **sizes}.items())
+def trial_of(
+    spec: OpSpec, key: Key, shape: Mapping[str, Any], sizes: Mapping[str, int], tag: str, longer: bool = False
+) -> Trial:
+    """The case of a shape at these sizes. longer: that of its longer calls, which there must be."""
+    dims = point_of(spec.name, shape, sizes, longer).dims
+    assert dims is not None
+    name = " ".join(f"{n}={v}" for n, v in {**shape, **sizes}.items()) + (" longer" if longer else "")
     return _trial(spec, Case(name, dims, str(shape.get("dtype", spec.cases[0].dtype)), tags=(tag,)))
 
 
@@ -221,9 +224,46 @@ class Tuner:
             bar = max(bar, control.metrics.get("speedup", 1.0))
         for choice, row in (f for f in faster if f[1].ci95["speedup"][0] > bar):
             low_end = [] if low is None else [self._judged(name, choice, shape, low, "low end")]
-            if all(map(beats, low_end)):
-                return self._won(name, shape, sizes, choice, row)
+            if not all(map(beats, low_end)):
+                continue
+            slower, longer = self._longer(name, choice, shape, sizes)
+            if not slower:
+                return self._won(name, shape, sizes, choice, row, longer)
         return entry
+
+    def _longer(
+        self, name: str, choice: Choice, shape: Mapping[str, Any], sizes: Mapping[str, int]
+    ) -> tuple[bool, float | None]:
+        """Whether a choice is wrong or slower than production in the point's longer calls, and its speedup there.
+
+        Without room for such calls it is not.
+        """
+        spec, _, key = key_of(name)
+        if point_of(name, shape, sizes, longer=True).dims is None:
+            return False, None
+        if (
+            trial_of(spec, key, shape, sizes, "tune", longer=True).gpu_only(spec)
+            and self.final.device == "cpu"
+        ):
+            return False, None
+        if self._screen is None:
+            row = self._judged(name, choice, shape, sizes, "longer")
+            interval = row.ci95.get("speedup")
+            if row.status in (Status.SKIPPED, Status.OOM):
+                return False, None
+            if row.status is not Status.OK or interval is None:
+                return True, None
+            return interval[1] < 1, round(row.metrics["speedup"], 4)
+        try:
+            with timed(self.seconds, "screened"):
+                found, row = self._screen.time(name, shape, sizes, [choice], longer=True)
+        except (measure.NoRoom, torch.OutOfMemoryError):
+            return False, None
+        self._on_screen(row)
+        if not found:
+            return True, None
+        ratio = found[0].ratio
+        return (False, None) if ratio is None else (ratio.high < 1, round(ratio.value, 4))
 
     def _screened(
         self, screen: Screen, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int],
@@ -249,9 +289,12 @@ class Tuner:
                 continue
             if len(judged) == self.finalists:
                 break
+            slower, longer = self._longer(name, choice, shape, sizes)
+            if slower:
+                continue
             judged.append(self._judged(name, choice, shape, sizes, "final"))
             if beats(judged[-1]):
-                return self._won(name, shape, sizes, choice, judged[-1])
+                return self._won(name, shape, sizes, choice, judged[-1], longer)
             if judged[-1].status is Status.OK:  # the others were slower here
                 break
         if judged:
@@ -259,12 +302,13 @@ class Tuner:
         return Entry(name, shape, sizes, row.baseline, row.baseline, self.run) if row.baseline else None
 
     def _won(
-        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], choice: Choice, row: Row
-    ) -> Entry:
+        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], choice: Choice, row: Row,
+        longer: float | None,
+    ) -> Entry:  # fmt: skip
         low, high = row.ci95["speedup"]
         return Entry(
             name, shape, sizes, choice.provider, str(row.baseline), self.run, choice.params,
-            round(row.metrics["speedup"], 4), (round(low, 4), round(high, 4)),
+            round(row.metrics["speedup"], 4), (round(low, 4), round(high, 4)), longer,
         )  # fmt: skip
 
     def _judged(
@@ -275,7 +319,7 @@ class Tuner:
         self._about = {"stage": stage, "shape": dict(shape), "sizes": dict(sizes)}
         # Compilers take seconds for each shape: they are baselines where the number of points is small.
         quick = stage == "screen" or self._screen is not None
-        trial = trial_of(spec, key, shape, sizes, "tune" if quick else "model")
+        trial = trial_of(spec, key, shape, sizes, "tune" if quick else "model", stage == "longer")
         with timed(self.seconds, "judged"):
             return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
 

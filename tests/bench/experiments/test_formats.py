@@ -114,6 +114,67 @@ def test_gpus_are_two(
     assert f"--gpus {gpus}: name two GPUs" in capsys.readouterr().err
 
 
+def test_engines_of_formats_share_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Ranks(Engine):
+        def __init__(self, name: str, python: str, settings: dict[str, Any], *rest: Any, **more: Any) -> None:
+            super().__init__(name, python, settings, *rest, **more)
+            made.append(settings)
+
+    monkeypatch.setattr(formats, "HostProcess", Ranks)
+    monkeypatch.setattr(Engine, "events", [])
+    monkeypatch.setitem(
+        formats.FORMATS, "gptq", replace(formats.FORMATS["gptq"], fields=SMALL, layers=LAYERS)
+    )
+    kv = []
+    for ranks in ("1", "2"):
+        more = [
+            "--loads",
+            "2x16+8",
+            "--repeats",
+            "1",
+            "--tensor-parallel",
+            ranks,
+            "--out",
+            str(tmp_path / ranks),
+        ]
+        monkeypatch.setattr(sys, "argv", ["", "--vllm", sys.executable, "--formats", "gptq", *more])
+        with pytest.raises(SystemExit) as ended:
+            formats.main()
+        assert ended.value.code == 0
+        assert [settings["tensor_parallel"] for settings in made] == [int(ranks)] * 2
+        kv.append(made[0]["kv_bytes"])
+        made.clear()
+        rows = [
+            Row.model_validate_json(x) for x in (tmp_path / ranks / "rows.jsonl").read_text().splitlines()
+        ]
+        assert {row.case["tensor_parallel"] for row in rows} == {int(ranks)}
+    assert kv[1] < kv[0]  # of each rank
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--tensor-parallel", "4"], "--tensor-parallel 4 needs a GPU for each rank, and 2 can be used"),
+        (["--tensor-parallel", "2", "--gpus", "0,1"], "leave it out with --tensor-parallel"),
+    ],
+)
+def test_wrong_ranks_of_formats_start_nothing(
+    more: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = formats.machine.machine().model_copy(update={"gpus": 2})
+    monkeypatch.setattr(formats.machine, "machine", lambda: there)
+    monkeypatch.setattr(sys, "argv", ["", "--vllm", "none", "--out", str(tmp_path / "out"), *more])
+    with pytest.raises(SystemExit):
+        formats.main()
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_engine_runs_a_format_with_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,9 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
     for quick in ("0", "1"):
         for line in itertools.chain(*commands(planned(tmp_path, TABLES="1", QUICK=quick)).values()):
             options = {word for word in line if word.startswith("--")}
-            if line[1:3] == ["-m", "fk_bench.cli"]:
+            if line[1:3] == ["-m", "pytest"]:
+                assert all((ROOT / word).is_file() for word in line if word.startswith("tests/")), line
+            elif line[1:3] == ["-m", "fk_bench.cli"]:
                 there = [name for p in known[line[3]].params for name in (*p.opts, *p.secondary_opts)]
                 assert options <= set(there), line
                 seen.add(line[3])
@@ -62,7 +65,7 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
-        "works_with", "formats", "linear_int4",
+        "works_with", "formats", "linear_int4", "collectives", "experts", "judged",
     } <= scripts  # fmt: skip
 
 
@@ -150,16 +153,36 @@ def test_image_models_are_measured_with_their_hosts(tmp_path: Path) -> None:
 def test_two_gpu_parts_have_two_after_prerequisites(tmp_path: Path) -> None:
     lines = planned(tmp_path).stdout.splitlines()
     where = {x[3:].partition(":")[0]: x for x in lines if x.startswith("== ")}
-    for name in ("servers-tp2", "works-vllm-two", "works-sglang-two"):
+    pairs = [f"collectives-{name}" for name in ("collectives", "experts", "judged", "tests")]
+    for name in ("servers-tp2", "works-vllm-two", "works-sglang-two", *pairs):
         assert len(where[name].partition("GPU ")[2].partition(", after")[0].split(",")) == 2
     begins = {name: int(line.partition("after ")[2].split()[0]) for name, line in where.items()}
     order = list(where)
     assert max(begins["model"], begins["model-fp8"]) <= 60 and order.index("linear") < order.index("step")
     assert all(begins[name] >= 60 for name in SERVERS)
-    assert {name for name in order if name.startswith("works")} == set(order[-9:])  # these measure no time
+    assert {name for name in order if name.startswith(("works", "collectives"))} == set(order[-13:])
     assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]
     one = planned(tmp_path, GPUS="0").stdout
     assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
+
+
+def test_collectives_need_one_command_and_two_gpus(tmp_path: Path) -> None:
+    names = "collectives*,works-*-two"
+    found = commands(planned(tmp_path, ONLY=names, GPUS="0,1"))
+    assert {name for name in found if name} == {
+        "collectives-collectives", "collectives-experts", "collectives-judged", "collectives-tests",
+        "works-vllm-two", "works-sglang-two",
+    }  # fmt: skip
+    for host in ("vllm", "sglang"):
+        (features,) = after(found[f"works-{host}-two"][-1], "--features")
+        assert {"tp_sums", "ep_dispatch"} <= set(features.split(","))
+    (tests,) = found["collectives-tests"]
+    of_ranks = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu\b[^#]*needs (two|\{n\}) (NVIDIA )?GPUs", path.read_text())
+    }
+    assert of_ranks and of_ranks <= set(tests)
 
 
 def test_quality_runs_text_model_in_each_host(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -26,6 +27,7 @@ from fastkernels.verify.measure import Ratio
 
 SHAPE = {"N": 17, "K": 63, "dtype": "float32"}
 TEXT = "N=17,K=63,dtype=float32"
+DECODE = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16, "window": 0, "dtype": "bfloat16"}
 
 
 # -- the command, as a user runs it
@@ -354,6 +356,45 @@ def test_slower_at_low_end_is_not_written() -> None:
     assert entry is not None and (entry.provider, entry.speedup) == ("b", 1.2)
 
 
+@pytest.mark.parametrize(
+    ("status", "speedup", "low", "longer"),
+    [
+        (Status.OK, 0.7, 0.65, None),
+        (Status.WRONG, 1.2, 1.1, None),
+        (Status.OK, 1.1, 1.05, 1.1),
+        (Status.OK, 0.98, 0.9, 0.98),  # as fast as production, within the interval
+    ],
+)
+def test_slower_in_longer_calls_is_not_written(
+    status: Status, speedup: float, low: float, longer: float | None, linear: Op
+) -> None:
+    linear.key = dataclasses.replace(linear.key, longer=lambda N, K, dtype, M: {"tokens": (64,)})
+    said = {
+        ("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 0.98, 0.97),
+        ("longer", "b"): row("b", speedup, low, status=status),
+    }  # fmt: skip
+    script = Script(said)
+    script.final = dataclasses.replace(script.final, device="cpu")
+    entry = script.entry("b")
+    assert script.requested[-1] == ("longer", "b")
+    assert entry is not None and entry.longer == longer and entry.faster == (longer is not None)
+
+
+def test_longer_calls_are_judged_as_cases_of_their_own() -> None:
+    spec, _, key = tuner.key_of("attention_decode")
+    sizes = {"batch": 8, "context": 131072}
+    plain, longer = (tuner.trial_of(spec, key, DECODE, sizes, "tune", which).case for which in (False, True))
+    assert plain.dims["seq_lens"] == [4096] * 8 and longer.dims["seq_lens"] == [32768] * 8
+    assert plain.name != longer.name
+
+
+def test_missing_includes_entries_without_longer_times() -> None:
+    old = Entry("attention_decode", DECODE, {"batch": 8, "context": 32768}, "cuda-split", "fa3", "r", {}, 1.2)
+    assert command._untimed(old) and not command._untimed(dataclasses.replace(old, longer=1.1))
+    assert not command._untimed(dataclasses.replace(old, sizes={"batch": 8, "context": 4096}))
+    assert not command._untimed(dataclasses.replace(old, provider="fa3"))
+
+
 def test_gain_of_production_over_itself_is_no_gain() -> None:
     said = {("final", "b"): row("b", 1.2, 1.1), ("control", "onednn"): row("onednn", 1.15, 1.05)}
     entry = Script(said).entry("b")
@@ -395,6 +436,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> Op:
     op = registry.get("linear").op
     more = (Provider(f.__name__, f, ("cpu",)) for f in (half, wrong, broken))
     monkeypatch.setattr(op, "providers", (Provider("onednn", twice, ("cpu",)), *more))
+    monkeypatch.setattr(op, "key", op.key)
     return op
 
 
@@ -464,6 +506,27 @@ def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     slow = script.point("linear", shape, {"M": 4}, None, [Choice("wrong"), Choice("onednn")])
     assert slow is not None and (slow.provider, slow.faster) == ("onednn", False)
     assert len(script.requested) == 1 and script.seconds["screened"] > 0
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_longer_calls_are_timed_before_the_judge(linear: Op, slow: bool) -> None:
+    """With 512 tokens, where the choice is slower than production or not."""
+
+    def short_only(x: Any, weight: Any, bias: Any = None) -> Any:
+        for _ in range(60 if slow and len(x) > 4 else 1):
+            found = x @ weight.T
+        return found
+
+    linear.providers = (*linear.providers, Provider("short_only", short_only, ("cpu",)))
+    linear.key = dataclasses.replace(linear.key, longer=lambda N, K, dtype, M: {"tokens": (512,)})
+    rows: list[Row] = []
+    script = Script({("final", "short_only"): row("short_only", 1.2, 1.1)})
+    script.final = dataclasses.replace(script.final, device="cpu")
+    script._screen, script._on_screen = Screen("cpu", "r"), rows.append
+    shape = {"N": 64, "K": 64, "dtype": "float32"}
+    entry = script.point("linear", shape, {"M": 4}, None, [Choice("short_only")])
+    assert entry is not None and entry.faster == bool(script.requested) == (not slow)
+    assert (entry.longer is None) == slow and [r.case["longer"] for r in rows] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,17 @@ from torch import fx
 from fastkernels.core import parallel
 from fastkernels.overrides.collective.all_reduce import all_reduce
 from fastkernels.overrides.collective.all_reduce_rms_norm import all_reduce_rms_norm
+from fastkernels.overrides.collective.all_reduce_rms_norm_quant_fp8 import all_reduce_rms_norm_quant_fp8
 from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
 from fk_integrations.vllm.passes.fx_fusions import behind_views, metadata_of, other_norm
 from fk_integrations.vllm.passes.unchanged import Counts, Unchanged
 
-OPS = (all_reduce, all_reduce_rms_norm, rms_norm)  # torch.ops has them by now
+# A norm, the op that sums before it, and the arguments that both have; torch.ops has them by now
+FUSED = (
+    (rms_norm, all_reduce_rms_norm, ("weight", "eps", "residual")),
+    (rms_norm_quant_fp8, all_reduce_rms_norm_quant_fp8, ("weight", "eps", "scale", "residual")),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Sums:
 def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int, unchanged: Counts) -> int:
     """Fuse sums of these groups of vLLM, by name, with a norm of ours that is their only user; how many.
 
+    The norm may be one that also quantizes, for each token or with one given scale.
+
     least_tokens: of the graph's batches; a message that is not ours with so many tokens is left alone. An op that a
     candidate or a provider requests by name is left unchanged, because the fused op would not call it. Sums of these
     groups that stay are counted in `unchanged`.
@@ -39,19 +47,20 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int, unchanged
     fused, apart = 0, dict[fx.Node, str]()
     if not sums:
         return fused
-    requested = [op.name for op in OPS if op.requested]
+    by_target = {getattr(torch.ops.fastkernels, each[0].name).default: each for each in FUSED}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized):
-        if norm.args[0] is not torch.ops.fastkernels.rms_norm.default:
+        if norm.args[0] not in by_target:
             continue
+        ours, op, names = by_target[norm.args[0]]
         source, views = behind_views(norm.kwargs["x"])
         found = _ours(source, sums)
         if found is None:
             continue
         alone = set(source.users) == {views[-1] if views else norm} and set(norm.kwargs["x"].users) == {norm}
         value = source.meta.get("val")
-        if requested:
+        if requested := [each.name for each in (all_reduce, op, ours) if each.requested]:
             apart[source] = f"{' and '.join(requested)}: requested by name"
-        elif (why := other_norm(norm)) is not None:
+        elif (why := other_norm(norm) if ours is rms_norm else _other_scales(norm)) is not None:
             apart[source] = why
         elif not alone:
             apart[source] = "the sum has another user"
@@ -59,12 +68,11 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int, unchanged
             apart[source] = f"messages from {least_tokens} tokens on are longer than ours"
         if source in apart:
             continue
-        kept = {name: norm.kwargs.get(name) for name in ("weight", "eps", "residual")}
-        op = torch.ops.fastkernels.all_reduce_rms_norm.default
+        kept = {name: norm.kwargs.get(name) for name in names}
         with graph.inserting_before(norm):
             new = graph.call_function(
                 torch.ops.higher_order.auto_functionalized,
-                (op,),
+                (getattr(torch.ops.fastkernels, op.name).default,),
                 {"x": source.args[0], **kept, "group": found.group},
             )
         new.meta.update(metadata_of(norm))
@@ -77,6 +85,18 @@ def fuse(graph: fx.Graph, sums: Mapping[str, Sums], least_tokens: int, unchanged
             why = apart.get(node, "no norm of ours follows")
             unchanged[Unchanged(all_reduce.name, "sums of compiled graphs stay apart", why)] += 1
     return fused
+
+
+def _other_scales(norm: fx.Node) -> str | None:
+    """Why our fused op does not compute this rms_norm_quant_fp8: its scales are of tokens, or one is given."""
+    plain = {
+        a.name: a.default_value
+        for a in rms_norm_quant_fp8.overload._schema.arguments
+        if a.has_default_value()
+    }
+    known = {*FUSED[1][2], "x"}
+    other = [name for name, value in norm.kwargs.items() if name not in known and value != plain[name]]
+    return f"the norm's scales have {', '.join(other)}" if other else None
 
 
 def _ours(node: fx.Node, sums: Mapping[str, Sums]) -> Sums | None:
