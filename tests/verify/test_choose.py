@@ -309,21 +309,6 @@ def test_prompts_are_measured_apart_from_tabled_decodes(
     assert [(p.shape[0], p.sizes) for p in points] == [(24, (1,)), (8, (2048,)), (24, (2048,))]
 
 
-@pytest.mark.parametrize("longer", [None, 1.1])
-@pytest.mark.parametrize("shipped", [False, True])
-def test_shipped_choices_are_timed_with_longer_calls_here(
-    model: Any, op: Any, monkeypatch: pytest.MonkeyPatch, longer: float | None, shipped: bool
-) -> None:
-    op.key = dataclasses.replace(op.key, longer=lambda N, K, dtype, M: {"tokens": (64,)} if M == 8 else None)
-    shape = {"N": 8, "K": 16, "dtype": "float32"}
-    listed = tuning.Entry("linear", shape, {"M": 8}, "quick", "usual", "r1", {}, 1.2, (1.1, 1.3), longer)
-    listed = dataclasses.replace(listed, shipped=shipped)
-    monkeypatch.setattr(tuning, "entries", lambda name, chip: [listed] if name == "linear" else [])
-    points = choose.points_of(Host(), model, Request("patch", ops=("linear",)), "cpu")
-    found = [p.sizes for p in points if p.shape[0] == 8]
-    assert found == ([(1,), (8,)] if shipped and longer is None else [])
-
-
 def test_decodes_decide_where_a_pass_has_prompts(
     model: Any, op: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,15 +115,10 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
                 here, op = adapter.of(name), registry.get(name).op
                 most = adapter.largest_batch() if op.key.sizes in OF_TOKENS else None
                 live = here.live(op, shape, modules)
-                known = tuning.entries(name, chip) if here.in_tables else []
-                own_sizes = here.points(op)
-                # Choices that are measured for a shape take the place of all its shipped entries.
-                listed = (
-                    set() if tuning.untimed(op.key, known, shape, own_sizes) else {e.place for e in known}
-                )
+                listed = {e.place for e in tuning.entries(name, chip)} if here.in_tables else set()
                 # Prompts do not run the product, or not apart from its activation, or gained nothing by it (H200).
                 apart = part is last or (GATED, shape) in found or not Environment.read().verify
-                for i, sizes in enumerate(own_sizes):
+                for i, sizes in enumerate(here.points(op)):
                     point = Point(name, shape, sizes, tuple(modules), live)
                     entry = Entry(name, *point.named(), None, "", "")
                     left = entry.place in listed or (name == "linear" and apart and entry.of_prompts)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from support.kernels import step_kernel_cases
 
@@ -18,6 +19,7 @@ from fastkernels.core.communicator import Symmetric
 from fastkernels.engine.execution.drafts import draft_kernels, tree_kernels
 from fastkernels.engine.sampling import token_masks
 from fastkernels.engine.steps.input_batch import InputBatch
+from fastkernels.engine.steps.step import StepInput
 from fastkernels.overrides.attention import attention_decode_split
 from fastkernels.overrides.collective import exchange, words
 from fastkernels.overrides.dense_attention import wide_heads
@@ -86,7 +88,16 @@ def _advanced() -> None:
 def _accepted() -> None:
     rows = draft_kernels.Rows(*torch.zeros(6, TOKENS, dtype=I64).unbind())
     packed = torch.zeros(len(draft_kernels.COLUMNS), TOKENS, dtype=I64)
-    draft_kernels.accept_triton(packed, torch.zeros(9, dtype=I64), torch.zeros(9, dtype=I64), rows, 3, True)
+    held = draft_kernels.Held.zeros(TOKENS, 3, torch.device("cpu"))
+    ids, sampled, last = torch.zeros(3, 9, dtype=I64)
+    draft_kernels.accept_triton(packed, ids, sampled, rows, 3, True, held, last)
+
+
+def _settled() -> None:
+    one, batch = np.ones(1, np.int64), InputBatch(torch.device("cpu"), TOKENS, 40, 4)
+    step = StepInput(one, one.astype(np.int32), one.astype(np.int32), one, one, 0, np.ones((0, 3), np.int64))
+    held = draft_kernels.Held.zeros(TOKENS + 1, 3, torch.device("cpu"))
+    draft_kernels.settle_triton(batch.load(step, TOKENS, 1), batch, held, None)
 
 
 def _masked() -> None:
@@ -192,6 +203,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "engine.steps.step_kernels:_finish_kernel": step_kernel_cases.problems,
     "engine.execution.drafts.draft_kernels:_accept_kernel": _accepted,
     "engine.execution.drafts.draft_kernels:_advance_kernel": _advanced,
+    "engine.execution.drafts.draft_kernels:_settle_kernel": _settled,
     "engine.execution.drafts.tree_kernels:_accept_tree_kernel": _tree,
     "engine.execution.drafts.tree_kernels:_keep_kernel": _kept_of_tree,
 }
