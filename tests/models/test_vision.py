@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,11 @@ def architecture(folder: Path) -> str:
     return json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
+def theirs(folder: Path) -> Any:
+    """transformers' class."""
+    return getattr(transformers, architecture(folder))
+
+
 def prompts_for(folder: Path) -> list[Any]:
     """Images of several sizes; for a model of videos, clips of several lengths and an image."""
     if not architecture(folder).startswith("VJEPA2"):
@@ -45,12 +52,10 @@ def prompts_for(folder: Path) -> list[Any]:
 
 
 @torch.no_grad()
-def expected(folder: Path, given: Any) -> dict[str, np.ndarray]:
+def expected(folder: Path, given: Any, model: Any = None) -> dict[str, np.ndarray]:
     """Normalized vector, hidden states without padding and logits of transformers' own model, as far as it has them."""
-    import transformers
-
     name = architecture(folder)
-    model: Any = getattr(transformers, name).from_pretrained(folder).eval()
+    model = model or theirs(folder).from_pretrained(folder).eval()
     if name.startswith("VJEPA2"):
         inputs = transformers.AutoVideoProcessor.from_pretrained(folder)(given, return_tensors="pt")
         base = getattr(model, "vjepa2", model)
@@ -90,6 +95,68 @@ def test_encoder_equals_transformers(folder: Path) -> None:
     attention = "window_attention" if architecture(folder).startswith("Swinv2") else "attention_dense"
     for op in (attention, "layer_norm", "linear"):
         assert counters()[op]["calls"] > before[op]["calls"], op
+
+
+# Other values of fields that some architecture has
+FIELDS: dict[str, Any] = {
+    "apply_layernorm": False, "attention_bias": False, "attention_dropout": 0.3, "drop_path_rate": 0.5,
+    "encoder_stride": 8, "frames_per_clip": 8, "head_dim": 8, "hidden_act": "relu",
+    "hidden_activation": "relu", "hidden_dropout_prob": 0.3,
+    "is_decoder": True, "key_bias": True, "layer_norm_eps": 0.1, "layerscale_value": 0.5, "mlp_bias": False,
+    "mlp_ratio": 2.0, "num_attention_heads": 2, "num_key_value_heads": 1, "num_pooler_layers": 2,
+    "num_register_tokens": 2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 3.0, "pos_embed_shift": 0.2,
+    "pred_num_hidden_layers": 1, "pretrained_window_sizes": [1, 1, 1, 1], "proj_bias": False, "qk_norm": True,
+    "qkv_bias": False, "query_bias": False, "rms_norm_eps": 0.1, "rope_theta": 50.0, "sliding_window": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "tubelet_size": 1, "use_SiLU": True,
+    "use_absolute_embeddings": True, "use_bidirectional_attention": True, "use_gated_mlp": True, "use_mask_token": True,
+    "use_swiglu_ffn": True, "value_bias": False, "vision_use_head": False, "wide_SiLU": True, "window_size": 2,
+}  # fmt: skip
+
+
+def changed(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, the config with one field set) for the config and for those in it."""
+    for name, value in FIELDS.items():
+        if raw.get(name, name) != value:
+            yield name, {**raw, name: value}
+    for own in (name for name, value in raw.items() if name.endswith("_config") and isinstance(value, dict)):
+        yield from ((name, {**raw, own: made}) for name, made in changed(raw[own]))
+
+
+def built(folder: Path, state: dict[str, torch.Tensor]) -> Any:
+    """transformers' model of config.json with these weights; None if it fails, or has other parameters."""
+    try:
+        model = theirs(folder)(transformers.AutoConfig.from_pretrained(folder)).eval()
+        found = model.load_state_dict(state, strict=False)
+    except Exception:  # of any kind: transformers has no common one
+        return None
+    return None if found.missing_keys or found.unexpected_keys else model
+
+
+@pytest.mark.slow
+def test_fields_mean_what_they_mean_in_transformers(folder: Path, tmp_path: Path) -> None:
+    """Each is ignored as there, applied as there, or refused by its name."""
+    work, given, compared = Path(shutil.copytree(folder, tmp_path / "work")), prompts_for(folder)[0], 0
+    raw, state = (
+        json.loads((folder / "config.json").read_text()),
+        theirs(folder).from_pretrained(folder).state_dict(),
+    )
+    tasks = list(expected(folder, given))
+    wrong: list[str] = []
+    for name, made in changed(raw):
+        (work / "config.json").write_text(json.dumps(made))
+        model = built(work, state)
+        try:
+            with LLM(str(work), device="cpu") as llm:
+                found = {task: llm.encode([given], task, use_tqdm=False)[0].outputs.data for task in tasks}
+        except (CheckpointError, Unsupported) as error:
+            wrong += [f"{name}: refused by {error}"] if name not in str(error) and model is not None else []
+            continue
+        want = None if model is None else expected(work, given, model)
+        if want is not None:
+            compared += 1
+            same = (np.allclose(found[task], want[task], atol=ENCODINGS) for task in tasks)
+            wrong += [] if all(same) else [f"{name}: other values than transformers"]
+    assert wrong == [] and compared > 20
 
 
 def test_every_image_encoder_is_tested() -> None:
