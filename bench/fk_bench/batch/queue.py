@@ -30,7 +30,7 @@ class Part:
     gpus     number of GPUs; a part with 0 never waits
     seconds  expected duration, used for scheduling
     after    parts that must succeed first
-    last     the part measures no time, and starts after all others
+    last     the part starts after all others: it measures no time, or would hold up those that others wait for
     """
 
     name: str
