@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from support.modules import metadata
-from support.tiny import KINDS, MODELS, make_tiny
+from support.tiny import IMAGE, KINDS, MODELS, make_tiny, make_tiny_vlm
+from support.vlm_oracle import VlmOracle, image, prompt
 
+from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import forward_context
 from fastkernels.core.layer_state import StateSpec
 from fastkernels.models.common.checkpoints.checkpoint import CheckpointError
@@ -265,6 +267,91 @@ def test_fields_mean_what_they_mean_in_transformers(checkpoint: Checkpoint) -> N
     own = 1 if checkpoint.raw["model_type"] in ("mamba", "mpt", "retnet", "rwkv7") else 2
     assert compared >= own and len(ignored) >= 20
     assert close(checkpoint.ours(checkpoint.raw), checkpoint.expected)
+
+
+VISION: dict[str, Any] = {
+    "hidden_act": "relu", "layer_norm_eps": 0.1, "rms_norm_eps": 0.1, "rope_theta": 50.0, "fullatt_block_indexes": [0],
+    "window_size": 56, "attention_bias": True, "mlp_ratio": 2, "deepstack_visual_indexes": [0], "qkv_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "tokens_per_second": 9, "vision_use_head": True,
+    "use_bidirectional_attention": True, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+class Pictured:
+    """A tiny checkpoint of a model with images, and the log-probabilities of a prompt in transformers and here."""
+
+    given = (f"One {IMAGE} seen", image(0, 40, 24))
+
+    def __init__(self, folder: Path):
+        self.folder, self.raw = folder, json.loads((folder / "config.json").read_text())
+        self.state = VlmOracle(folder).model.state_dict()
+
+    def cases(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for case, made in cases(self.raw["text_config"]):
+            yield case, {**self.raw, "text_config": made}
+        for name, value in VISION.items():
+            yield (
+                f"{name}={value!r}",
+                {
+                    **self.raw,
+                    "vision_config": {**self.raw["vision_config"], name: value},
+                },
+            )
+
+    def ours(self) -> torch.Tensor:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        with LLM(str(self.folder), device="cpu", dtype="float32") as llm:
+            (output,) = llm.generate([prompt(*self.given)], params, use_tqdm=False)
+        found = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return torch.tensor([of[token].logprob for token, of in found])
+
+    def theirs(self) -> torch.Tensor | None:
+        """None if transformers does not build or run this, or with other parameters."""
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
+        oracle = VlmOracle(self.folder)
+        try:
+            config = AutoConfig.from_pretrained(self.folder)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+            loaded = model.load_state_dict(self.state, strict=False)
+            if loaded.missing_keys or loaded.unexpected_keys:
+                return None
+            oracle.model = model
+            ids = oracle.inputs(self.given[0], self.given[1:])["input_ids"][0, 1:, None]
+            return oracle.logprobs(*self.given)[:-1].gather(1, ids)[:, 0]
+        except Exception:  # of any kind: transformers has no common one
+            return None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_axes_that_a_scaled_rotary_embedding_lacks_are_named(kind: str, tmp_path: Path) -> None:
+    """Positions of three axes reached a kernel for one."""
+    folder = make_tiny_vlm(tmp_path, kind)
+    raw = json.loads((folder / "config.json").read_text())
+    text = with_field(raw["text_config"], "rope_scaling", {"rope_type": "linear", "factor": 3.0})
+    (folder / "config.json").write_text(json.dumps({**raw, "text_config": text}))
+    with pytest.raises(Unsupported, match="has no mrope_section.*write it next to the rope_type"):
+        LLM(str(folder), device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_fields_of_models_with_images(kind: str, tmp_path: Path) -> None:
+    """Each has transformers' meaning, or is refused by a name that the config has for it."""
+    model = Pictured(make_tiny_vlm(tmp_path, kind))
+    assert torch.allclose(model.ours(), model.theirs(), atol=1e-3)
+    wrong, compared = [], 0
+    for case, raw in model.cases():
+        (model.folder / "config.json").write_text(json.dumps(raw))
+        try:
+            found = model.ours()
+        except (Unsupported, CheckpointError):
+            continue
+        expected = model.theirs()
+        if expected is not None:
+            compared += 1
+            wrong += [] if torch.allclose(found, expected, atol=1e-3) else [case]
+    assert wrong == [] and compared > 40
 
 
 def test_every_language_model_is_covered() -> None:

@@ -39,6 +39,16 @@ def check(config: Any, described: Decoder) -> None:
         raise Unsupported("config.is_causal=False (bidirectional attention) is not supported, only True")
 
 
+def check_axes(described: Decoder) -> None:
+    """Raise Unsupported if the rotary embedding of a model with images has no parts for time, rows and columns."""
+    ropes = [a.rope for layer in described.layers if isinstance(a := layer.attention, Attention)]
+    if not all((rope or {}).get("mrope_section") for rope in ropes):
+        raise Unsupported(
+            "config.rope_parameters (or rope_scaling) has no mrope_section, the pairs of a head that turn with time, "
+            'rows and columns: write it next to the rope_type, as "mrope_section": [24, 20, 20]'
+        )
+
+
 def _check_layer_types(config: Any, described: Decoder) -> None:
     kinds = zip(getattr(config, "layer_types", None) or (), described.layers, strict=False)
     for kind, layer in kinds:

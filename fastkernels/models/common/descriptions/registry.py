@@ -152,10 +152,13 @@ def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
     allow_mixed_sizes(config)
     names = getattr(config, "architectures", None) or [""]
-    make = load(f"{find(names[0], config).module}:describe")
+    found = find(names[0], config)
+    make = load(f"{found.module}:describe")
     try:
         made: Decoder = make(config)
         agreement.check(config, made)
+        if "image" in found.arch.media:
+            agreement.check_axes(made)
     except (TypeError, ArithmeticError) as error:
         raise Unsupported(_unusable(make, config, error)) from error
     return made
