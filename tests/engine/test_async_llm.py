@@ -74,13 +74,13 @@ async def test_slow_reader_gets_joined_outputs(llm):
 
 
 async def test_failed_step_ends_requests_but_not_the_engine(llm, monkeypatch):
-    before = (await collect(llm, "a"))[-1].outputs[0]
+    before = (await collect(llm, "a", kind=RequestOutputKind.FINAL_ONLY))[-1].outputs[0]
     fail_steps(llm, monkeypatch, [RuntimeError("boom")])
     results = await asyncio.gather(*(collect(llm, f"b{i}") for i in range(3)), return_exceptions=True)
     failed = [r for r in results if isinstance(r, EngineError)]
     assert failed and all("boom" in str(e) and not e.stopped for e in failed)
     assert llm.healthy and llm.num_failed_steps == 1 and llm.engine.requests == {}
-    assert (await collect(llm, "c"))[-1].outputs[0] == before
+    assert (await collect(llm, "c", kind=RequestOutputKind.FINAL_ONLY))[-1].outputs[0] == before
     assert llm.engine.blocks.usage == 0
 
 

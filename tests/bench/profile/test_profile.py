@@ -136,7 +136,7 @@ def test_op_is_profiled_with_a_page_and_rows(tmp_path):
     done = fk_bench_here(
         "profile", "rms_norm", "--case", "odd_64", "--device", "cpu", "--out", tmp_path / "run"
     )
-    assert done.returncode == 2 and "unknown case 'odd_64'" in done.stderr
+    assert done.returncode == 2 and "no case of rms_norm is named odd_64" in done.stderr
     done = fk_bench_here(
         "profile", "rms_norm", "--device", "cpu", "--repeats", "4", "--out", tmp_path / "run"
     )
