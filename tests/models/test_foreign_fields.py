@@ -334,8 +334,18 @@ def test_axes_that_a_scaled_rotary_embedding_lacks_are_named(kind: str, tmp_path
         LLM(str(folder), device="cpu")
 
 
+def test_windows_of_models_without_them_are_ignored(tmp_path: Path) -> None:
+    """transformers' class of the config drops them, from which vLLM reads them as well."""
+    folder = make_tiny_vlm(tmp_path, "qwen3_vl_moe")
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw["text_config"] | {"use_sliding_window": True, "sliding_window": 5}
+    (folder / "config.json").write_text(json.dumps({**raw, "text_config": text}))
+    described = registry.describe(build.load_config(folder))
+    assert all(layer.attention.window is None for layer in described.layers)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_fields_of_models_with_images(kind: str, tmp_path: Path) -> None:
     """Each has transformers' meaning, or is refused by a name that the config has for it."""
     model = Pictured(make_tiny_vlm(tmp_path, kind))

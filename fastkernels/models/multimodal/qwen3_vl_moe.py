@@ -19,6 +19,7 @@ from fastkernels.overrides.moe.sparse_moe import Experts
 
 def describe(config: Any) -> d.Decoder:
     config.norm_topk_prob = True
+    config.sliding_window = None  # whatever the file has, as in transformers' class of this config
     return replace(qwen3_moe.describe(config), tower=tuple(tower(config.vision_config)))
 
 
