@@ -64,7 +64,7 @@ NAMES = _table(
     {
         "inspection": """
             sys._getframe sys._current_frames sys.settrace sys.setprofile sys.modules sys.meta_path sys.path
-            sys.path_hooks sys.argv sys.addaudithook sys.monitoring globals""",
+            sys.path_hooks sys.argv sys.addaudithook sys.monitoring globals locals""",
         "process": """
             os.fork os.forkpty os._exit os.kill os.killpg os.abort os.system os.popen os.execv os.execve os.execvp
             os.execl os.posix_spawn os.posix_spawnp os.spawnv os.spawnl os.register_at_fork os.nice os.setpriority

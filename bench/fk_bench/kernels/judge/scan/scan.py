@@ -272,6 +272,8 @@ class _Visitor(ast.NodeVisitor):
         if name in ("setattr", "delattr", "vars", "object.__setattr__") and node.args:
             for owner in self.names(node.args[0]):
                 self._assigned(node, owner, f"{name}({owner}, ...)")
+        elif name == "vars":  # of the file itself: names could get other meanings
+            self.note(node, "inspection", rules.REASONS["inspection"].format("vars()"))
         elif name == "getattr" and len(node.args) > 1:
             self._getattr(node)
         elif name == "os.getenv" or name.startswith("os.environ."):
