@@ -43,7 +43,7 @@ _now = time.monotonic
 def measuring() -> Iterator[set[Hashable]]:
     """In this thread, ops measure shapes that they have not seen. FASTKERNELS_VERIFY=0: only kept choices apply.
 
-    Yields the shapes for which there was no time, once it ends: the next step inside of `measuring` has time for them.
+    Yields the set of shapes for which there was no time, which grows until it ends. The next step measures them.
     """
     before, _state.on = getattr(_state, "on", False), True
     if not before:
